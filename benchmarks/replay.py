@@ -30,7 +30,7 @@ import pybase64
 from common import benchmark_config, benchmark_model, print_table, write_result
 from flax import nnx
 
-from oracles.schedules import Stage, run_schedule
+from oracles.schedules import ScheduleSetup, run_schedule
 from oracles.testbeds import other_weights, tiny_testbed
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routed_experts import RoutedExperts
@@ -147,11 +147,11 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
 
 def judge_schedules(count: int) -> dict[str, object]:
     """Random schedules of the tiny MoE; how many rows were compared and which schedules had a wrong one."""
-    stage = Stage(tiny_testbed(moe_backend="tapped").bench, VOCAB_SIZE, other_weights)
+    setup = ScheduleSetup(tiny_testbed(moe_backend="probed").bench, VOCAB_SIZE, other_weights)
     rows, wrong, start = 0, list[str](), time.perf_counter()
     for seed in range(count):
         try:
-            rows += run_schedule(stage, seed)
+            rows += run_schedule(setup, seed)
         except AssertionError as error:
             wrong.append(f"{seed}: {error}"[:300])
     return {

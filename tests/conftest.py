@@ -98,7 +98,7 @@ def lazy_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine_factory() -> Callable[..., AbstractContextManager[Engine]]:
-    """`with engine_factory(**args) as engine`: the shared engine of these settings, its cache empty; idle at the end."""
+    """`with engine_factory(**args) as engine`: the shared engine of these settings, with an empty cache."""
     return shared_engine
 
 

@@ -87,9 +87,9 @@ def test_every_registered_backend_fills_every_row(backend):
         request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))
     ]
     drive.run(*reqs)
-    for told in drive.told.values():
+    for told in drive.outputs.values():
         told.end.routed_experts.validate()
-    assert_margin_rule(testbed.oracle, [(req.tokens, drive.told[req.rid].end.routed_experts.ids) for req in reqs])
+    assert_margin_rule(testbed.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs])
 
 
 # --- stale rows on slot reuse: rows keyed by slot, nobody clears
@@ -121,7 +121,7 @@ def test_first_writer_wins_over_reprefill(testbed):
     drive.run()
     drive.run(request("second", np.append(prompt, 0), 4))
     assert_all_faithful(drive)
-    first, second = (drive.told[rid].end for rid in ("first", "second"))
+    first, second = (drive.outputs[rid].end for rid in ("first", "second"))
     assert first.routed_experts.version_spans == ((0, num_written, old), (num_written, 35, new))
     assert second.cached_tokens == 24
     assert second.routed_experts.version_spans == ((0, 28, new),)
@@ -142,13 +142,13 @@ def test_retracted_and_aborted_requests_keep_their_rows(testbed):
     assert drive.core.abort("r3")  # it waits, without a page
     assert drive.core.abort("r0")  # it runs
     drive.run()
-    assert [drive.told[f"r{i}"].end.finish_reason.type for i in range(4)] == ["abort", "length", "length", "abort"]
-    assert drive.told["r3"].end.routed_experts.num_rows >= 20 + 4
+    assert [drive.outputs[f"r{i}"].end.finish_reason.type for i in range(4)] == ["abort", "length", "length", "abort"]
+    assert drive.outputs["r3"].end.routed_experts.num_rows >= 20 + 4
     so_far = reqs[0].tokens[: reqs[0].num_known]
     drive.run(request("continued", so_far, 5, temperature=1.0, seed=0))
     assert_all_faithful(drive)
-    continued = drive.told["continued"].end.routed_experts
-    np.testing.assert_array_equal(continued.ids[: so_far.size - 1], drive.told["r0"].end.routed_experts.ids)
+    continued = drive.outputs["continued"].end.routed_experts
+    np.testing.assert_array_equal(continued.ids[: so_far.size - 1], drive.outputs["r0"].end.routed_experts.ids)
 
 
 # --- prefix hit without rows: keys and values are known, rows are not
@@ -158,9 +158,9 @@ def test_reader_asks_where_writer_did_not(testbed):
     drive, prompt = testbed.drive(), random_prompt(rng_of(5), 40)
     drive.run(request("writer", prompt, 8, asks=False))
     drive.run(request("reader", prompt, 8))
-    assert drive.told["reader"].end.cached_tokens == 36
+    assert drive.outputs["reader"].end.cached_tokens == 36
     assert_all_faithful(drive)
-    assert_margin_rule(testbed.oracle, [(drive.reqs["reader"].tokens, drive.told["reader"].end.routed_experts.ids)])
+    assert_margin_rule(testbed.oracle, [(drive.reqs["reader"].tokens, drive.outputs["reader"].end.routed_experts.ids)])
 
 
 # --- layer shift, dense-first: columns counted over MoE layers, read over all
@@ -173,7 +173,7 @@ def test_layer_ids_name_the_hidden_layer(dense, columns):
     drive.run(*reqs)
     assert testbed.oracle.moe_layers == columns
     for req in reqs:
-        record = drive.told[req.rid].end.routed_experts
+        record = drive.outputs[req.rid].end.routed_experts
         record.validate()
         assert (record.layer_ids, record.num_hidden_layers) == (columns, 4)
         assert_margin_rule(testbed.oracle, [(req.tokens, record.ids)])
@@ -370,14 +370,14 @@ def test_missing_row_fails_the_request_with_its_position(testbed):
         drive.core.capturer.host_cache.clear(drive.core.scheduler.pages.kv_slots(drive.reqs[rid], 17, 18))
     drive.run()
     with pytest.raises(RoutingIncompleteError, match="token 17 is not known"):
-        raise drive.told["hurt"].end.error
-    assert drive.told["hurt"].end.routed_experts is None
-    assert len(drive.told["hurt"].tokens) == 10
+        raise drive.outputs["hurt"].end.error
+    assert drive.outputs["hurt"].end.routed_experts is None
+    assert len(drive.outputs["hurt"].tokens) == 10
     assert drive.core.request_table.finished == {"error": 1, "length": 2}
     for rid in ("quiet", "neighbour"):
-        assert drive.told[rid].end.error is None
+        assert drive.outputs[rid].end.error is None
     drive.run(request("next", random_prompt(rng, 30), 10))
-    np.testing.assert_array_equal(drive.told["next"].end.routed_experts.valid, None)
+    np.testing.assert_array_equal(drive.outputs["next"].end.routed_experts.valid, None)
 
 
 def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
@@ -415,7 +415,7 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     assert drive.core.scheduler.namespace(drive.reqs["new"]) != drive.core.scheduler.namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))
     assert_all_faithful(drive)
-    told = {rid: told.end for rid, told in drive.told.items()}
+    told = {rid: told.end for rid, told in drive.outputs.items()}
     assert [told[rid].cached_tokens for rid in ("old", "old again", "across", "new", "new again")] == [0, 36, 36, 0, 36]
     assert told["new"].routed_experts.version_spans == ((0, 47, version),)
     assert told["new again"].routed_experts.version_spans == ((0, 47, version),)
@@ -433,11 +433,11 @@ def test_turns_send_only_new_rows(testbed):
     for turn in range(20):
         prompt = np.concatenate([spoken, random_prompt(rng, 2)])
         drive.run(request(f"turn{turn}", prompt, 2, start=len(known)))
-        record = drive.told[f"turn{turn}"].end.routed_experts
+        record = drive.outputs[f"turn{turn}"].end.routed_experts
         assert record.start == len(known)
         known += list(record.ids)
         rows += record.num_rows
-        spoken = np.concatenate([prompt, drive.told[f"turn{turn}"].tokens]).astype(np.int32)
+        spoken = np.concatenate([prompt, drive.outputs[f"turn{turn}"].tokens]).astype(np.int32)
     assert rows == spoken.size - 1
     assert_all_faithful(drive)
     assert_margin_rule(testbed.oracle, [(spoken, np.stack(known))])
@@ -491,7 +491,7 @@ def test_invalid_rows_use_the_live_router(score, filler):
 def test_a_row_of_one_expert_repeated_is_no_record(testbed):
     drive = testbed.drive()
     drive.run(request("r", random_prompt(rng_of(13), 10), 4))
-    record = drive.told["r"].end.routed_experts
+    record = drive.outputs["r"].end.routed_experts
     ids = record.ids.copy()
     ids[5] = 0
     with pytest.raises(ValueError, match="token 5, layer 1, slot 1: expert 0 is repeated"):

@@ -64,10 +64,10 @@ def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, 
     order = np.random.default_rng(1).permutation(len(GIVEN))
     if cell.radix == "warm":
         drive.run(*(request(f"warm{index}", GIVEN[index], 1) for index in order), check=False)
-        drive.told.clear()
+        drive.outputs.clear()
     meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
     drive.run(*(asked(index, temperature) for index in order), before_step=meddle, check=False)
-    assert len(drive.told) == len(GIVEN)
+    assert len(drive.outputs) == len(GIVEN)
     for rid, told in told_by(drive).items():
         assert told == alone[temperature][rid], rid
 
@@ -86,5 +86,5 @@ def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(testbed, a
         asked(index, temperature), before_step=lambda step: step in others and drive.add(others[step]), check=False
     )
     modes = {batch.mode for batch, _ in drive.log.forwards}
-    assert len(drive.told) == 6 and len(modes) > 1, modes
+    assert len(drive.outputs) == 6 and len(modes) > 1, modes
     assert told_by(drive)[f"p{index}"] == alone[temperature][f"p{index}"]

@@ -1,5 +1,5 @@
-"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Judged by the MoE probe at the
-experts.
+"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Compared with the MoE
+probe at the experts.
 
 Every row of the merged record must be the one that its first writer executed, whatever happened between, or marked as
 not known; none may be wrong. Schedules are random: arrivals, chunks, prefix hits, n > 1, retraction, flushes, weight
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import request
-from oracles.schedules import EVENTS, Stage, assert_merged, run_event, run_schedule, tokens_of
+from oracles.schedules import EVENTS, ScheduleSetup, assert_merged, run_event, run_schedule, tokens_of
 from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -37,7 +37,7 @@ def test_an_aborted_rollout_goes_on_where_it_was(testbed):
     drive.run(request("b", part, 30 - (part.size - prompt.size)))
     whole = tokens_of(drive, "b")
     record = merge_turns(
-        [(part, drive.told["a"].end.routed_experts), (whole, drive.told["b"].end.routed_experts)], whole
+        [(part, drive.outputs["a"].end.routed_experts), (whole, drive.outputs["b"].end.routed_experts)], whole
     )
     assert_merged(drive, ["a", "b"], record, whole)
     assert record.version_spans == ((0, part.size - 1, old), (part.size - 1, whole.size - 1, old + 1))
@@ -46,12 +46,12 @@ def test_an_aborted_rollout_goes_on_where_it_was(testbed):
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
 def test_no_row_is_wrong_in_any_schedule(testbed, seed):
-    assert run_schedule(Stage(testbed.bench, VOCAB_SIZE, other_weights), seed) > 0
+    assert run_schedule(ScheduleSetup(testbed.bench, VOCAB_SIZE, other_weights), seed) > 0
 
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_no_row_is_wrong_after_any_event(testbed, event):
-    assert run_event(Stage(testbed.bench, VOCAB_SIZE, other_weights), event) > 50
+    assert run_event(ScheduleSetup(testbed.bench, VOCAB_SIZE, other_weights), event) > 50
 
 
 def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):

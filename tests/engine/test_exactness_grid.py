@@ -86,7 +86,7 @@ def told_by(drive):
     """Tokens, logprobs (of prompts too, as text that tells every bit) and rows."""
     return {
         rid: (told.tokens, repr(told.logprobs), repr(told.prompt_logprobs), told.end.routed_experts.ids.tolist())
-        for rid, told in drive.told.items()
+        for rid, told in drive.outputs.items()
     }
 
 
@@ -96,7 +96,7 @@ def alone(testbed, given, *, choices, of):
     for index, choice in itertools.product(of, range(choices)):
         drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
         drive.run(choice_of(index, choice, given))
-        drive.told[f"p{index}c{choice}"].end.routed_experts.validate()
+        drive.outputs[f"p{index}c{choice}"].end.routed_experts.validate()
         told |= told_by(drive)
     return told
 
@@ -128,7 +128,7 @@ def run_cell(testbed, cell, given, seed):
     order = np.random.default_rng(seed).permutation(len(given) // cell.n)
     if cell.radix == "warm":
         drive.run(*(request(f"warm{index}", given[index], 1) for index in order), check=False)
-        drive.told.clear()
+        drive.outputs.clear()
     reqs = [choice_of(index, choice, given) for index in order for choice in range(cell.n)]
     drive.run(
         *reqs,
@@ -142,7 +142,7 @@ def assert_equal_to_alone(testbed, cells, given, expected):
     """Gives the runs, for what is to be seen in them beside."""
     drives = [run_cell(testbed, cell, given, seed) for seed, cell in enumerate(cells)]
     for cell, drive in zip(cells, drives, strict=True):
-        assert len(drive.told) == len(given)
+        assert len(drive.outputs) == len(given)
         for rid, told in told_by(drive).items():
             assert told == expected[rid], f"{rid} in the cell ({cell})"
     return drives
@@ -191,7 +191,7 @@ def served_in_company(drive, count, seed):
             request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=start)
         )
     drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
-    assert sum(told.end.cached_tokens > 0 for told in drive.told.values()) > count // 5
+    assert sum(told.end.cached_tokens > 0 for told in drive.outputs.values()) > count // 5
     assert drive.core.scheduler.num_retracted > count // 50
     return reqs
 
@@ -199,13 +199,13 @@ def served_in_company(drive, count, seed):
 def test_default_mode_differs_from_the_oracle_only_in_near_ties(default_world):
     drive = default_world.drive(chunked_prefill_size=11)
     reqs = served_in_company(drive, 500, seed=50)
-    assert_margin_rule(default_world.oracle, [(req.tokens, drive.told[req.rid].end.routed_experts.ids) for req in reqs])
+    assert_margin_rule(default_world.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs])
 
 
 def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(default_world):
     drive = default_world.drive(chunked_prefill_size=11)
     for req in served_in_company(drive, 60, seed=51):
-        told = drive.told[req.rid]
+        told = drive.outputs[req.rid]
         _, judged = differences(default_world.oracle, req.tokens[: req.num_known - 1], told.end.routed_experts.ids)
         logprobs = judged.logprobs[np.arange(req.num_known - 1), req.tokens[1:]]
         np.testing.assert_allclose(told.logprobs, logprobs[req.prompt_len - 1 :], atol=1e-4, rtol=0)
@@ -224,4 +224,4 @@ def test_where_the_router_leaves_no_doubt_default_mode_never_differs(default_wor
         judged = oracle.run(req.tokens[: req.num_known - 1])
         ranked = -np.sort(-judged.scores, axis=-1)[..., :5]
         assert (ranked[..., :-1] - ranked[..., 1:]).min() > 1e-2
-        np.testing.assert_array_equal(drive.told[req.rid].end.routed_experts.ids, judged.ids)
+        np.testing.assert_array_equal(drive.outputs[req.rid].end.routed_experts.ids, judged.ids)

@@ -1,8 +1,8 @@
 """Fidelity: every row returned is what the experts were given in the pass that first fed its token, bit for bit.
 
-Judged by the MoE probe, which shares no code with capture, in deterministic and in default mode; the stores are poisoned
-before every run and after every step. The second judge is replay: the rows returned must reproduce the logprobs
-returned."""
+The MoE probe, which shares no code with capture, is the oracle, in deterministic and in default mode. The stores are
+poisoned before every run and after every step. Replay is the second oracle: the rows returned must reproduce the
+logprobs returned."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_a_cold_request_gets_the_rows_of_its_own_passes(testbed):
     drive, reqs = testbed.drive(), requests()
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert {told.end.finish_reason.type for told in drive.told.values()} == {"length"}
+    assert {told.end.finish_reason.type for told in drive.outputs.values()} == {"length"}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
@@ -60,12 +60,12 @@ def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
     drive, rng = testbed.drive(), np.random.default_rng(2)
     shared = random_prompt(rng, 40)
     drive.run(request("writer", shared, 12))
-    whole = np.concatenate([shared, drive.told["writer"].tokens])
+    whole = np.concatenate([shared, drive.outputs["writer"].tokens])
     readers = [
         request(f"reader{cut}", np.concatenate([whole[:cut], random_prompt(rng, 3)]), 8) for cut in (3, 17, 40, 51)
     ]
     drive.run(*readers)
-    assert [drive.told[req.rid].end.cached_tokens for req in readers] == [
+    assert [drive.outputs[req.rid].end.cached_tokens for req in readers] == [
         0,
         16,
         40,
@@ -84,7 +84,7 @@ def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(t
     drive.add(*reqs[:4])
     drive.steps(9)
     drive.run(*reqs[4:])
-    assert max(told.end.cached_tokens for told in drive.told.values()) == 24
+    assert max(told.end.cached_tokens for told in drive.outputs.values()) == 24
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
@@ -93,8 +93,8 @@ def test_every_choice_has_the_rows_of_its_own_tokens(testbed, radix):
     drive, prompt = testbed.drive(disable_radix_cache=not radix), random_prompt(np.random.default_rng(4), 30)
     drive.run(*(request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5) for j in range(4)))
     assert_all_faithful(drive)
-    assert len({tuple(told.tokens) for told in drive.told.values()}) == 4
-    assert [told.end.cached_tokens for told in drive.told.values()] == ([0, 28, 28, 28] if radix else [0] * 4)
+    assert len({tuple(told.tokens) for told in drive.outputs.values()}) == 4
+    assert [told.end.cached_tokens for told in drive.outputs.values()] == ([0, 28, 28, 28] if radix else [0] * 4)
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -108,16 +108,16 @@ def test_retraction_every_third_step_changes_no_row(testbed, chunk):
 def test_an_abort_in_prefill_returns_no_rows_and_harms_none(testbed):
     drive, reqs = testbed.drive(chunked_prefill_size=8), requests(6)
     drive.run(*reqs, before_step=lambda step: step == 2 and drive.core.abort("r3"))
-    assert drive.told["r3"].end.finish_reason.type == "abort"
-    assert drive.told["r3"].tokens == []
+    assert drive.outputs["r3"].end.finish_reason.type == "abort"
+    assert drive.outputs["r3"].tokens == []
     assert_all_faithful(drive)
 
 
 def test_an_abort_in_decode_returns_the_rows_of_the_tokens_returned(testbed):
     drive, reqs = testbed.drive(), requests(7, max_tokens=20)
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
-    assert drive.told["r1"].end.finish_reason.type == "abort"
-    assert 0 < len(drive.told["r5"].tokens) < 20
+    assert drive.outputs["r1"].end.finish_reason.type == "abort"
+    assert 0 < len(drive.outputs["r5"].tokens) < 20
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
@@ -136,18 +136,18 @@ def test_an_abort_after_retraction_returns_the_rows_taken_along(testbed, steps_l
     assert drive.reqs["r1"].num_dispatched < 40
     assert drive.core.abort("r1")
     drive.run()
-    assert 5 <= len(drive.told["r1"].tokens) < 30
+    assert 5 <= len(drive.outputs["r1"].tokens) < 30
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
 def test_deltas_of_a_stream_join_to_what_is_told_at_once(testbed):
     at_once, streamed = testbed.drive(), testbed.drive()
     at_once.run(*requests(9))
-    told_once = {rid: (told.tokens, told.logprobs, told.end.routed_experts) for rid, told in at_once.told.items()}
+    told_once = {rid: (told.tokens, told.logprobs, told.end.routed_experts) for rid, told in at_once.outputs.items()}
     streamed.run(*requests(9, stream=True))
     assert_all_faithful(streamed)
-    for rid, told in streamed.told.items():
-        assert told.num_news == len(told.tokens)
+    for rid, told in streamed.outputs.items():
+        assert told.num_outputs == len(told.tokens)
         assert told_once[rid] == (told.tokens, told.logprobs, told.end.routed_experts)
 
 
@@ -167,7 +167,7 @@ def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(test
         *reqs, before_step=lambda step: step in (5, 15) and drive.update_weights(other_weights(1 + step), cache=cache)
     )
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) == 3
+    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) == 3
 
 
 @pytest.mark.parametrize("start", [1, 29, 30])
@@ -176,17 +176,17 @@ def test_rows_from_a_start_are_the_tail_of_all_rows(testbed, start):
     drive.run(request("whole", prompt), request("tail", prompt, start=start))
     drive.run(request("cached tail", prompt, start=start))
     assert_all_faithful(drive)
-    whole = drive.told["whole"].end.routed_experts.ids
+    whole = drive.outputs["whole"].end.routed_experts.ids
     for rid in ("tail", "cached tail"):
-        np.testing.assert_array_equal(drive.told[rid].end.routed_experts.ids, whole[start:])
+        np.testing.assert_array_equal(drive.outputs[rid].end.routed_experts.ids, whole[start:])
 
 
 def test_rows_are_kept_for_those_that_ask_and_not_told_to_others(testbed):
     drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(13), 20)
     drive.run(request("quiet", prompt, asks=False), request("asking", prompt))
     assert_all_faithful(drive)
-    assert drive.told["quiet"].end.routed_experts is None
-    assert drive.told["quiet"].tokens == drive.told["asking"].tokens
+    assert drive.outputs["quiet"].end.routed_experts is None
+    assert drive.outputs["quiet"].tokens == drive.outputs["asking"].tokens
 
 
 def test_another_extra_key_shares_no_page_and_no_row(testbed):
@@ -194,7 +194,7 @@ def test_another_extra_key_shares_no_page_and_no_row(testbed):
     drive.run(request("a", prompt, extra_key="a"))
     drive.run(request("b", prompt, extra_key="b"), request("a again", prompt, extra_key="a"))
     assert_all_faithful(drive)
-    assert [told.end.cached_tokens for told in drive.told.values()] == [0, 0, 16]
+    assert [told.end.cached_tokens for told in drive.outputs.values()] == [0, 0, 16]
     pages = [{forward for forward, _ in drive.log.rows[rid].values()} for rid in ("a", "b")]
     assert not pages[0] & pages[1]
 
@@ -254,7 +254,7 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(testbed
     size = (len(reqs), 64)
     tokens, ids, valid = np.zeros(size, np.int32), np.zeros((*size, 3, 4), np.uint8), np.zeros(size, bool)
     for index, req in enumerate(reqs):
-        rows = drive.told[req.rid].end.routed_experts.ids
+        rows = drive.outputs[req.rid].end.routed_experts.ids
         tokens[index, : req.num_known], ids[index, : len(rows)], valid[index, : len(rows)] = (
             req.tokens[: req.num_known],
             rows,
@@ -264,7 +264,7 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(testbed
     logits = forward(model_of(testbed.config, testbed.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
     logprobs = np.asarray(jax.nn.log_softmax(logits))
     for index, req in enumerate(reqs):
-        told, length = drive.told[req.rid], req.num_known
+        told, length = drive.outputs[req.rid], req.num_known
         scored = logprobs[index, np.arange(length - 1), tokens[index, 1:length]]
         said = [*told.prompt_logprobs[1:], *told.logprobs]
         np.testing.assert_allclose(said, scored, atol=2e-5, rtol=0)

@@ -39,19 +39,19 @@ def num_rows(reqs):
 def test_every_token_has_a_row_and_the_tokens_are_the_same(testbed, chunk, stream):
     plain = testbed.drive()
     plain.run(*requests(include_last=False))
-    told = {rid: one.tokens for rid, one in plain.told.items()}
+    told = {rid: one.tokens for rid, one in plain.outputs.items()}
     drive = testbed.drive(chunked_prefill_size=chunk)
     reqs = requests(stream=stream)
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert {rid: one.tokens for rid, one in drive.told.items()} == told
-    assert all(one.end.queue_s is not None and one.end.completion_tokens == 12 for one in drive.told.values())
+    assert {rid: one.tokens for rid, one in drive.outputs.items()} == told
+    assert all(one.end.queue_s is not None and one.end.completion_tokens == 12 for one in drive.outputs.values())
 
 
 def test_a_stop_token_has_its_row(testbed):
     first = testbed.drive()
     first.run(*requests(1, include_last=False))
-    stops = {rid: one.tokens[5] for rid, one in first.told.items()}
+    stops = {rid: one.tokens[5] for rid, one in first.outputs.items()}
     drive, rng = testbed.drive(), np.random.default_rng(1)
     reqs = [
         request(
@@ -68,7 +68,7 @@ def test_a_stop_token_has_its_row(testbed):
     ]
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.told.items())
+    assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.outputs.items())
 
 
 def test_retraction_every_third_step_changes_no_row(testbed):
@@ -96,9 +96,9 @@ def test_retraction_while_the_last_token_is_fed_changes_no_row(testbed):
 def test_an_abort_gives_the_rows_of_what_was_fed(testbed):
     drive, reqs = testbed.drive(), requests(4, max_tokens=20)
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
-    assert drive.told["r1"].end.finish_reason.type == "abort" and 0 < len(drive.told["r5"].tokens) < 20
+    assert drive.outputs["r1"].end.finish_reason.type == "abort" and 0 < len(drive.outputs["r5"].tokens) < 20
     assert assert_all_faithful(drive) == num_rows(reqs) - sum(
-        one.end.finish_reason.type == "abort" for one in drive.told.values()
+        one.end.finish_reason.type == "abort" for one in drive.outputs.values()
     )
 
 

@@ -175,4 +175,4 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
 
     drive.run(*reqs, before_step=meddle)
     assert assert_all_faithful(drive) == sum(req.num_known - 1 for req in reqs)
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) > 1
+    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) > 1

@@ -44,7 +44,7 @@ def all_told(drive):
     """What each request was told, in comparable form."""
     return {
         rid: (told.tokens, told.logprobs, told.prompt_logprobs, told.end.finish_reason, told.end.routed_experts)
-        for rid, told in drive.told.items()
+        for rid, told in drive.outputs.items()
     }
 
 
@@ -107,7 +107,7 @@ def test_weights_that_change_between_retractions_change_no_row_that_was_written(
 
     drive.run(*requests(40, count=10), before_step=meddle)
     assert assert_all_faithful(drive) > 100
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) > 2
+    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) > 2
 
 
 def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(testbed):
@@ -137,7 +137,7 @@ def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(testb
     assert_all_faithful(drive)
     whole = unhurried(testbed, requests(50, count=8))
     for rid, tokens in aborted:
-        told, (all_tokens, _, _, _, record) = drive.told[rid], whole[rid]
+        told, (all_tokens, _, _, _, record) = drive.outputs[rid], whole[rid]
         assert told.end.finish_reason.type == "abort"
         assert told.tokens == tokens == all_tokens[: len(tokens)]
         np.testing.assert_array_equal(told.end.routed_experts.ids, record.ids[: told.end.routed_experts.num_rows])

@@ -24,7 +24,7 @@ def prompts(middle):
 
 def told(drive, asked):
     drive.run(*(request(str(i), prompt, 6, prompt_logprobs_from=0) for i, prompt in enumerate(asked)), check=False)
-    return [drive.told[str(i)] for i in range(len(asked))]
+    return [drive.outputs[str(i)] for i in range(len(asked))]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

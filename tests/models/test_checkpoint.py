@@ -1,8 +1,6 @@
 """Checkpoints: what is refused and how it is named, and that every number lands where the table says."""
 
 import json
-import os
-import subprocess
 import sys
 import tracemalloc
 
@@ -10,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError, ConfigError
@@ -442,51 +442,38 @@ def test_host_memory_stays_near_its_bound(tmp_path):
     assert peak < 3 << 20, peak
 
 
-_SHARDED = """
-import sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from test_checkpoint import *
-folder = sys.argv[1]
-table = list(expert_table(2, 4, 8, 6))
-wanted = by_hand(random_tensors(table, np.float32), 2, 4, np.float32)
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("ep", "tp"))
-specs = {"embed": P(None, "tp"), "blocks.0.norm": P(), "blocks.0.gate_up": P("ep", None, "tp")}
-specs["blocks.0.down"] = P(None, "ep", "tp", None)
-for host_bytes in (1 << 20, 100):
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("host_bytes", [1 << 20, 100])
+def test_each_device_holds_its_own_shard(tmp_path, host_bytes):
+    table = list(expert_table(2, 4, 8, 6))
+    tensors = random_tensors(table, np.float32)
+    save(tmp_path, {}, tensors)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("ep", "tp"))
+    specs = {
+        "embed": P(None, "tp"),
+        "blocks.0.norm": P(),
+        "blocks.0.gate_up": P("ep", None, "tp"),
+        "blocks.0.down": P(None, "ep", "tp", None),
+    }
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     targets = {
-        name: jax.ShapeDtypeStruct(
-            s.shape, s.dtype, sharding=NamedSharding(mesh, specs[name]) if name != "embed" else None
-        )
+        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=None if name == "embed" else shardings[name])
         for name, s in targets_of(2, 4, 8, 6, "float32").items()
     }
-    told = []
+    seen = []
     loaded = load(
-        Checkpoint(folder), table, targets, sharding=NamedSharding(mesh, specs["embed"]), host_bytes=host_bytes,
-        progress=lambda *pair: told.append(pair),
+        Checkpoint(tmp_path),
+        table,
+        targets,
+        sharding=shardings["embed"],
+        host_bytes=host_bytes,
+        progress=lambda *pair: seen.append(pair),
     )
-    for name, value in wanted.items():
-        assert loaded[name].sharding == NamedSharding(mesh, specs[name]), name
+    for name, value in by_hand(tensors, 2, 4, np.float32).items():
+        assert loaded[name].sharding == shardings[name], name
         for shard in loaded[name].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, shard.index)
-    assert told[-1][0] == told[-1][1], told[-1]
-print("all shards equal")
-"""
-
-
-def test_each_device_holds_its_own_shard(tmp_path):
-    save(tmp_path, {}, random_tensors(expert_table(2, 4, 8, 6), np.float32))
-    paths = [os.path.dirname(__file__), *filter(None, sys.path)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "4",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", _SHARDED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "all shards equal"
+    assert seen[-1][0] == seen[-1][1], seen[-1]
 
 
 def test_stacks_of_half_precision_are_written_as_bits_on_cpu():

@@ -1,4 +1,4 @@
-"""Put requests through a core, step by step, beside an account of what was fed when. Shares no code with capture.
+"""Runs requests through a core, step by step, beside a log of what was fed when. Shares no code with capture.
 
 A `Bench` compiles a program once; each `Drive` on it is a scheduler, a store and a core of its own over the same
 runner, so that a test of scheduling compiles nothing. The account (`FedLog`) is written from the batches alone: which
@@ -39,7 +39,7 @@ def request(
     extra_key=None,
     **sampling,
 ):
-    """A request as the door would pass it on; greedy unless `sampling` says otherwise."""
+    """A validated request; greedy unless `sampling` differs."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling}, max_tokens=max_tokens)
     return Req(
         TokenizedGenerateReqInput(
@@ -77,9 +77,8 @@ class Bench:
         self._weights, self._version = self.runner.state, self.runner.weight_version
 
     def drive(self, *, pages=None, **changed):
-        """A fresh core over the compiled runner, with the first weights; `pages` that can be handed out, `changed`
-        args."""
-        if self.runner.weight_version > self._version:  # the last drive left others
+        """A fresh core over the compiled runner, with the first weights, `pages` to allocate and `changed` args."""
+        if self.runner.weight_version > self._version:  # the last drive changed them
             self._version = self.runner.weight_version + 1
             self.runner.update_weights(self._weights, version=self._version)
         self.runner.poison()
@@ -88,18 +87,18 @@ class Bench:
 
 
 @dataclasses.dataclass
-class Told:
-    """Everything that one request was told, joined."""
+class CollectedOutput:
+    """The joined outputs of one request."""
 
     tokens: list = dataclasses.field(default_factory=list)
     logprobs: list = dataclasses.field(default_factory=list)
     prompt_logprobs: list | None = None
-    num_news: int = 0
-    end: object = None  # the last news
+    num_outputs: int = 0
+    end: object = None  # the last output
 
 
-class FedLog:
-    """A runner that writes down what is dispatched to the one it stands before."""
+class DispatchLog:
+    """A runner that logs every batch and dispatches it to another runner."""
 
     def __init__(self, runner, scheduler, page_size):
         self._runner, self._scheduler, self._page_size = runner, scheduler, page_size
@@ -154,7 +153,7 @@ class FedLog:
 
 
 class Drive:
-    """A core, and what its requests were told."""
+    """A core and the outputs of its requests."""
 
     def __init__(self, bench, args, pages):
         self.bench, self.args = bench, args
@@ -164,16 +163,16 @@ class Drive:
         scheduler.weight_version = bench.runner.weight_version
         num_slots = num_pages * args.page_size
         capturer = RoutedExpertsCapturer.create(bench.spec, num_slots=num_slots, page_size=args.page_size, enable=True)
-        self.log = FedLog(bench.runner, scheduler, args.page_size)
+        self.log = DispatchLog(bench.runner, scheduler, args.page_size)
         self.core = EngineCore(scheduler, self.log, capturer)
-        self.told, self.reqs = {}, {}
+        self.outputs, self.reqs = {}, {}
         capturer.host_cache.poison()
 
     def add(self, *reqs):
         """Accept the requests of one call."""
         self.core.add(reqs)
         for req in reqs:
-            self.told[req.rid], self.reqs[req.rid] = Told(), req
+            self.outputs[req.rid], self.reqs[req.rid] = CollectedOutput(), req
 
     def step(self, *, check=True):
         """One step; afterwards every invariant holds, and every row that is free again is poison."""
@@ -187,7 +186,7 @@ class Drive:
         self._take(self.core.drain())
 
     def retract_victim(self):
-        """Send the request back that was admitted last; False if there is none to spare."""
+        """Retract the request that was admitted last; False if there is none."""
         self.drain()
         victim = self.core.scheduler.preemption_victim()
         if victim is not None:
@@ -202,12 +201,12 @@ class Drive:
         return version
 
     def steps(self, count):
-        """A few steps."""
+        """Run `count` steps."""
         for _ in range(count):
             self.step()
 
     def run(self, *reqs, before_step=None, check=True):
-        """Step until nothing is left to tell; `before_step(n)` may meddle. Returns what was told, by request id."""
+        """Step until the core is idle; `before_step(n)` may change it. Returns outputs by request id."""
         if reqs:
             self.add(*reqs)
         steps = 0
@@ -218,24 +217,24 @@ class Drive:
             steps += 1
             assert steps < 20_000, "this run does not end"
         assert self.core.check_integrity() == []
-        return self.told
+        return self.outputs
 
     def _take(self, batch):
         for out in batch.outs:
-            told = self.told[out.rid]
-            assert told.end is None, f"{out.rid} was told more after its end"
-            told.tokens += out.new_token_ids
-            told.logprobs += out.output_logprobs.values
+            output = self.outputs[out.rid]
+            assert output.end is None, f"{out.rid} has output after its end"
+            output.tokens += out.new_token_ids
+            output.logprobs += out.output_logprobs.values
             if out.input_logprobs is not None:
-                told.prompt_logprobs = list(out.input_logprobs.values)
-            told.num_news += 1
-            assert out.completion_tokens == len(told.tokens)
+                output.prompt_logprobs = list(out.input_logprobs.values)
+            output.num_outputs += 1
+            assert out.completion_tokens == len(output.tokens)
             if out.finish_reason is not None:
-                told.end = out
+                output.end = out
 
 
 def expected_ids(drive, rid, start, end):
-    """[R, M, K]: what the experts were given for tokens [start, end) of a request, in the pass that its rows are of."""
+    """[R, M, K]: the ids that entered the experts for tokens [start, end) of a request, in the pass of its rows."""
     passes = [drive.log.rows[rid][position] for position in range(start, end)]
     spec = drive.bench.spec
     if not passes:
@@ -244,16 +243,16 @@ def expected_ids(drive, rid, start, end):
 
 
 def assert_faithful(drive, rid):
-    """The record of an ended request is what the probe saw, row by row, version by version, and keeps the row law: S - 1
-    rows, or S where the last token was wanted too and the request was not aborted."""
-    req, told = drive.reqs[rid], drive.told[rid]
-    assert told.end is not None and told.end.error is None, (rid, told.end)
-    assert told.tokens == req.output_ids.tolist()
+    """The record of an ended request equals what the probe recorded, row by row, version by version. It keeps the row
+    law: S - 1 rows, or S where the last token was asked for too and the request was not aborted."""
+    req, output = drive.reqs[rid], drive.outputs[rid]
+    assert output.end is not None and output.end.error is None, (rid, output.end)
+    assert output.tokens == req.output_ids.tolist()
     if not (req.source.return_routed_experts and req.num_output):
-        assert told.end.routed_experts is None
+        assert output.end.routed_experts is None
         return
-    record, start = told.end.routed_experts, req.source.routed_experts.start
-    includes_last = req.source.routed_experts.include_last and told.end.finish_reason.type != "abort"
+    record, start = output.end.routed_experts, req.source.routed_experts.start
+    includes_last = req.source.routed_experts.include_last and output.end.finish_reason.type != "abort"
     end = req.num_known - (not includes_last)
     record.validate()
     assert record.valid is None
@@ -262,12 +261,14 @@ def assert_faithful(drive, rid):
     np.testing.assert_array_equal(record.ids, expected_ids(drive, rid, start, end), err_msg=rid)
     passes = [drive.log.rows[rid][position] for position in range(start, end)]
     versions = [drive.log.forwards[forward][1] for forward, _ in passes]
-    told_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
-    assert told_versions == versions, rid
+    record_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
+    assert record_versions == versions, rid
 
 
 def assert_all_faithful(drive):
     """`assert_faithful` for every request; returns how many rows were compared."""
-    for rid in drive.told:
+    for rid in drive.outputs:
         assert_faithful(drive, rid)
-    return sum(told.end.routed_experts.num_rows for told in drive.told.values() if told.end.routed_experts is not None)
+    return sum(
+        output.end.routed_experts.num_rows for output in drive.outputs.values() if output.end.routed_experts is not None
+    )

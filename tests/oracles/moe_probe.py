@@ -1,7 +1,7 @@
-"""The probe: a MoE backend, registered in tests alone, that notes which experts it runs. Shares no code with capture.
+"""A MoE backend of the tests that records which experts it runs. Shares no code with capture.
 
-The ids pass through the host on their way into the experts, so what was noted is what was run. Layers of a step come in
-order, one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
+The ids pass through the host on their way into the experts, so the recorded ids are the executed ids. Layers of a step
+arrive in order, one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
@@ -18,7 +18,7 @@ PLAIN = Kernels(moe=MoeBackend(name="reference", run=reference_experts, features
 
 
 class MoeProbe:
-    """Every call of the experts since the last `clear`. `kernels` are those that stand behind the probe."""
+    """Every call of the experts since the last `clear`. `kernels` run the experts."""
 
     def __init__(self, num_moe_layers, kernels=PLAIN):
         self._num_layers, self._kernels = num_moe_layers, kernels
@@ -26,8 +26,8 @@ class MoeProbe:
 
     @property
     def kernels(self):
-        """The kernels, probed where ids enter experts."""
-        assert self._kernels.layer_stack is None, "a kernel of a whole run cannot be probed"
+        """The kernels with a probe where ids enter the experts."""
+        assert self._kernels.layer_stack is None, "a kernel of several layers cannot be probed"
         moe = dataclasses.replace(self._kernels.moe, name="probed", run=self._probed(self._kernels.moe.run))
         fused = self._kernels.fused_layer
         fused = None if fused is None else dataclasses.replace(fused, slots=self._probed(fused.slots))
@@ -35,7 +35,7 @@ class MoeProbe:
 
     @property
     def registry(self):
-        """The engine's backends, and "probed"; "unprobed" is what stands behind the probe."""
+        """The engine's backends, "probed", and "unprobed": the same kernels without the probe."""
         registry = BackendRegistry()
         more = {"probed": BackendEntry(load=lambda: self.kernels), "unprobed": BackendEntry(load=lambda: self._kernels)}
         return dataclasses.replace(registry, moe=MappingProxyType({**registry.moe, **more}))
@@ -54,11 +54,13 @@ class MoeProbe:
 
     def _probed(self, run):
         def probed(call):
-            ids = io_callback(self._note, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True)
+            ids = io_callback(
+                self._record, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True
+            )
             return run(dataclasses.replace(call, ids=ids))
 
         return probed
 
-    def _note(self, ids):
+    def _record(self, ids):
         self._calls.append(np.array(ids))
         return self._calls[-1]

@@ -1,7 +1,6 @@
-"""The tiny MoE as an engine core and as its oracle, side by side; built once a process, for what they compile is
-shared.
+"""The tiny MoE as an engine core beside its NumPy oracle; built once a process, because compiled programs are shared.
 
-A testbed holds no state that one test could leave to the next: every drive has pages, store and queue of its own."""
+A testbed has no state between tests: every drive has pages, store and queue of its own."""
 
 import dataclasses
 import functools
@@ -34,11 +33,11 @@ class CoreTestbed:
 def tiny_testbed(*, config=(), **args):
     """The tiny MoE; `config` are (key, value) pairs of config.json, `args` fields of ServerArgs beside or instead of
     SIZES."""
-    return _world(tuple(config), tuple(sorted({**SIZES, **args}.items())))
+    return _testbed(tuple(config), tuple(sorted({**SIZES, **args}.items())))
 
 
 @functools.cache
-def _world(overrides, args):
+def _testbed(overrides, args):
     config = tiny_config(**dict(overrides))
     tensors = tiny_tensors(config)
     return CoreTestbed(Bench(model_of(config, tensors), **dict(args)), FullSequence(config, tensors), config)

@@ -1,21 +1,21 @@
 """Water-filling: the loops of its definition, the linear programme's optimum, and one result for cut and uncut
 tokens."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from layers.balanced_selection.test_selection import VARIANTS, random_case, same_bits
 from oracles.replica_loads import best_max_load, device_loads, plain_waterfill
 from oracles.selection import popular, replica_table
 from routed_experts.core.errors import ConfigError
+from routed_experts.layers.balanced_selection.selection import Selection, balanced_expert_selection
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 
-ROOT = Path(__file__).parents[2]
 FILL = jax.jit(waterfill_replicas, static_argnames=("num_devices", "num_instances", "iterations"))
 SIZES = [(288, 32), (384, 128)]
 
@@ -82,20 +82,25 @@ def test_arguments_that_do_not_fit_are_refused(changes, match):
         waterfill_replicas(arguments.pop("ids"), arguments.pop("replica_order"), **arguments)
 
 
-SHARDED = """
-import functools, jax, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
-from layers.balanced_selection.test_selection import VARIANTS, random_case, same_bits
-from routed_experts.layers.balanced_selection.selection import Selection, balanced_expert_selection
-assert len(jax.devices()) == 4
-mesh = Mesh(np.array(jax.devices()), ("expert",))
-cut, whole = P("expert"), P()
 ROWS, NAMES = {"logical_ids", "instance_ids", "weights"}, list(Selection.__dataclass_fields__)
-compared = 0
 
-def compare(variant, axis_name, impl, reroute):
-    global compared
-    shape, num_sources, on_exhausted = variant
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(
+    ("variant", "axis_name", "impl", "reroute"),
+    [
+        (2, "expert", "rounds", True),
+        (3, "expert", "rounds", True),
+        (3, None, "rounds", True),
+        (4, "expert", "native", True),
+        (2, "expert", "auto", False),
+        (2, None, "auto", False),
+    ],
+)
+def test_four_devices_select_as_one_whether_tokens_are_sharded_or_replicated(variant, axis_name, impl, reroute):
+    shape, num_sources, on_exhausted = VARIANTS[variant]
+    mesh = Mesh(np.array(jax.devices()), ("expert",))
+    assert mesh.size == 4
     sizes = {"impl": impl, "on_exhausted": on_exhausted} if reroute else {"num_devices": 4, "num_instances": shape[3]}
     options = {"k": shape[2], "mode": "reroute" if reroute else "replicas"} | sizes
 
@@ -103,38 +108,15 @@ def compare(variant, axis_name, impl, reroute):
         own = {"capacity": capacity, "source": source} if reroute else {}
         return balanced_expert_selection(scores, weights, order, valid=valid, axis_name=axis_name, **own, **options)
 
-    rows = whole if axis_name is None else cut
-    in_specs = (rows, rows, whole, whole, rows if num_sources else None, rows)
-    out_specs = Selection(**{name: rows if name in ROWS else whole for name in NAMES})
-    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    sharded, replicated = P("expert"), P()
+    rows = replicated if axis_name is None else sharded
+    in_specs = (rows, rows, replicated, replicated, rows if num_sources else None, rows)
+    out_specs = Selection(**{name: rows if name in ROWS else replicated for name in NAMES})
+    on_mesh = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
     plain = jax.jit(functools.partial(run, axis_name=None))
     for seed in range(12):
         case = random_case(seed, shape, num_sources)
         arguments = (case.scores, case.weights, case.order, case.capacity, case.sources, case.valid)
-        got, wanted = sharded(*arguments), plain(*arguments)
+        actual, expected = on_mesh(*arguments), plain(*arguments)
         for name in NAMES:
-            assert same_bits(getattr(got, name), getattr(wanted, name)), (variant, axis_name, options, seed, name)
-        compared += 1
-
-compare(VARIANTS[2], "expert", "rounds", True)
-compare(VARIANTS[3], "expert", "rounds", True)
-compare(VARIANTS[3], None, "rounds", True)
-compare(VARIANTS[4], "expert", "native", True)
-compare(VARIANTS[2], "expert", "auto", False)
-compare(VARIANTS[2], None, "auto", False)
-print("compared", compared)
-"""
-
-
-def test_four_devices_select_as_one_whether_tokens_are_cut_or_replicated():
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    environment = os.environ | {
-        "PYTHONPATH": paths,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["compared", "72"]
+            assert same_bits(getattr(actual, name), getattr(expected, name)), (seed, name)

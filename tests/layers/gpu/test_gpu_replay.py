@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from oracles.schedules import EVENTS, Stage, run_event, run_schedule
+from oracles.schedules import EVENTS, ScheduleSetup, run_event, run_schedule
 from routed_experts.layers.permuted_moe import PERMUTED
 from routed_experts.replay import RoutedBatch, forward
 from support.gpu_replay import LARGE, VOCAB_SIZE, gpu_bench, random_model, random_routes, score
@@ -98,18 +98,18 @@ def test_gradients_of_replayed_routes(sizes):
 
 
 @pytest.fixture(scope="module")
-def stage():
+def schedule_setup():
     sizes = dataclasses.replace(next(iter(LARGE.values())), requests=8, tokens=32)
     states = [nnx.split(random_model(sizes, seed))[1] for seed in (1, 2)]
     bench = gpu_bench(random_model(sizes), sizes, probed=True, context=96)
-    return Stage(bench, VOCAB_SIZE, lambda index: states[index % 2])
+    return ScheduleSetup(bench, VOCAB_SIZE, lambda index: states[index % 2])
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_rows_of_every_event_are_what_the_kernels_were_given(stage, event):
-    assert run_event(stage, event) > 0
+def test_rows_of_every_event_are_what_the_kernels_were_given(schedule_setup, event):
+    assert run_event(schedule_setup, event) > 0
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
-def test_rows_of_random_schedules_are_what_the_kernels_were_given(stage, seed):
-    assert run_schedule(stage, seed) > 0
+def test_rows_of_random_schedules_are_what_the_kernels_were_given(schedule_setup, seed):
+    assert run_schedule(schedule_setup, seed) > 0
