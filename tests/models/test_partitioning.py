@@ -1,7 +1,7 @@
 """Numbers of devices that can share a model."""
 
 import pytest
-from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
 
 from routed_experts.core.errors import ConfigError
 
