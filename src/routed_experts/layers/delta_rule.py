@@ -122,8 +122,8 @@ def delta_ragged(
         mixed, decay, beta = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
         rows = ChunkInputs(mixed, decay, beta, jnp.zeros(chunk, jnp.int32), valid)
         read, new = delta_chunk(rows, jax.tree.map(lambda leaf: leaf[row], state), inputs.kernel, shape)
-        kept = jnp.where(valid[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
-        outputs = lax.dynamic_update_slice_in_dim(outputs, kept, start, axis=0)
+        merged = jnp.where(valid[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
+        outputs = lax.dynamic_update_slice_in_dim(outputs, merged, start, axis=0)
         return outputs, jax.tree.map(lambda leaf, own: leaf.at[row].set(own), state, new)
 
     outputs, state = lax.fori_loop(0, chunk_ends[-1], run_chunk, (outputs, new.where(single, state)))
@@ -249,9 +249,9 @@ def _convolved(
     return window, queries, keys, values
 
 
-def _dot(law: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
+def _dot(subscripts: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
     """A product of float32 that no accelerator rounds: errors would add up along a sequence."""
-    return jnp.einsum(law, left, right, precision=lax.Precision.HIGHEST)
+    return jnp.einsum(subscripts, left, right, precision=lax.Precision.HIGHEST)
 
 
 def _unit(x: Float[Array, "... K"]) -> Float[Array, "... K"]:

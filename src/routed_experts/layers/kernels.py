@@ -18,9 +18,9 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to
     replay, block [MK N] or None, MoE layer, spec) -> (routing, block). Rows to replay come without weights. It must
-    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `can` says which laws
-    it knows; routers of others run as plain array code. `linear`, where there is one, makes the logits from the routers
-    of the whole run."""
+    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` says
+    which laws it knows; routers of others run as plain array code. `linear`, where there is one, makes the logits
+    from the routers of the whole run."""
 
     name: str
     run: Callable[

@@ -28,7 +28,7 @@ SCORING_FUNCS = ("softmax", "sigmoid", "logits", "sparsemixer")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's law.
+    """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's.
 
     `groups` equal parts of the experts are ranked by the sum of their `group_score_topk` best c, and `topk_group`
     are chosen from. `biased`: a selection bias is among the weights. `jitter_eps`: sparsemixer keeps z with (best -
@@ -93,7 +93,7 @@ def replay_topk(
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
 ) -> Routing:
-    """Choose K experts a token by the spec's law, or take `routed` where it is valid. `bias` moves the choice, never a
+    """Choose K experts a token by the spec, or take `routed` where it is valid. `bias` moves the choice, never a
     weight."""
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased come together"
     wide = logits.astype(jnp.float32)
@@ -142,8 +142,8 @@ def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "
         return choice
     grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
     ranks = jnp.sum(jax.lax.top_k(grouped, spec.group_score_topk)[0], axis=-1)  # [N, T]
-    _, kept = jax.lax.top_k(ranks, spec.topk_group)
-    keeps = jnp.any(kept[:, :, None] == jnp.arange(spec.num_groups), axis=1)
+    _, best_groups = jax.lax.top_k(ranks, spec.topk_group)
+    keeps = jnp.any(best_groups[:, :, None] == jnp.arange(spec.num_groups), axis=1)
     return jnp.where(keeps[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 

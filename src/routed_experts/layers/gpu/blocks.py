@@ -15,8 +15,8 @@ def power_of_two(size: int) -> int:
 
 def both(*masks: Array | None) -> Array | None:
     """Conjunction of the masks that are there; None if none is."""
-    given = [mask for mask in masks if mask is not None]
-    return functools.reduce(jnp.logical_and, given) if given else None
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, present) if present else None
 
 
 def load_or_zero(ref: Any, mask: Array | None) -> Array:

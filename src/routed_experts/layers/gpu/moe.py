@@ -76,16 +76,16 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     def chosen(index: Array) -> tuple[Array, Array]:
         places = index * chunk + jnp.arange(chunk)
         there = places < slots
-        found = plgpu.load(ids.at[places], mask=there, other=-1)
-        kept = plgpu.load(valid.at[places // top_k], mask=there, other=False)
-        return places, jnp.where(kept, found, 2**30)
+        expert_ids = plgpu.load(ids.at[places], mask=there, other=-1)
+        is_valid = plgpu.load(valid.at[places // top_k], mask=there, other=False)
+        return places, jnp.where(is_valid, expert_ids, 2**30)
 
     def count(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        _, found = chosen(index)
-        there = found >= 0
+        _, expert_ids = chosen(index)
+        there = expert_ids >= 0
         below, own = sums
-        return below + jnp.sum((there & (found < expert)).astype(jnp.int32)), own + jnp.sum(
-            (found == expert).astype(jnp.int32)
+        return below + jnp.sum((there & (expert_ids < expert)).astype(jnp.int32)), own + jnp.sum(
+            (expert_ids == expert).astype(jnp.int32)
         )
 
     steps = -(-slots // chunk)
@@ -94,8 +94,8 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     counts[expert] = total
 
     def write(index: Array, place: Array) -> Array:
-        places, found = chosen(index)
-        own = (found == expert).astype(jnp.int32)
+        places, expert_ids = chosen(index)
+        own = (expert_ids == expert).astype(jnp.int32)
         at = place + jnp.cumsum(own) - own
         plgpu.store(order.at[jnp.where(own > 0, at, slots)], places, mask=own > 0)
         return place + jnp.sum(own)

@@ -55,13 +55,13 @@ def _qk_norm_rope(*refs: Any, heads: int, groups: int, eps: float, rows: int, pa
         return _norm_and_rotate(part, partner, scales[0], scales[1], (cosines, sines), eps, dim)
 
     def write(value: Array, row: Array) -> None:
-        kept = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
-        at = plgpu.load(positions.at[tokens], mask=kept, other=0)
-        request = plgpu.load(token_rows.at[tokens], mask=kept, other=0)
-        page = plgpu.load(table.at[request, at // page_size], mask=kept, other=0)
-        page = jnp.where(kept, first_page[0] * stride + page, pool.shape[0])
+        is_valid = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
+        at = plgpu.load(positions.at[tokens], mask=is_valid, other=0)
+        request = plgpu.load(token_rows.at[tokens], mask=is_valid, other=0)
+        page = plgpu.load(table.at[request, at // page_size], mask=is_valid, other=0)
+        page = jnp.where(is_valid, first_page[0] * stride + page, pool.shape[0])
         plgpu.store(
-            pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=kept[:, None] & real
+            pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=is_valid[:, None] & real
         )
 
     @pl.when(head < heads)

@@ -24,7 +24,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An
     expert's lane keeps its place among the chosen and stores for itself: what is known by lane is not gathered by slot,
     which takes a pass each."""
-    given, valid = refs[:2] if replays else (None, None)
+    replay_ids, valid = refs[:2] if replays else (None, None)
     weights, ids, *rest = refs[2 * replays + captured :]
     native, block = rest[0] if replays else None, rest[-1] if captured else None
     experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
@@ -41,7 +41,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     live = _places(
         jnp.where(real, jnp.where(scores == scores, scores, 0.0), -1.0), lanes, top_k
     )  # NaN: distinct ids all the same
-    if given is None or valid is None or native is None:
+    if replay_ids is None or valid is None or native is None:
         values = _weights(wide, scores, live < top_k, spec)
         mine = inside[:, None] & (live < top_k)
         own = jnp.broadcast_to(lanes, live.shape)
@@ -55,7 +55,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     for k in range(top_k):
         own = jnp.sum(jnp.where(live == k, lanes, 0), axis=1).astype(jnp.int32)
         plgpu.store(native.at[tokens, k], own, mask=inside)
-        chosen.append(jnp.where(forced, plgpu.load(given.at[tokens, k], mask=inside, other=0), own))
+        chosen.append(jnp.where(forced, plgpu.load(replay_ids.at[tokens, k], mask=inside, other=0), own))
         picked |= lanes == chosen[k][:, None]
     values = _weights(wide, scores, picked, spec)
     for k, expert in enumerate(chosen):

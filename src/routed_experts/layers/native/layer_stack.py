@@ -30,26 +30,26 @@ def native_layer_stack(
     assert register_ffi_targets()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
     batch = attend.batch
-    made = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
     aliases = {_STREAM: 0, _POOL: 2}
     blocks = [] if block is None else [block]
     if block is not None:
-        made.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
+        results.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
         aliases[_BLOCK] = 3
     norms = (arrays.input_norm, arrays.post_norm, arrays.next_norm, arrays.q_norm, arrays.k_norm)
     matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
-    where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
-    given = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
-    stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", made, input_output_aliases=aliases)(
+    positions = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
+    replay = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
+    stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", results, input_output_aliases=aliases)(
         x,
         *norms,
         *matrices,
         step.cos,
         step.sin,
-        *where,
+        *positions,
         pool,
         *blocks,
-        *given,
+        *replay,
         first_layer=np.int64(places.first_layer),
         first_column=np.int64(places.first_moe_layer),
         layer_pages=np.int64(attend.num_pages),

@@ -64,12 +64,12 @@ def native_qk_norm_rope(
     assert register_ffi_targets()
     qkv, groups, dim = projected.qkv, pool.shape[2] // 2, pool.shape[3]
     queries = jax.ShapeDtypeStruct((qkv.shape[0], qkv.shape[1] // dim - 2 * groups, dim), qkv.dtype)
-    made: list[jax.ShapeDtypeStruct] = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
-    run = jax.ffi.ffi_call("RexQkNormRope", made, input_output_aliases={6: 1})
+    results: list[jax.ShapeDtypeStruct] = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
+    run = jax.ffi.ffi_call("RexQkNormRope", results, input_output_aliases={6: 1})
     layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
-    norms, angles = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
-    places = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
-    rotated, pool = run(qkv, *norms, layer, *angles, pool, first, *places, eps=np.float32(projected.eps))
+    norms, cos_sin = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
+    locations = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
+    rotated, pool = run(qkv, *norms, layer, *cos_sin, pool, first, *locations, eps=np.float32(projected.eps))
     return rotated, pool
 
 
@@ -97,16 +97,18 @@ def native_router(
         return routing, block
     assert register_ffi_targets()
     shape = (logits.shape[0], spec.top_k)
-    made: list[jax.ShapeDtypeStruct] = [
+    results: list[jax.ShapeDtypeStruct] = [
         jax.ShapeDtypeStruct(shape, jnp.int32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     ]
     wide = logits.astype(jnp.float32)
     if block is None:
-        ids, weights = jax.ffi.ffi_call("RexRouter", made)(wide, renormalize=spec.renormalize)
+        ids, weights = jax.ffi.ffi_call("RexRouter", results)(wide, renormalize=spec.renormalize)
     else:
         run = jax.ffi.ffi_call(
-            "RexRecordingRouter", [*made, jax.ShapeDtypeStruct(block.shape, block.dtype)], input_output_aliases={1: 2}
+            "RexRecordingRouter",
+            [*results, jax.ShapeDtypeStruct(block.shape, block.dtype)],
+            input_output_aliases={1: 2},
         )
         ids, weights, block = run(wide, block, jnp.asarray(layer, jnp.int32).reshape(1), renormalize=spec.renormalize)
     return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
@@ -116,8 +118,11 @@ def native_argmax(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[
     """The best token of each row and its logprob; equal scores go to the lower id, and NaN gives the last one."""
     assert register_ffi_targets()
     rows = logits.shape[:1]
-    made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)]
-    tokens, logprobs = jax.ffi.ffi_call("RexArgmax", made)(logits)
+    results: list[jax.ShapeDtypeStruct] = [
+        jax.ShapeDtypeStruct(rows, jnp.int32),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    ]
+    tokens, logprobs = jax.ffi.ffi_call("RexArgmax", results)(logits)
     return tokens, logprobs
 
 

@@ -192,7 +192,7 @@ def _attend_one(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Fo
 
 
 def _attend_tile(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form) -> None:
-    """A segment of several tokens: the whole tile is multiplied, and the segment's rows are kept."""
+    """A segment of several tokens: the whole tile is multiplied, and the segment's rows are merged."""
     share, lanes = refs.heads_of_group, refs.mixed.shape[2]
     first = lax.rem(segment.start, form.tile)
     end = first + segment.end - segment.start
@@ -207,8 +207,8 @@ def _attend_tile(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _F
     for group in range(refs.mixed.shape[0]):
         heads = slice(group * share, (group + 1) * share)
         mixed = (refs.mixed[group] / _lanes(refs.total[group], lanes)).reshape(form.tile, share, lanes)
-        kept = jnp.where((place >= first) & (place < end), mixed, refs.out[:, heads, :].astype(jnp.float32))
-        refs.out[:, heads, :] = kept.astype(refs.out.dtype)
+        merged = jnp.where((place >= first) & (place < end), mixed, refs.out[:, heads, :].astype(jnp.float32))
+        refs.out[:, heads, :] = merged.astype(refs.out.dtype)
 
 
 def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, rows: Any, positions: Any) -> None:

@@ -170,14 +170,14 @@ class FamilyConfig:
 
     def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
         """How arrays are sharded, by dotted path; arrays that are not named are replicated."""
-        found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
+        partitions_by_path = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
         for number, run in enumerate(self.blocks):
             for kind, layer in enumerate(run.pattern):
                 for weight in layer.weights(self):
                     partition = weight.partition_in(run.repeats, by_expert=by_expert)
                     if partition is not None:
-                        found[f"blocks.{number}.{kind}.{weight.name}"] = partition
-        return found
+                        partitions_by_path[f"blocks.{number}.{kind}.{weight.name}"] = partition
+        return partitions_by_path
 
     def unused(self, names: Collection[str]) -> tuple[str, ...]:
         """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if

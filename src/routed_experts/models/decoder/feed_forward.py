@@ -107,7 +107,7 @@ class Sparse:
             self.width,
         )
         by_width = _halves(width, "columns of an expert")
-        found = [
+        specs = [
             ParamSpec(name="router", shape=(hidden, experts), wide=self.wide_router),
             ParamSpec(
                 name="gate_up", shape=(local_experts, hidden, 2 * width), kind=ParamKind.EXPERTS, partition=by_width
@@ -120,11 +120,11 @@ class Sparse:
             ),
         ]
         if self.router_bias:
-            found.append(ParamSpec(name="router_bias", shape=(experts,), fill=0.0))
+            specs.append(ParamSpec(name="router_bias", shape=(experts,), fill=0.0))
         if self.router.biased:
-            found.append(ParamSpec(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
+            specs.append(ParamSpec(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
         if self.biased:
-            found.append(
+            specs.append(
                 ParamSpec(
                     name="gate_up_bias",
                     shape=(local_experts, 2 * width),
@@ -133,16 +133,16 @@ class Sparse:
                     partition=by_width,
                 )
             )
-            found.append(ParamSpec(name="down_bias", shape=(local_experts, hidden), kind=ParamKind.EXPERTS, fill=0.0))
+            specs.append(ParamSpec(name="down_bias", shape=(local_experts, hidden), kind=ParamKind.EXPERTS, fill=0.0))
         if self.replicas:
-            found.append(ParamSpec(name="replicas", shape=(experts, self.replicas)))
+            specs.append(ParamSpec(name="replicas", shape=(experts, self.replicas)))
         if self.bounded:
-            found.append(ParamSpec(name="capacity", shape=(2,)))
+            specs.append(ParamSpec(name="capacity", shape=(2,)))
         if self.shared_width:
-            found += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
+            specs += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
         if self.shared_gated:
-            found.append(ParamSpec(name="shared_gate", shape=(hidden, 1)))
-        return tuple(found)
+            specs.append(ParamSpec(name="shared_gate", shape=(hidden, 1)))
+        return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """As the family names them."""

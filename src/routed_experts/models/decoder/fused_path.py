@@ -28,7 +28,7 @@ def find_fused_path(
     kernels: Kernels, attend: AttentionFn, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
 ) -> LayerStackKernel | FusedSteps | None:
     """The shortest way for all layers of a block that this step can take: one kernel, or few; None: layer by layer, as
-    weights that are replayed go, attention that is not paged, and a routing law that the kernels do not know."""
+    weights that are replayed go, attention that is not paged, and a router that the kernels do not know."""
     if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None
     stack, fused, router = kernels.layer_stack, kernels.fused_layer, kernels.router
@@ -40,7 +40,7 @@ def find_fused_path(
 
 
 def run_fused(
-    together: LayerStackKernel | FusedSteps,
+    kernel: LayerStackKernel | FusedSteps,
     x: Float[Array, "N D"],
     run: StackWeights,
     step: StepInputs,
@@ -49,20 +49,20 @@ def run_fused(
     capture: RoutedExpertsDeviceCache | None,
     routed: TokenRouting | None,
     *,
-    places: StackOffsets,
+    offsets: StackOffsets,
     spec: RouterSpec,
     kernels: Kernels,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
     """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the
     cache and the capture."""
-    rows = slice_layers(routed, places.first_moe_layer, run.qkv.shape[0])
-    given = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
-    if isinstance(together, FusedSteps):
+    rows = slice_layers(routed, offsets.first_moe_layer, run.qkv.shape[0])
+    replay = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
+    if isinstance(kernel, FusedSteps):
         return _run_fused_layers(
-            x, run, step, attend, cache, capture, given, places=places, spec=spec, kernels=kernels, fused=together
+            x, run, step, attend, cache, capture, replay, offsets=offsets, spec=spec, kernels=kernels, fused=kernel
         )
     block = None if capture is None else capture.ids
-    x, normed, cache, block = together.run(x, run, step, attend, cache, block, given, places, spec)
+    x, normed, cache, block = kernel.run(x, run, step, attend, cache, block, replay, offsets, spec)
     if capture is not None and block is not None:
         capture = dataclasses.replace(capture, ids=block)
     return x, normed, cache, capture
@@ -75,9 +75,9 @@ def _run_fused_layers(
     attend: PagedAttend,
     cache: Any,
     capture: RoutedExpertsDeviceCache | None,
-    given: RunRouting | None,
+    replay: RunRouting | None,
     *,
-    places: StackOffsets,
+    offsets: StackOffsets,
     spec: RouterSpec,
     kernels: Kernels,
     fused: FusedSteps,
@@ -89,16 +89,16 @@ def _run_fused_layers(
         x, normed, cache, capture = carry
         arrays = {"q_norm": run.q_norm, "k_norm": run.k_norm, "cos": step.cos, "sin": step.sin}
         projected = FusedQKV(qkv=fused.product(normed, run.qkv, place), layer=place, **arrays, eps=run.eps)
-        mixed, cache = attend.attend_fused(projected, cache, place + places.first_layer)
+        mixed, cache = attend.attend_fused(projected, cache, place + offsets.first_layer)
         parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
         x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
         logits = fused.product(normed, run.router, place)
         rows = (
             None
-            if given is None
-            else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
+            if replay is None
+            else LayerRouting(lax.dynamic_index_in_dim(replay.ids, place, keepdims=False), replay.valid)
         )
-        routing, capture = route(logits, rows, place + places.first_moe_layer, capture, spec=spec, kernels=kernels)
+        routing, capture = route(logits, rows, place + offsets.first_moe_layer, capture, spec=spec, kernels=kernels)
         call = ExpertCall(
             normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts
         )

@@ -107,18 +107,18 @@ class GroupedAttention:
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
         query, key, value = self._segments()
         heads = row_parallel(mixed, self.num_heads, query.what)
-        found = [
+        specs = [
             ParamSpec(
                 name="qkv", shape=(hidden, total), kind=ParamKind.MATRIX, partition=column_parallel(query, key, value)
             ),
             ParamSpec(name="out", shape=(mixed, hidden), kind=ParamKind.MATRIX, partition=heads),
         ]
         if self.bias_in:
-            found.append(
+            specs.append(
                 ParamSpec(name="qkv_bias", shape=(total,), fill=0.0, partition=column_parallel(query, key, value))
             )
         if self.bias_out:
-            found.append(ParamSpec(name="out_bias", shape=(hidden,), fill=0.0))
+            specs.append(ParamSpec(name="out_bias", shape=(hidden,), fill=0.0))
         if self.qk_norm:
             sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
             partitions = (
@@ -126,14 +126,14 @@ class GroupedAttention:
                 if self.qk_norm == "whole"
                 else (None, None)
             )
-            found += [
+            specs += [
                 ParamSpec(name=name, shape=(size,), fill=1.0 - self.norm_offset, partition=partition)
                 for name, size, partition in zip(("q_norm", "k_norm"), sizes, partitions, strict=True)
             ]
         if self.sinks:
             own = column_parallel(dataclasses.replace(query, size=self.num_heads))
-            found.append(ParamSpec(name="sinks", shape=(self.num_heads,), fill=0.0, partition=own))
-        return tuple(found)
+            specs.append(ParamSpec(name="sinks", shape=(self.num_heads,), fill=0.0, partition=own))
+        return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """As the family names them."""

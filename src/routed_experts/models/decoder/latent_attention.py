@@ -57,7 +57,7 @@ class LatentAttention:
         queries, expanded = heads * (self.key_dim + self.rotary_dim), heads * (self.key_dim + self.value_dim)
         by_head = column_parallel(Segment(expanded, heads, what))
         out = row_parallel(heads * self.value_dim, heads, what)
-        found = [
+        specs = [
             ParamSpec(
                 name="q",
                 shape=(self.query_rank or hidden, queries),
@@ -70,9 +70,9 @@ class LatentAttention:
             ParamSpec(name="out", shape=(heads * self.value_dim, hidden), kind=ParamKind.MATRIX, partition=out),
         ]
         if self.query_rank:
-            found.append(ParamSpec(name="q_down", shape=(hidden, self.query_rank), kind=ParamKind.MATRIX))
-            found.append(ParamSpec(name="q_norm", shape=(self.query_rank,), fill=1.0))
-        return tuple(found)
+            specs.append(ParamSpec(name="q_down", shape=(hidden, self.query_rank), kind=ParamKind.MATRIX))
+            specs.append(ParamSpec(name="q_norm", shape=(self.query_rank,), fill=1.0))
+        return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """DeepSeek's names: a is down, b is up."""

@@ -122,9 +122,11 @@ class LayerParams:
         """The expert arrays: gate_up, down and, where there are, their biases."""
         is_stacked = "gate_up" not in self.sliced
         first = self.index * num_experts if is_stacked else jnp.zeros((), jnp.int32)
-        found = {
+        arrays = {
             name: self.stacked[name][...] if is_stacked else self.sliced[name]
             for name in _EXPERT_ARRAYS
             if name in self.stacked
         }
-        return ExpertWeights(found["gate_up"], found["down"], first, found.get("gate_up_bias"), found.get("down_bias"))
+        return ExpertWeights(
+            arrays["gate_up"], arrays["down"], first, arrays.get("gate_up_bias"), arrays.get("down_bias")
+        )

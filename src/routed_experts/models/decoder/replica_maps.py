@@ -37,13 +37,13 @@ def placed_partitions(
     config: FamilyConfig, partitions: Mapping[str, AxisPartition], placement: ExpertPlacement
 ) -> dict[str, AxisPartition]:
     """The same partitions, with the experts where the placement has them."""
-    found, held, own = dict(partitions), placement.physical_to_logical_map, placement.instances_per_device
+    partitions_by_path, held, own = dict(partitions), placement.physical_to_logical_map, placement.instances_per_device
     for at, columns, names in moe_groups(config):
         rows = np.arange(len(columns))[:, None] * placement.num_experts + held[list(columns)]  # [R, I]
         by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
         partition = IndexedPartition(0, (), tuple(tuple(places.tolist()) for places in by_device))
-        found |= {f"{at}.{name}": partition for name in names}
-    return found
+        partitions_by_path |= {f"{at}.{name}": partition for name in names}
+    return partitions_by_path
 
 
 def replica_maps(config: FamilyConfig, placement: ExpertPlacement) -> dict[str, Int32[np.ndarray, "R E J"]]:

@@ -136,15 +136,15 @@ class Qwen3Moe(nnx.Module):
         shared = StepInputs(cos=cos, sin=sin, valid=valid)
         x = kernels.group.all_gather(jnp.take(self.embed[...], tokens, axis=0))
         first_moe, normed = 0, None
-        together = find_fused_path(kernels, attend, routed, tokens.shape[0], config.router)
+        fused_path = find_fused_path(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.blocks:
-            if together is not None and isinstance(attend, PagedAttend) and run.router is not None:
+            if fused_path is not None and isinstance(attend, PagedAttend) and run.router is not None:
                 arrays, places = (
                     run.arrays(self.norm[...], eps=config.norm_eps),
                     StackOffsets(first_layer=run.first, first_moe_layer=first_moe),
                 )
                 x, normed, cache, capture = run_fused(
-                    together,
+                    fused_path,
                     x,
                     arrays,
                     shared,
@@ -152,7 +152,7 @@ class Qwen3Moe(nnx.Module):
                     cache,
                     capture,
                     routed,
-                    places=places,
+                    offsets=places,
                     spec=config.router,
                     kernels=kernels,
                 )

@@ -78,7 +78,7 @@ class Qwen3MoeConfig:
 
     def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
         """How arrays are sharded, by dotted path; arrays that are not named are replicated."""
-        found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
+        partitions_by_path = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
         query = Segment(self.num_heads * self.head_dim, self.num_heads, "query heads")
         key = Segment(self.num_kv_heads * self.head_dim, self.num_kv_heads, "kv heads", repeated=True)
         for number, (first, end) in enumerate(self.blocks):
@@ -87,13 +87,13 @@ class Qwen3MoeConfig:
                 (self.expert_width, "columns of an expert") if moe else (self.dense_width, "columns of a dense layer")
             )
             half, experts = Segment(width, width, what), expert_parallel(self.router.num_experts, end - first)
-            found |= {
+            partitions_by_path |= {
                 f"blocks.{number}.qkv": column_parallel(query, key, key),
                 f"blocks.{number}.out": row_parallel(query.size, query.units, query.what),
                 f"blocks.{number}.gate_up": experts if moe and by_expert else column_parallel(half, half),
                 f"blocks.{number}.down": experts if moe and by_expert else row_parallel(width, width, what),
             }
-        return found
+        return partitions_by_path
 
     @staticmethod
     def from_reader(reader: ConfigReader) -> "Qwen3MoeConfig":
