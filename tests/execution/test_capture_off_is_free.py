@@ -30,11 +30,11 @@ from routed_experts.models.decoder import fused_path, sparse_block
 from routed_experts.models.families import qwen3_moe
 from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
-MODEL_NAMES = frozenset({"capture", "column", "columns"})
-BLOCK_NAMES = frozenset({"capture", "column", "block"})
+MODEL_NAMES = frozenset({"capture", "moe_layer", "columns"})
+BLOCK_NAMES = frozenset({"capture", "moe_layer", "block"})
 FUSED_NAMES = frozenset({"capture", "block"})
-PROGRAM_NAMES = frozenset({"capture", "rows", "counts", "changed"})
-DEVICE_CACHE = "_RoutedExpertsDeviceCache"
+PROGRAM_NAMES = frozenset({"capture", "rows", "counts", "rerouting"})
+DEVICE_CACHE = "RoutedExpertsDeviceCache"
 SIZES = dict(
     vocab_size=313,
     hidden_size=64,
@@ -187,9 +187,9 @@ def build_from(model_text, programs_text):
     together = without(fused_path, FUSED_NAMES).replace(
         "routed_experts.models.decoder.sparse_block", "never.sparse_block"
     )
-    module_of("never.fused_run", together)
-    for name in ("sparse_block", "fused_run"):
-        model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
+    module_of("never.fused_path", together)
+    for name in ("sparse_block", "fused_path"):
+        model_text = model_text.replace(f"routed_experts.models.decoder.{name}", f"never.{name}")
     model = module_of("never.qwen3_moe", model_text)
     own_programs = module_of("never.programs", programs_text)
     module_of(

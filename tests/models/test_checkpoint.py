@@ -318,7 +318,7 @@ def test_every_fault_is_told_at_once(tmp_path):
     told = str(caught.value)
     assert f"11 missing ({', '.join(missing[:8])}, and 3 more)" in told
     assert "1 unexpected (stray)" in told
-    assert "1 misshapen (1.norm is [5], wanted [4])" in told
+    assert "1 misshapen (1.norm is [5], expected [4])" in told
     assert "embed is I8" in told
     assert "\n" not in told
 
@@ -327,7 +327,7 @@ def test_transposed_tensor_of_the_wrong_way_round_is_misshapen(tmp_path):
     table = list(expert_table(1, 1, 4, 3))
     tensors = random_tensors(table, np.float32)
     tensors["0.0.down"] = tensors["0.0.down"].T
-    with pytest.raises(CheckpointError, match=r"0\.0\.down is \[3, 4\], wanted \[4, 3\]"):
+    with pytest.raises(CheckpointError, match=r"0\.0\.down is \[3, 4\], expected \[4, 3\]"):
         check(table, Checkpoint(save(tmp_path, {}, tensors)))
 
 

@@ -81,7 +81,7 @@ REFUSED = {
     "experts of a token": ("Mixtral", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "at most 8"]),
     "experts and tensors": ("Mixtral", dict(num_local_experts=7), ["7.w1.weight", "expected [7, 64]"]),
     "dense layers": ("DeepseekV3", dict(first_k_dense_replace=1), ["missing", "layers.1.mlp.gate.weight"]),
-    "latent rank": ("DeepseekV3", dict(kv_lora_rank=16), ["kv_a_layernorm.weight is [24], wanted [16]"]),
+    "latent rank": ("DeepseekV3", dict(kv_lora_rank=16), ["kv_a_layernorm.weight is [24], expected [16]"]),
     "fp8": ("DeepseekV3", dict(quantization_config={"quant_method": "fp8"}), ["quant_method='fp8'"]),
     "activation": ("GptOss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "7.0"]),
     "layer types": ("GptOss", dict(layer_types=["full_attention"]), ["layer_types", "4 words"]),

@@ -50,15 +50,15 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path
         (dict(num_hidden_layers=1), ["21 unexpected", "1.input_layernorm.weight"]),
         (
             dict(num_experts=5),
-            ["3 missing", "1.mlp.experts.4.gate_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [5, 16]"],
+            ["3 missing", "1.mlp.experts.4.gate_proj.weight", "1.mlp.gate.weight is [4, 16], expected [5, 16]"],
         ),
         (
             dict(num_experts=3),
-            ["3 unexpected", "1.mlp.experts.3.down_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [3, 16]"],
+            ["3 unexpected", "1.mlp.experts.3.down_proj.weight", "1.mlp.gate.weight is [4, 16], expected [3, 16]"],
         ),
-        (dict(hidden_size=24), ["misshapen", "model.embed_tokens.weight is [313, 16], wanted [313, 24]"]),
-        (dict(head_dim=4), ["misshapen", "0.self_attn.q_proj.weight is [32, 16], wanted [16, 16]"]),
-        (dict(num_key_value_heads=4), ["misshapen", "0.self_attn.k_proj.weight is [16, 16], wanted [32, 16]"]),
+        (dict(hidden_size=24), ["misshapen", "model.embed_tokens.weight is [313, 16], expected [313, 24]"]),
+        (dict(head_dim=4), ["misshapen", "0.self_attn.q_proj.weight is [32, 16], expected [16, 16]"]),
+        (dict(num_key_value_heads=4), ["misshapen", "0.self_attn.k_proj.weight is [16, 16], expected [32, 16]"]),
         (dict(mlp_only_layers=[]), ["13 missing", "0.mlp.gate.weight", "3 unexpected", "0.mlp.gate_proj.weight"]),
         (
             dict(decoder_sparse_step=3),
@@ -66,9 +66,9 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path
         ),
         (
             dict(moe_intermediate_size=8),
-            ["12 misshapen", "1.mlp.experts.0.down_proj.weight is [16, 32], wanted [16, 8]"],
+            ["12 misshapen", "1.mlp.experts.0.down_proj.weight is [16, 32], expected [16, 8]"],
         ),
-        (dict(vocab_size=400), ["2 misshapen", "lm_head.weight is [313, 16], wanted [400, 16]"]),
+        (dict(vocab_size=400), ["2 misshapen", "lm_head.weight is [313, 16], expected [400, 16]"]),
         (dict(num_local_experts=8), ["num_experts and num_local_experts differ", "[4, 8]"]),
     ],
 )
@@ -101,7 +101,7 @@ def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too
     for words in (
         "2 missing (model.norm.weight, model.layers.1.mlp.experts.2.up_proj.weight)",
         "1 unexpected (model.layers.0.self_attn.q_proj.bias)",
-        "1 misshapen (model.layers.1.mlp.gate.weight is [16, 4], wanted [4, 16])",
+        "1 misshapen (model.layers.1.mlp.gate.weight is [16, 4], expected [4, 16])",
         "lm_head.weight is I8",
     ):
         assert words in told[0], told[0]
