@@ -57,7 +57,7 @@ def faults(name, values):
     tolerated = FAMILIES[values["architectures"][0]].tolerated
     layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
     for word in ("scoring_func", "score_function"):
-        yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "wanted one of"]
+        yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "expected one of"]
     yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "'silu'"]
     for section in ("rope_parameters", "rope_scaling"):
         yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
@@ -92,7 +92,7 @@ def faults(name, values):
 def faults_of_experts(values):
     experts, per_token = known(values, EXPERTS), known(values, PER_TOKEN)
     count = values[experts]
-    yield {"topk_method": "magic"}, ["topk_method='magic'", "wanted one of"]
+    yield {"topk_method": "magic"}, ["topk_method='magic'", "expected one of"]
     yield {experts: 2 * count}, ["wanted"]
     yield {experts: count // 2}, ["wanted"]
     yield (

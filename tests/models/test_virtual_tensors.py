@@ -95,6 +95,6 @@ def test_other_quantisations_are_refused_by_name(tmp_path, method):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
     with pytest.raises(
-        CheckpointError, match=f"quant_method='{method}'.*mxfp4" if method else "quantization_config; wanted"
+        CheckpointError, match=f"quant_method='{method}'.*mxfp4" if method else "quantization_config; expected"
     ):
         ModelFolder.open(tmp_path)
