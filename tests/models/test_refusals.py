@@ -93,8 +93,8 @@ def faults_of_experts(values):
     experts, per_token = known(values, EXPERTS), known(values, PER_TOKEN)
     count = values[experts]
     yield {"topk_method": "magic"}, ["topk_method='magic'", "expected one of"]
-    yield {experts: 2 * count}, ["wanted"]
-    yield {experts: count // 2}, ["wanted"]
+    yield {experts: 2 * count}, ["expected"]
+    yield {experts: count // 2}, ["expected"]
     yield (
         {experts: 0},
         ["unexpected"] if values["architectures"] == ["Qwen3MoeForCausalLM"] else [f"{experts}=0", "at least 1"],
@@ -124,7 +124,7 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
             continue
         (folder / "config.json").write_text(json.dumps(values | change))
         told = refusal(folder)
-        if not all(word in told for word in (*words, str(folder), "wanted")) or "\n" in told:
+        if not all(word in told for word in (*words, str(folder), "expected")) or "\n" in told:
             wrong.append((change, told))
         checked += 1
     assert not wrong, wrong
