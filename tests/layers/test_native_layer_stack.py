@@ -210,19 +210,19 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
     wrong = np.zeros((2, case.x.shape[0], 2), np.uint8) + np.array([0, 5], np.uint8)
     with pytest.raises(jax.errors.JaxRuntimeError, match="names an expert that does not exist"):
         case.run(routed=routing(case, wrong))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("rows that are given are [R, N, K], and [N]")):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("rows to replay are [R, N, K], and [N]")):
         case.run(routed=routing(case, wrong[:1], False))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a run have one dtype"),
+        ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a stack have one dtype"),
         ({"positions": 10_000}, "query_starts or positions lie outside the step or its page table"),
         ({"token_rows": 3}, "query_starts or positions lie outside the step or its page table"),
         ({"num_pages": 21}, "the pool has the pages of all layers"),
-        ({"block": slice(0, 4)}, "the block of ids has the columns of the run"),
-        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a run, as StackWeights and StepInputs say"),
+        ({"block": slice(0, 4)}, "the block of ids has the rows of the stack"),
+        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a stack, as StackWeights and StepInputs say"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

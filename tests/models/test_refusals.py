@@ -54,7 +54,7 @@ def known(values, keys):
 
 def faults(name, values):
     """(what is changed, words of the error) for every fault that a config of this family can have."""
-    tolerated = FAMILIES[values["architectures"][0]].tolerated
+    tolerated = FAMILIES[values["architectures"][0]].accepted_quirks
     layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
     for word in ("scoring_func", "score_function"):
         yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "expected one of"]
