@@ -218,8 +218,8 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
     ("change", "message"),
     [
         ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a stack have one dtype"),
-        ({"positions": 10_000}, "query_starts or positions lie outside the step or its page table"),
-        ({"token_rows": 3}, "query_starts or positions lie outside the step or its page table"),
+        ({"positions": 10_000}, "query_starts or positions are outside the step or its page table"),
+        ({"token_rows": 3}, "query_starts or positions are outside the step or its page table"),
         ({"num_pages": 21}, "the pool has the pages of all layers"),
         ({"block": slice(0, 4)}, "the block of ids has the rows of the stack"),
         ({"arrays": {"down": slice(0, 5)}}, "the arrays of a stack, as StackWeights and StepInputs say"),
