@@ -503,6 +503,8 @@ class Engine:
         core = self.components.core
         return {
             **dataclasses.asdict(self.server_args),
+            "precompile_bs_paddings": self.server_args.batch_paddings,
+            "precompile_token_paddings": self.server_args.token_paddings,
             "context_length": self.components.context_length,
             "memory_plan": self.memory_plan,
             "prefix_cache": self.components.prefix_cache,
