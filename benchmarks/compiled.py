@@ -171,7 +171,7 @@ def launches(text: str) -> tuple[collections.Counter[str], collections.Counter[s
     for computation in text.split("\n\n"):
         lines = computation.strip().splitlines()
         if lines and (lines[0].startswith("ENTRY") or lines[0].split(" ")[0] in bodies):
-            names = [found[1] for line in lines[1:] if (found := _LAUNCH.match(line.strip()))]
+            names = [match[1] for line in lines[1:] if (match := _LAUNCH.match(line.strip()))]
             (outside if lines[0].startswith("ENTRY") else inside).update(names)
     return inside, outside
 

@@ -9,7 +9,7 @@ one, from scheduling to tokens and rows on the host, nothing overlapped; `overla
 when they do. A part's floor is the longer of its bytes (weights that are read, of experts those that were chosen;
 keys and values) over the rate at which this machine's cores read memory, and its arithmetic over the rate at which
 they multiply and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a
-float32 product of NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of
+float32 product of NumPy's is given beside). What fits the caches can be read faster than that. `norms` is the rest of
 the layers' kernel; `programs` the rest between dispatch and read-back: packing, starting two programs, embedding,
 angles, gathering; `host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
 
@@ -72,13 +72,13 @@ class ClockedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
-        self.began = self.ended = 0.0
+        self.start = self.ended = 0.0
         self.batch: ModelWorkerBatch | None = None
         self.rows: np.ndarray | None = None
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Pack, put, start."""
-        self.batch, self.began = batch, time.perf_counter()
+        self.batch, self.start = batch, time.perf_counter()
         return self._runner.dispatch(batch)
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -135,7 +135,7 @@ def steps_of(
             continue
         part = dict(zip(PARTS, seconds.tolist(), strict=True))
         layers = sum(part[name] for name in COLUMNS[:4])
-        span = clock.ended - clock.began
+        span = clock.ended - clock.start
         part |= {
             "norms": part["run"] - layers,
             "programs": span - part["run"] - part["head"] - part["sampler"],
@@ -163,29 +163,33 @@ def overlapped(core: EngineCore, batch: int, turn: int) -> float:
     return statistics.median(seconds)
 
 
-def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **said: object) -> list[dict[str, object]]:
+def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **labels: object) -> list[dict[str, object]]:
     """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
     step = statistics.median(one["step"] for one in steps)
     times = {name: statistics.median(one[name] for one in steps) * 1e3 for name in COLUMNS}
     floors = {}
     for name in steps[0]["work"]:
-        held, operations = (statistics.median(one["work"][name][place] for one in steps) for place in (0, 1))
-        multiplied = rates[said["dtype"] if name in MATRICES else "float32"]
+        held, operations = (statistics.median(step["work"][name][index] for step in steps) for index in (0, 1))
+        multiplied = rates[labels["dtype"] if name in MATRICES else "float32"]
         floors[name] = max(held / rates["read"], operations / multiplied) * 1e3
     named = sum(times[name] for name in COLUMNS)
-    told = {"ms": times, "floor": floors, "ms / floor": {name: times[name] / floor for name, floor in floors.items()}}
+    columns = {
+        "ms": times,
+        "floor": floors,
+        "ms / floor": {name: times[name] / floor for name, floor in floors.items()},
+    }
     whole = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
     shown = ("-",) * len(COLUMNS)
     return [
         {
-            **said,
+            **labels,
             "of": what,
             **dict(zip(COLUMNS, shown, strict=True)),
             **values,
             "step": whole[what],
             "sum / step": named / step / 1e3,
         }
-        for what, values in told.items()
+        for what, values in columns.items()
     ]
 
 
@@ -224,8 +228,8 @@ def main() -> None:
             for phase in ("decode", "prefill"):
                 most = max(step["tokens"] for step in steps if step["phase"] == phase)
                 alike = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
-                said = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
-                table += rows_of(alike, rates, **said, overlapped=alone if phase == "decode" else "-")
+                labels = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
+                table += rows_of(alike, rates, **labels, overlapped=alone if phase == "decode" else "-")
             print_table(table[-6:])
     print(write_result("cpu_parts", table, probe=probe, rounds=args.rounds))
 

@@ -10,7 +10,7 @@ of them by width of each expert, by whole experts, and by whole experts of which
 (`placed`). The answers of one device are scored by the others: `routes differ` is the share of (token, layer) whose
 live choice is another, `logprob` the largest difference with the same routes forced. In float32, computed at the
 highest precision, the script ends with 1 where more than 0.1 % of tokens or routes differ or a logprob by more than
-1e-3; in bfloat16 rounding moves them all, and they are only told. A line is printed as soon as its engine has
+1e-3; in bfloat16 rounding moves them all, and they are only reported. A line is printed as soon as its engine has
 answered. --backends plain: array code on every platform, which compiles quickly. On a CPU:
 XLA_FLAGS=--xla_force_host_platform_device_count=2, and a --config that suits it."""
 
@@ -43,9 +43,9 @@ def serve(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[list
     for _ in range(2):
         engine.flush_cache()
         start = time.perf_counter()
-        told = engine.generate(input_ids=prompts, sampling_params=sampling)
+        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
         seconds = time.perf_counter() - start
-    return [one["output_ids"] for one in told], len(prompts) * new / seconds
+    return [answer["output_ids"] for answer in answers], len(prompts) * new / seconds
 
 
 def compare(mine: list[ScoreOutput], forced: list[ScoreOutput], first: list[ScoreOutput]) -> dict[str, float]:
@@ -159,15 +159,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for tp, ep, placed in ((1, 1, False), (args.tp, 1, False), (args.tp, args.tp, False), (args.tp, args.tp, True)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             placement = spare_instances(first.records, args.tp) if placed and first is not None else None
             with Engine(
                 folder, tp_size=tp, ep_size=ep, placement=placement, mem_fraction_static=0.6, **sizes
             ) as engine:
-                ready = time.perf_counter() - began
-                first, told = look(engine, prompts, args.new, first)
-            rows.append({"tp": tp, "ep": ep, "placed": placed, **told})
-            print(f"{ready:.1f} s to ready, {time.perf_counter() - began:.1f} s in all: {rows[-1]}", flush=True)
+                ready = time.perf_counter() - start
+                first, row = look(engine, prompts, args.new, first)
+            rows.append({"tp": tp, "ep": ep, "placed": placed, **row})
+            print(f"{ready:.1f} s to ready, {time.perf_counter() - start:.1f} s in all: {rows[-1]}", flush=True)
     print_table(rows)
     print(write_result(args.name, rows))
     return 0 if args.dtype == "bfloat16" or all(is_alike(row) for row in rows) else 1

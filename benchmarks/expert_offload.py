@@ -1,7 +1,7 @@
 """Decode speed with experts on the host, by the share of experts that are resident, and by which they are.
 
     python benchmarks/expert_offload.py [--layers 4] [--batches 1 4 16 64] [--fractions 0.95 0.3 0.1 0.5 0.7 1]
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/expert_offload.py --small      # CPU
+    JAX_NUM_CPU_DEVICES=2 python benchmarks/expert_offload.py --small      # CPU
 
 The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not fall into
 one loop. `first`: experts 0 to N-1. `static`: the most used of a run before it, with other prompts, exchanged live.
@@ -161,8 +161,8 @@ def accelerator_bytes(core: EngineCore) -> dict[str, float]:
     """Of all arrays that are there, each buffer once, and as the device counts."""
     device = jax.devices()[0]
     here = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
-    said = device.memory_stats() or {}
-    return {"arrays MB": sum(here.values()) / 1e6, "in use MB": said.get("bytes_in_use", float("nan")) / 1e6}
+    stats = device.memory_stats() or {}
+    return {"arrays MB": sum(here.values()) / 1e6, "in use MB": stats.get("bytes_in_use", float("nan")) / 1e6}
 
 
 def rows_of_engine(

@@ -7,6 +7,7 @@ Rows: no job; a job without slots (copies and signals alone), signalled by words
 driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median of runs of 48
 layers; `busy`: of the host's threads."""
 
+import argparse
 import os
 import statistics
 import time
@@ -25,6 +26,7 @@ RUNS = 12
 
 def main() -> None:
     """Run, print, write."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     host = jax.devices("cpu")[0]
     shapes = (EXPERTS, HIDDEN, 2 * WIDTH), (EXPERTS, WIDTH, HIDDEN)
     with jax.default_device(host):

@@ -1,4 +1,4 @@
-"""Faults of a whole server process with their trials: readers and clients that dawdle, SIGTERM idle and busy,
+"""Faults of a whole server process with their trials: slow readers and clients, SIGTERM idle and busy,
 SIGKILL and a new start on the same port. After each kind every accepted request has one outcome, nothing is held,
 and a request is served. The demo model, on CPU.
 
@@ -56,13 +56,13 @@ class Server:
             answer = wire.getresponse()
             return answer.status, json.loads(answer.read() or b"{}")
 
-    def connect(self, said: bytes, *, buffer: int | None = None) -> socket.socket:
+    def connect(self, content: bytes, *, buffer: int | None = None) -> socket.socket:
         """A raw connection on which this has been sent."""
         wire = socket.socket()
         if buffer is not None:
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         wire.connect(("127.0.0.1", self.port))
-        wire.sendall(said)
+        wire.sendall(content)
         return wire
 
     def check_whole(self) -> None:
@@ -73,8 +73,8 @@ class Server:
         ):
             assert time.monotonic() < deadline, info
         assert self.ask("GET", "/flush_cache")[0] == 200, "pages are held"
-        status, said = self.ask("POST", "/generate", SHORT)
-        assert status == 200 and record_from_response(said) is not None
+        status, answer = self.ask("POST", "/generate", SHORT)
+        assert status == 200 and record_from_response(answer) is not None
         assert self.ask("GET", "/health")[1]["state"] == "serving"
 
     def end(self, *signals: signal.Signals) -> int:
@@ -105,9 +105,9 @@ def latencies(server: Server, count: int = 20) -> list[float]:
     """Milliseconds of short requests, one after another, sorted."""
     taken = []
     for _ in range(count):
-        began = time.perf_counter()
+        start = time.perf_counter()
         assert server.ask("POST", "/generate", SHORT)[0] == 200
-        taken.append(1e3 * (time.perf_counter() - began))
+        taken.append(1e3 * (time.perf_counter() - start))
     return sorted(taken)
 
 
@@ -136,10 +136,10 @@ def slow_headers() -> Row:
     """50 connections that send half a head and no more, or a byte now and then: closed after 10 s, the others are
     served meanwhile."""
     with serving() as server:
-        began, half = time.monotonic(), b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Ty"
+        start, half = time.monotonic(), b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Ty"
         wires = [server.connect(half) for _ in range(50)]
         among, closed = [], 0
-        while wires and time.monotonic() - began < 30:
+        while wires and time.monotonic() - start < 30:
             among += latencies(server, 5)
             for wire in wires[::2]:
                 with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def slow_headers() -> Row:
                 wires.remove(wire)
                 closed += 1
         assert closed == 50, f"{len(wires)} connections are open after 30 s"
-        took = time.monotonic() - began
+        took = time.monotonic() - start
         server.check_whole()
         return {"trials": 50, "closed after s": took, "others p99 ms": sorted(among)[len(among) * 99 // 100]}
 
@@ -164,13 +164,13 @@ def sigterm() -> Row:
         while busy and server.ask("GET", "/get_server_info")[1]["requests_accepted"] < 1:
             continue
         server.process.send_signal(signal.SIGTERM)
-        began, said = time.monotonic(), b""
+        start, received = time.monotonic(), b""
         while wire is not None and (part := wire.recv(1 << 20)):
-            said += part
+            received += part
         assert server.end() == 0
-        assert time.monotonic() - began < timeout + 4
+        assert time.monotonic() - start < timeout + 4
         if busy:
-            answer = json.loads(said.partition(b"\r\n\r\n")[2])
+            answer = json.loads(received.partition(b"\r\n\r\n")[2])
             reason, tokens = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
             assert reason == "length" if timeout else reason in ("abort", "length"), reason
             record = record_from_response(answer)
@@ -214,15 +214,15 @@ def main() -> int:
     chosen = parser.parse_args().only or list(KINDS)
     rows: list[dict[str, object]] = []
     for name in chosen:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            said, failed = KINDS[name](), ""
+            figures, failed = KINDS[name](), ""
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
-            said, failed = {"trials": "?"}, f"{type(error).__name__}: {error}"[:300]
-        told = "; ".join(
-            f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items()
+            figures, failed = {"trials": "?"}, f"{type(error).__name__}: {error}"[:300]
+        text = "; ".join(
+            f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
         )
-        rows.append({"fault": name, "failed": failed or "none", "told": told, "s": time.monotonic() - began})
+        rows.append({"fault": name, "failed": failed or "none", "figures": text, "s": time.monotonic() - start})
         print_table(rows[-1:])
     if chosen == list(KINDS):
         print(write_result("faults_cpu", rows, cores=os.cpu_count()))

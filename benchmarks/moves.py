@@ -134,20 +134,20 @@ def ways(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     slots = int(bench.config["num_hidden_layers"]) * int(bench.config["num_experts_per_tok"])
     for batch in args.batches:
-        taken, told = {name: list[float]() for name in built}, dict[str, float]()
+        taken, rerouted = {name: list[float]() for name in built}, dict[str, float]()
         for turn in range(args.rounds + 1):
             for name, one in built.items():
                 before = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
                 steps, _, tokens = decode(one, bench.domain(0, 100 + turn), batch, args)
                 taken[name] += steps[3:-3] if turn else []  # the first one warms up
                 after = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
-                told[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
+                rerouted[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
         for name, one in built.items():
             balance = one.load_monitor.balance().get(100) if one.load_monitor is not None else None
             even = float("nan") if balance is None else balance.weighted
             ratio = median_ms(taken[name]) / median_ms(taken["replicas"])
             row = {"way": name, "batch": batch, "step ms": median_ms(taken[name]), "ratio": ratio}
-            rows.append({**row, "rerouted": told[name], "balance": even})
+            rows.append({**row, "rerouted": rerouted[name], "balance": even})
     print_table(rows)
     return rows
 
@@ -190,7 +190,7 @@ def moves(bench: Bench) -> list[Row]:
     for batch in args.batches:
         decode(built, bench.domain(0, 7), batch, args)
         watch.restart()
-        still, _, wanted = decode(built, bench.domain(0, 8), batch, args)
+        still, _, expected = decode(built, bench.domain(0, 8), batch, args)
         load, before = watch.take_window()().sum(axis=0), weighted(watch)
         here = runner.placement
         plan = eplb(
@@ -213,8 +213,8 @@ def moves(bench: Bench) -> list[Row]:
                 "step ms": median_ms(still[3:-3]),
                 "with move ms": median_ms(with_move),
                 "after ms": median_ms(after_steps[3:-3]),
-                "same": equal(tokens, wanted),
-                "same after": equal(after_tokens, wanted),
+                "same": equal(tokens, expected),
+                "same after": equal(after_tokens, expected),
                 "before": before,
                 "after": after,
             }
@@ -244,20 +244,20 @@ def follow(bench: Bench) -> list[Row]:
                 seconds = time.perf_counter() - begin
                 if engine.components.rebalancer is not None:
                     engine.components.rebalancer.settle()
-                told = engine.placement_stats()
-                move_estimate, balance = told.move_estimate, told.balance.get(10)
+                stats = engine.placement_stats()
+                move_estimate, balance = stats.move_estimate, stats.balance.get(10)
                 rows.append(
                     {
                         "domain": number,
                         "run": turn,
                         "tok/s": batch * args.new / seconds,
-                        "moved": told.rebalances,
-                        "skipped": told.skipped,
-                        "failed": told.failed,
-                        "copies": told.copies,
-                        "last move ms": (told.last_move_s or 0.0) * 1e3,
-                        "gain ms": 1e3 * move_estimate.gain_s if verdict else float("nan"),
-                        "cost ms": 1e3 * move_estimate.cost_s if verdict else float("nan"),
+                        "moved": stats.rebalances,
+                        "skipped": stats.skipped,
+                        "failed": stats.failed,
+                        "copies": stats.copies,
+                        "last move ms": (stats.last_move_s or 0.0) * 1e3,
+                        "gain ms": 1e3 * move_estimate.gain_s if move_estimate else float("nan"),
+                        "cost ms": 1e3 * move_estimate.cost_s if move_estimate else float("nan"),
                         "balance 10": balance.weighted if balance else float("nan"),
                     }
                 )
@@ -296,7 +296,7 @@ def main() -> None:
     if args.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
-    found = dict[str, list[Row]]()
+    results = dict[str, list[Row]]()
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(config))
         bench = Bench(
@@ -304,9 +304,9 @@ def main() -> None:
         )
         for part in args.parts:
             begin = time.perf_counter()
-            found[part] = PARTS[part](bench)
-            print(f"{part}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, [], **found)}", flush=True)
-    for part, rows in found.items():
+            results[part] = PARTS[part](bench)
+            print(f"{part}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, [], **results)}", flush=True)
+    for part, rows in results.items():
         print(part)
         print_table(rows)
 

@@ -33,7 +33,7 @@ PROGRAMS = Path(__file__).parent / "peer_programs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One round of one engine, tokens per second, and what it said."""
+    """One round of one engine, tokens per second, and what it generated."""
 
     prefill: float
     decode: float
@@ -60,8 +60,8 @@ class Peer:
         assert self._process.stdin is not None
         print(json.dumps({"prompts": prompts, "new": new}), file=self._process.stdin, flush=True)
         answer = self._answer()
-        fed, said = sum(map(len, prompts)), len(prompts) * (new - 1)
-        return Timing(prefill=fed / answer["prefill_s"], decode=said / answer["decode_s"], tokens=answer["tokens"])
+        fed, generated = sum(map(len, prompts)), len(prompts) * (new - 1)
+        return Timing(prefill=fed / answer["prefill_s"], decode=generated / answer["decode_s"], tokens=answer["tokens"])
 
     def close(self) -> None:
         """End the process."""
@@ -129,8 +129,8 @@ def main() -> None:
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype(args.dtype))
     core = build(model, capture=True).core
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_checkpoint(model, Path(place))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_checkpoint(model, Path(temporary))
         named = [peer.split("=", 1) for peer in args.peer or [f"transformers={sys.executable}"]]
         peers = [Peer(name, python, folder, args.dtype) for name, python in named]
     prompts, rows = Prompts(), []

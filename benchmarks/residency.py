@@ -2,7 +2,7 @@
 changes half way.
 
     python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9]
-    python benchmarks/residency.py --quick      # CPU, a small model in float32
+    python benchmarks/residency.py --small      # CPU, a small model in float32
 
 Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of
 their own. Each policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1.
@@ -36,7 +36,7 @@ from routed_experts.models.decoder.decoder import FamilyDecoder
 
 def halves(bench: Bench, batch: int, runs: int) -> dict[str, float]:
     """Runs of one domain, then of the other."""
-    runner, told = bench.core.runner, dict[str, float]()
+    runner, figures = bench.core.runner, dict[str, float]()
     everything = list[float]()
     for number, half in enumerate(("before", "after")):
         steps, start = list[float](), runner.slot_counts()
@@ -44,10 +44,10 @@ def halves(bench: Bench, batch: int, runs: int) -> dict[str, float]:
             last = runner.slot_counts()
             steps += bench.run(batch, domain=number).steps
         counts = runner.slot_counts()
-        told[f"tok/s {half}"], told[f"hits {half}"] = batch / statistics.median(steps), hits(counts - start)
+        figures[f"tok/s {half}"], figures[f"hits {half}"] = batch / statistics.median(steps), hits(counts - start)
         everything += steps
-    told["hits last"], told["tok/s"] = hits(counts - last), batch / statistics.mean(everything)
-    return told
+    figures["hits last"], figures["tok/s"] = hits(counts - last), batch / statistics.mean(everything)
+    return figures
 
 
 def hits(counts: np.ndarray) -> float:
@@ -71,17 +71,17 @@ def of_fraction(
         for policy in ("first", "static", "adaptive"):
             bench = Bench(core=core, args=args, domains=domains_of(config))  # the same prompts for all
             learned = by_frequency(bench.run(batch, ask=True), first)
-            wanted = first if policy == "first" else learned
-            runner.apply_residency(dataclasses.replace(wanted, slot_of=wanted.slot_of.copy()))
+            residents = first if policy == "first" else learned
+            runner.apply_residency(dataclasses.replace(residents, slot_of=residents.slot_of.copy()))
             bench.run(batch, new=4)
             copied = runner.num_swapped
             if policy == "adaptive":
                 with bench.following():
-                    told = halves(bench, batch, args.runs)
+                    figures = halves(bench, batch, args.runs)
             else:
-                told = halves(bench, batch, args.runs)
-            plain = told["tok/s"] if policy == "first" else plain
-            row = {"resident": fraction, "batch": batch, "policy": policy, **told, "gain": told["tok/s"] / plain}
+                figures = halves(bench, batch, args.runs)
+            plain = figures["tok/s"] if policy == "first" else plain
+            row = {"resident": fraction, "batch": batch, "policy": policy, **figures, "gain": figures["tok/s"] / plain}
             yield row | {"copied": runner.num_swapped - copied}
 
 
@@ -95,10 +95,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--skew", type=float, default=0.4)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="a small model in float32, short runs")
+    parser.add_argument("--small", action="store_true", help="a small model in float32, short runs")
     parser.add_argument("--name", default="residency")
     args = parser.parse_args()
-    if args.quick:
+    if args.small:
         vars(args).update(dtype="float32", layers=2, batches=[4], fractions=[0.25, 0.5], runs=2, new=24)
     return args
 
@@ -106,8 +106,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Run, print, write after every number of residents."""
     args, rows = parsed(), list[dict[str, object]]()
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.quick else {})
-    told = {
+    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
+    figures = {
         "layers": args.layers,
         "skew": args.skew,
         "prompt": args.prompt,
@@ -125,7 +125,8 @@ def main() -> None:
             begin = time.perf_counter()
             rows += of_fraction(model, args, folder, fraction)
             print(
-                f"{fraction}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, rows, **told)}", flush=True
+                f"{fraction}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, rows, **figures)}",
+                flush=True,
             )
     print_table(rows)
 

@@ -85,16 +85,16 @@ class Batch:
     def fill(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """(token, position, sequence, wants logits) each."""
         self.raw.n_tokens = len(entries)
-        for i, (token, position, sequence, wanted) in enumerate(entries):
+        for i, (token, position, sequence, with_logits) in enumerate(entries):
             self.raw.token[i], self.raw.pos[i], self.raw.n_seq_id[i] = token, position, 1
-            self.raw.seq_id[i][0], self.raw.logits[i] = sequence, wanted
+            self.raw.seq_id[i][0], self.raw.logits[i] = sequence, with_logits
 
 
 def main() -> None:
     """Convert, load, then serve."""
     llama_cpp.llama_backend_init()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "model.gguf"
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "model.gguf"
         write_gguf(Path(sys.argv[1]), file, sys.argv[2])
         model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
@@ -125,10 +125,11 @@ def main() -> None:
         first = time.perf_counter()
         for step in range(new - 1):
             fed = [
-                (said[-1], len(ids) + step, s, True) for s, (ids, said) in enumerate(zip(prompts, tokens, strict=True))
+                (generated[-1], len(ids) + step, s, True)
+                for s, (ids, generated) in enumerate(zip(prompts, tokens, strict=True))
             ]
-            for said, token in zip(tokens, decode(fed), strict=True):
-                said.append(token)
+            for generated, token in zip(tokens, decode(fed), strict=True):
+                generated.append(token)
         return first - start, time.perf_counter() - first, tokens
 
     serve("llama.cpp", f"llama-cpp-python {llama_cpp.__version__}", run)

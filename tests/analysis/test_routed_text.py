@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.records import random_record, text_of
-from routed_experts.analysis import RoutedText, token_texts, printable
+from routed_experts.analysis import RoutedText, printable, token_texts
 from routed_experts.core.errors import RoutingAlignmentError
 
 

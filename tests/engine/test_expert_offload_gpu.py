@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from engine.test_offload_two_devices import ask, assert_same
 from engine.test_expert_offload import (
     engine,
     folder,
@@ -19,6 +18,7 @@ from engine.test_expert_offload import (
     test_scores_are_those_of_an_undivided_engine,
     undivided,
 )
+from engine.test_offload_two_devices import ask, assert_same
 from execution.test_offload_step import (
     test_a_step_with_experts_on_the_host_is_the_step,
     test_deferred_experts_are_added_one_moe_layer_later,

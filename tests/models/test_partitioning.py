@@ -1,9 +1,9 @@
 """Numbers of devices that can share a model."""
 
 import pytest
-from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
 
 PARTITIONS = {
     "q": columns(Segment(64, 8, "query heads")),
