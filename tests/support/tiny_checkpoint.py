@@ -9,7 +9,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from routed_experts.models.loading.checkpoint import save
 
@@ -129,8 +128,10 @@ def write_tiny_tokenizer(path) -> Path:
     return folder
 
 
-def train_tokenizer(text, vocab_size) -> Tokenizer:
+def train_tokenizer(text, vocab_size):
     """Train a byte-level BPE on `text`; all 256 bytes are in it, so it can encode anything."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # not on every machine with a GPU
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
