@@ -3,12 +3,12 @@
 import pytest
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, tensor_parallel_sizes
 
 PARTITIONS = {
-    "q": columns(Segment(64, 8, "query heads")),
-    "kv": columns(Segment(16, 2, "kv heads", repeated=True), Segment(16, 2, "kv heads", repeated=True)),
-    "mlp": columns(Segment(48, 48, "columns of an expert")),
+    "q": column_parallel(Segment(64, 8, "query heads")),
+    "kv": column_parallel(Segment(16, 2, "kv heads", repeated=True), Segment(16, 2, "kv heads", repeated=True)),
+    "mlp": column_parallel(Segment(48, 48, "columns of an expert")),
 }
 
 
