@@ -66,7 +66,7 @@ SMALL = {
     "prefill_tokens": 64,
     "dtype": "float32",
 }
-SMALL |= {"against": [], "contexts": [64], "depths": [2], "batch": 2, "chunk": 64}
+SMALL |= {"contexts": [64], "depths": [2], "batch": 2, "chunk": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
