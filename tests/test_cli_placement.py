@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([tmp_path / "number.json", "--residents", 1], "number.json: the file holds no answer but a int"),
         ([tmp_path / "latin.json", "--residents", 1], "latin.json: "),
         ([tmp_path / "deep.json", "--residents", 1], "deep.json: "),
-        ([tmp_path / "choices.json", "--residents", 1], "choices.json: got a int"),
+        ([tmp_path / "choices.json", "--residents", 1], "choices.json: received a int"),
         ([tmp_path / "empty.jsonl", "--residents", 1], "empty.jsonl holds no answer"),
         ([tmp_path / "bytes.safetensors", "--residents", 1], "bytes.safetensors: "),
         ([out, "--residents", 1, "--step-tokens", 0], "step_tokens"),
