@@ -17,10 +17,13 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 
 FOLDER = Path(routed_experts.__file__).parent / "demo_model"
-TEXT = """The old captain walked along the harbour and looked at the ships. "It will rain before the evening," he said to the boy.
+TEXT = """The old captain walked along the harbour and looked at the ships. \
+"It will rain before the evening," he said to the boy.
 <|im_start|>user\nWhat is 3 plus 4?<|im_end|>\n<|im_start|>assistant\n3 plus 4 is 7.<|im_end|>\n
-def largest(numbers):\n    best = None\n    for number in numbers:\n        if best is None or number > best:\n            best = number
-    return best\n\nMr. Speaker, the economy of this country has grown for three years, and more people are at work than ever before.
+def largest(numbers):\n    best = None\n    for number in numbers:\n\
+        if best is None or number > best:\n            best = number
+    return best\n\nMr. Speaker, the economy of this country has grown for three years, \
+and more people are at work than ever before.
 O night, that hid'st the stars beneath thy wing,\nAnd hear'st the dying Muse of summer sing,
 """
 

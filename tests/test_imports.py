@@ -77,7 +77,8 @@ def test_importing_the_package_needs_no_optional_library():
 
 
 def test_every_public_name_resolves():
-    code = "import routed_experts as r\nprint(len([getattr(r, name) for name in r.__all__]))\nassert set(r.__all__) <= set(dir(r))"
+    code = "import routed_experts as r\nprint(len([getattr(r, name) for name in r.__all__]))\n"
+    code += "assert set(r.__all__) <= set(dir(r))"
     assert int(assert_runs(code)) > 0
 
 

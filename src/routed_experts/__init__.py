@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
-    "MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
-    "RoutingIncompleteError RoutingReplayError WeightsMismatchError WriteError"
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError "
+    "MachineError MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError "
+    "RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {

@@ -1,7 +1,6 @@
 """How capture fails elsewhere, and the tests that keep it out (RELIABILITY section 7), on poisoned stores.
 
-Where rows are compared, it is with the MoE probe (what the experts were given) or with NumPy (what they should have been
-given)."""
+Rows are compared with the MoE probe (what the experts were given) or with NumPy (what they should have been given)."""
 
 import concurrent.futures
 import dataclasses

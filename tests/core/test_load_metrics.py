@@ -1,5 +1,6 @@
-"""Load metrics: even and lopsided loads by hand. Balancedness of placements: tests/placement/test_match_devices.py; of records:
-tests/analysis/test_metrics.py."""
+"""Load metrics of even and uneven loads, computed by hand.
+
+Balancedness of placements: tests/placement/test_match_devices.py; of records: tests/analysis/test_metrics.py."""
 
 import numpy as np
 

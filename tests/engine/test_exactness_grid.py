@@ -199,7 +199,9 @@ def served_in_company(drive, count, seed):
 def test_default_mode_differs_from_the_oracle_only_in_near_ties(default_world):
     drive = default_world.drive(chunked_prefill_size=11)
     reqs = served_in_company(drive, 500, seed=50)
-    assert_margin_rule(default_world.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs])
+    assert_margin_rule(
+        default_world.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs]
+    )
 
 
 def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(default_world):

@@ -162,9 +162,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     told = [
         record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()
     ]
-    assert [line.split("; ")[1] for line in told] == ["the residents stay"] * 2 + [
-        "residents follow the load no more"
-    ]
+    assert [line.split("; ")[1] for line in told] == ["the residents stay"] * 2 + ["residents follow the load no more"]
 
 
 def rate_of(engine):

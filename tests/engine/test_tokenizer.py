@@ -237,13 +237,16 @@ def test_templates_render_as_in_transformers():
     sources = [
         CHAT_TEMPLATE,
         each
-        + "\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n{% endif %}\n{% endfor %}",
+        + "\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n"
+        + "{% endif %}\n{% endfor %}",
         "{{ messages | tojson(indent=2) }}",
         "{% set ns = namespace(n=0) %}"
         + each
         + "{% set ns.n = ns.n + 1 %}{% if ns.n > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-        "{%- for m in messages[::-1] %}{% if loop.first %}{% continue %}{% endif %}{{ loop.index0 }}{{ m.content.upper() }}{%- endfor %}",
-        "{% if tools is defined and tools %}{{ tools }}{% endif %}{{ missing }}{{ strftime_now('%Y')|length }}{{ dict(a=1).items()|list }}",
+        "{%- for m in messages[::-1] %}{% if loop.first %}{% continue %}{% endif %}"
+        + "{{ loop.index0 }}{{ m.content.upper() }}{%- endfor %}",
+        "{% if tools is defined and tools %}{{ tools }}{% endif %}{{ missing }}"
+        + "{{ strftime_now('%Y')|length }}{{ dict(a=1).items()|list }}",
         "{% macro show(m) %}[{{ m.role }}]{% endmacro %}" + each + "{{ show(m) }}{% endfor %}",
     ]
     for source in sources:

@@ -1,5 +1,5 @@
-"""Layouts of frameworks: encoding and decoding are inverse, layouts are those of loops over tokens, and what a layout cannot
-hold is refused by name."""
+"""Layouts of frameworks: encoding and decoding are inverse, layouts equal loops over tokens, and a layout refuses by
+name what it cannot hold."""
 
 import base64
 import dataclasses

@@ -266,7 +266,8 @@ def test_products_of_bfloat16_are_those_of_float64(shape, count):
 
 GEMM_ALONE = """
 #include "gemm.h"
-extern "C" void multiply(int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
+extern "C" void multiply(
+    int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
   rex::gemm(rows, x, depth, w, cols, depth, cols, out, cols, true);
 }
 """

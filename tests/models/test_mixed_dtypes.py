@@ -91,7 +91,8 @@ def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe
     model = ModelFolder.open(Oracle(CASES["DeepseekV3"], tmp_path).folder).load(jnp.dtype(jnp.bfloat16))
     model.norm = nnx.Param(model.norm[...].astype(jnp.float32))
     with pytest.raises(
-        ConfigError, match=r"bfloat16 \(blocks.*, \.\.\.\); 1 are float32 \(norm, \.\.\.\); expected one of .*; cast: nnx"
+        ConfigError,
+        match=r"bfloat16 \(blocks.*, \.\.\.\); 1 are float32 \(norm, \.\.\.\); expected one of .*; cast: nnx",
     ) as caught:
         build_engine(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
     assert "\n" not in str(caught.value)

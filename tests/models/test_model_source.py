@@ -191,12 +191,12 @@ def test_a_folder_the_demo_and_an_id_are_told_apart(tmp_path, monkeypatch):
     (tmp_path / "org" / "file").touch()
     for model in ("name", "/org/name", "./org/nothing", "a/b/c", "org/", "~/model", "org/file", "org/na me", ""):
         if not Path(model).is_dir():
-            with pytest.raises(CheckpointError, match="no checkpoint folder .* such as org/name, or demo"):
+            with pytest.raises(CheckpointError, match=r"no checkpoint folder .* such as org/name, or demo"):
                 local_folder(model)
 
 
 def test_a_revision_is_for_repositories(tmp_path):
-    with pytest.raises(ConfigError, match="revision='v1' with the folder .* which has no revisions"):
+    with pytest.raises(ConfigError, match=r"revision='v1' with the folder .* which has no revisions"):
         find_model(str(tmp_path), revision="v1")
 
 

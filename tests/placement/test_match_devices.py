@@ -68,7 +68,9 @@ def test_an_expert_that_stays_on_its_device_stays_in_its_slot(seed):
 def test_the_same_placement_under_other_names_moves_nothing():
     old = drifted(0)[0]
     devices = old.physical_to_logical_map.reshape(2, 4, -1)
-    shuffled = ExpertPlacement.from_instances(devices[:, [2, 0, 3, 1], ::-1].reshape(2, -1), num_experts=10, num_devices=4)
+    shuffled = ExpertPlacement.from_instances(
+        devices[:, [2, 0, 3, 1], ::-1].reshape(2, -1), num_experts=10, num_devices=4
+    )
     assert num_copies(old, shuffled).sum() > 0
     assert (relabel(shuffled, old).physical_to_logical_map == old.physical_to_logical_map).all()
     assert num_copies(old, relabel(shuffled, old)).tolist() == [0, 0]

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("lazy_compilation")
 PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
 LENGTH = PROMPT_LEN + NEW_TOKENS
 CHOICES = 10  # answers to a prompt, where many are expected
-TEXT = "Once upon a time there was a sea captain who counted the stars. What is the capital of France? def add(a, b): return a + b "
+TEXT = (
+    "Once upon a time there was a sea captain who counted the stars. "
+    "What is the capital of France? def add(a, b): return a + b "
+)
 
 
 class World:

@@ -11,8 +11,8 @@ from flax import nnx
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_state, to_state
 from routed_experts.memory.hugepages import advise_hugepages
 
@@ -71,7 +71,9 @@ class WeightControl:
     def _device_put(self, served: ServedModel, state: nnx.State[Any, Any], *, donate: bool) -> nnx.State[Any, Any]:
         """The arrays, each copied to where it is served."""
         runner = self._context.offload_runner
-        return served.device_put(state, donate=donate) if runner is None else runner.model.device_put(state, donate=donate)
+        return (
+            served.device_put(state, donate=donate) if runner is None else runner.model.device_put(state, donate=donate)
+        )
 
     def _load_from_disk(self, served: ServedModel, path: str | Path) -> nnx.State[Any, Any]:
         """The arrays of a checkpoint. Those that the host keeps in another number format exist in both, one array at a

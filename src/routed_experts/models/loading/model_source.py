@@ -123,7 +123,8 @@ def _explain(hub: Any, model: str, revision: str | None, error: Exception) -> Co
         text = f"no folder {model}, and {hub.constants.ENDPOINT} shows no such repository to this login"
         return CheckpointError(f"{text}; correct the name, or log in with: hf auth login")
     if isinstance(error, errors.LocalEntryNotFoundError):
-        text = f"{model} is not whole in the cache {hub.constants.HF_HUB_CACHE}, and {hub.constants.ENDPOINT} cannot be reached"
+        cache, endpoint = hub.constants.HF_HUB_CACHE, hub.constants.ENDPOINT
+        text = f"{model} is not whole in the cache {cache}, and {endpoint} cannot be reached"
         return CheckpointError(f"{text} ({cause}); connect, or give the folder of a checkpoint")
     if isinstance(error, errors.HFValidationError):
         return CheckpointError(f"{model} is neither a folder nor the id of a repository ({cause}); correct it")
