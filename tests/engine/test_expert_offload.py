@@ -24,6 +24,7 @@ from engine.test_offload_two_devices import (
 from routed_experts import ConfigError, Engine, ExpertOffloadConfig
 from routed_experts.engine.control import expert_offload
 from support.engines import assert_nothing_allocated
+from support.family_folders import write_family
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -144,6 +145,18 @@ def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
         np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)
     expected = [value for value, *_ in undivided[0]["meta_info"]["input_token_logprobs"][1:]]
     np.testing.assert_allclose(score.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):
+    """Layers with a state and layers that attend have tables of their own."""
+    write_family(tmp_path, "qwen3-next")
+    ask = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "max_new_tokens": 6}
+    sizes = {name: value for name, value in SIZES.items() if name != "enable_return_routed_experts"}
+    with Engine(str(tmp_path), experts=ExpertOffloadConfig(kt_num_gpu_experts=1), **sizes) as engine:
+        assert len(engine.components.core.runner.tables) > 1
+        before = engine.generate(**ask)["output_ids"]
+        engine.update_weights_from_disk(tmp_path, version=1)
+        assert engine.generate(**ask)["output_ids"] == before
 
 
 def test_the_start_says_where_experts_run(folder):

@@ -199,7 +199,7 @@ class Offloaded:
         self.residency, device = ResidencyMap.from_experts(held, num_experts=EXPERTS), jax.devices()[0]
         host = jax.devices("cpu")[0]
         self.model = offload_model(self.plain, self.residency, device=device, host=host, host_dtype=None)
-        self.stores = jax.device_put(dict(self.model.host), device)  # for array code
+        self.stores = {group: jax.device_put(store, device) for group, store in self.model.host.items()}
         self.slot_of = jnp.asarray(self.residency.slot_of)
         self.program = ProgramSpec(
             graphdef=self.model.layerless[0],

@@ -163,7 +163,7 @@ class OffloadRunner(ModelRunner):
         for layer in self._table_layers(tables):
             for slot, expert in enumerate(self.residency.experts[layer.moe_layer].tolist()):
                 self._write(model, tables, layer, slot, expert)
-        jax.block_until_ready(tables)
+        jax.block_until_ready([*tables.values()])
 
     def _write(
         self, model: OffloadedModel, tables: dict[LayerGroup, ExpertTable], layer: LayerIndex, slot: int, expert: int
