@@ -190,9 +190,9 @@ def try_client(client: Client, place: Place, url: str, begun: Future[str] | None
 
 def installed(client: Client, place: Place) -> str:
     """Install a client's packages unless they are there; why that cannot be, or nothing."""
-    folder, wanted, log = place.folder / client.name, " ".join(client.requirements), place.log(client)
+    folder, expected, log = place.folder / client.name, " ".join(client.requirements), place.log(client)
     stamp, output = folder / "installed", ""
-    if stamp.is_file() and stamp.read_text() == wanted:
+    if stamp.is_file() and stamp.read_text() == expected:
         return ""
     for _ in range(TRIES):
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,7 +218,7 @@ def installed(client: Client, place: Place) -> str:
             command = [*pip, "--no-input", "--no-compile", *client.requirements]
         status, output = run(command, folder, log, limit_s=place.install_s)
         if status == 0:
-            stamp.write_text(wanted)
+            stamp.write_text(expected)
             return ""
         if status == LATE:  # as long again would not end well
             break
@@ -241,12 +241,12 @@ def ran(client: Client, place: Place, url: str) -> tuple[str, str]:
     return ("pass" if status == 0 else "fail"), last_line(output, folder)
 
 
-def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **said: str) -> tuple[int, str]:
+def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **kwargs: str) -> tuple[int, str]:
     """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with
     LATE."""
     env = {
         name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-    } | said  # a client sees its own packages alone
+    } | kwargs  # a client sees its own packages alone
     try:
         done = subprocess.run(
             command,
@@ -277,11 +277,11 @@ def page(results: Sequence[Result]) -> str:
     """docs/compatibility.md."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     rows = [
-        f"| {one.client.requirements[0].replace('==', ' ')} | {one.verdict} | {one.told.replace('|', '/')} "
-        f"| {'yes' if one.client.in_ci else ''} | {one.seconds:.0f} |"
-        for one in results
+        f"| {result.client.requirements[0].replace('==', ' ')} | {result.verdict} | {result.told.replace('|', '/')} "
+        f"| {'yes' if result.client.in_ci else ''} | {result.seconds:.0f} |"
+        for result in results
     ]
-    passed = sum(one.verdict == "pass" for one in results)
+    passed = sum(result.verdict == "pass" for result in results)
     return "\n".join(
         [
             "# Clients that work",

@@ -97,14 +97,14 @@ def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
 def test_spellings_of_vllm_and_sglang_are_known():
     flags = "--tokenizer t --max-model-len 8 --max-num-seqs 4 --block-size 8 --gpu-memory-utilization 0.5"
     flags += " --no-enable-prefix-caching"
-    wanted = {
+    expected = {
         "tokenizer_path": "t",
         "context_length": 8,
         "max_running_requests": 4,
         "page_size": 8,
         "mem_fraction_static": 0.5,
     }
-    assert parse(*flags.split(), "--seed", "3") == {**wanted, "disable_radix_cache": True, "random_seed": 3}
+    assert parse(*flags.split(), "--seed", "3") == {**expected, "disable_radix_cache": True, "random_seed": 3}
 
 
 @pytest.mark.parametrize(

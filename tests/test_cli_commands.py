@@ -94,8 +94,8 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
     with engine_factory() as engine:
         for line, answer in zip(lines, said, strict=True):
             prompt = line.get("prompt", line.get("text"))
-            wanted = engine.generate(prompt, {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
-            assert answer["output_ids"] == wanted["output_ids"]
+            expected = engine.generate(prompt, {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
+            assert answer["output_ids"] == expected["output_ids"]
     rows = ["--return-routed-experts", "--output", tmp_path / "out.safetensors"]
     assert run(capsys, "generate", folder, *flags, *SIZES, *rows)[0] == 0
     kept = read_answers([tmp_path / "out.safetensors"])

@@ -44,10 +44,10 @@ def typed(*words):
 def test_a_file_says_what_the_same_flags_say(tmp_path, name):
     values = {key: [int(one) for one in value.split()] if " " in value else value for key, value in TYPED.items()}
     words = [word for key, value in TYPED.items() for word in (f"--{key}", *value.split())]
-    wanted = typed("MODEL", *words, *(f"--{switch}" for switch in SWITCHES))
-    assert read(tmp_path, {"model": "MODEL", **values, **dict.fromkeys(SWITCHES, True)}, name=name) == wanted
+    expected = typed("MODEL", *words, *(f"--{switch}" for switch in SWITCHES))
+    assert read(tmp_path, {"model": "MODEL", **values, **dict.fromkeys(SWITCHES, True)}, name=name) == expected
     spelled = {key.replace("-", "_"): value for key, value in values.items()} | dict.fromkeys(SWITCHES, True)
-    assert read(tmp_path, {"model_path": "MODEL", **spelled}, name=name) == wanted
+    assert read(tmp_path, {"model_path": "MODEL", **spelled}, name=name) == expected
 
 
 def test_every_flag_of_serve_may_stand_in_a_file():

@@ -159,8 +159,8 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
     told = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
     assert told.num_resident == 5
-    wanted = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
-    assert (told.residents_of(3, 16).slot_of == wanted.slot_of).all()
+    expected = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
+    assert (told.residents_of(3, 16).slot_of == expected.slot_of).all()
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
     assert (
@@ -179,8 +179,8 @@ def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     given = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
     told = placement_args(make_parser().parse_args(given))
-    wanted = ExpertPlacement.read(tmp_path / "plan.npz")
-    np.testing.assert_array_equal(told.initial.physical_to_logical_map, wanted.physical_to_logical_map)
+    expected = ExpertPlacement.read(tmp_path / "plan.npz")
+    np.testing.assert_array_equal(told.initial.physical_to_logical_map, expected.physical_to_logical_map)
     assert (told.mode, told.rebalance_every) == ("replicas", 0)
     more = [
         "--placement-mode",

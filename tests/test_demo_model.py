@@ -50,7 +50,7 @@ def theirs() -> tuple[np.ndarray, np.ndarray]:
 
 def test_folder_is_whole_and_at_most_six_megabytes() -> None:
     sizes = {file.name: file.stat().st_size for file in FOLDER.iterdir()}
-    wanted = {
+    expected = {
         "README.md",
         "config.json",
         "generation_config.json",
@@ -58,7 +58,7 @@ def test_folder_is_whole_and_at_most_six_megabytes() -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert set(sizes) == wanted
+    assert set(sizes) == expected
     assert sum(sizes.values()) <= 6_000_000, sizes
 
 
@@ -102,7 +102,7 @@ def test_load_is_spread_but_differs_by_token() -> None:
 def test_it_knows_its_own_text_better_than_chance() -> None:
     logits, _ = ours()
     rows = logits[:-1].astype(np.float64)
-    wanted = rows[np.arange(len(rows)), tokens()[1:]]
+    expected = rows[np.arange(len(rows)), tokens()[1:]]
     top = rows.max(axis=-1)
-    loss = np.mean(top + np.log(np.exp(rows - top[:, None]).sum(axis=-1)) - wanted)
+    loss = np.mean(top + np.log(np.exp(rows - top[:, None]).sum(axis=-1)) - expected)
     assert loss < 0.6 * math.log(rows.shape[-1])  # chance: ln V

@@ -88,8 +88,8 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path, engin
         lambda: draw_routing([text], tmp_path / "a.png", title="a", column=0),
     )
     with engine_factory(enable_return_routed_experts=True) as engine:
-        wanted = {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}
-        stream = engine.generate("The cat sat", wanted, return_routed_experts=True, stream=True)
+        expected = {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}
+        stream = engine.generate("The cat sat", expected, return_routed_experts=True, stream=True)
         news = [next(stream)]
         for trial in range(5):
             with room_for(50 + 40 * trial):

@@ -74,8 +74,8 @@ def check_command(line):
         return
     if program == "python" and words[1:3] == ["-m", "pip"]:
         assert words[3] == "install", line
-        wanted = re.fullmatch(r"\.\[([\w,-]+)\]", words[-1])
-        assert words[-2] == "-e" and wanted and set(wanted[1].split(",")) <= set(EXTRAS), line
+        expected = re.fullmatch(r"\.\[([\w,-]+)\]", words[-1])
+        assert words[-2] == "-e" and expected and set(expected[1].split(",")) <= set(EXTRAS), line
     elif program == "python":
         check_script(words[1:], line)
     elif program == "routed-experts":

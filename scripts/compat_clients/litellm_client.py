@@ -42,9 +42,9 @@ def main():
 
 def chat(route):
     """Text and rows by one route; the rows in every way that litellm hands them on."""
-    said = {**SAID, "model": f"{route}/{model}", "messages": MESSAGES, "max_tokens": 8}
+    kwargs = {**SAID, "model": f"{route}/{model}", "messages": MESSAGES, "max_tokens": 8}
     rows_asked = {"extra_body": {"return_routed_experts": True}}
-    whole = litellm.completion(**said, logprobs=True, top_logprobs=2, **rows_asked)
+    whole = litellm.completion(**kwargs, logprobs=True, top_logprobs=2, **rows_asked)
     (choice,) = whole.choices
     content, told = choice.message.content, choice.logprobs.content
     assert (
@@ -53,10 +53,10 @@ def chat(route):
         and len(told[0].top_logprobs) == 2
     )
     rows = rows_of(choice.provider_specific_fields, whole.usage.total_tokens)
-    both = litellm.completion(**said, n=2, **rows_asked)
+    both = litellm.completion(**kwargs, n=2, **rows_asked)
     assert [one.message.content for one in both.choices] == [content] * 2, "greedy, so both say the same"
     assert all(rows_of(one.provider_specific_fields, whole.usage.total_tokens) == rows for one in both.choices)
-    chunks = list(litellm.completion(**said, stream=True, stream_options={"include_usage": True}))
+    chunks = list(litellm.completion(**kwargs, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == content
     (usage,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
     assert usage.completion_tokens == whole.usage.completion_tokens and usage.prompt_tokens == whole.usage.prompt_tokens

@@ -82,12 +82,12 @@ def main():
             (folder / f"{task}.yaml").write_text(text % questions)
         remote = ("tokenizer_backend=remote", "tokenized_requests=True")
         choice, said = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
-        wanted = [[logprob(one["question"], text) for text in one["choices"]] for one in QUESTIONS]
+        expected = [[logprob(one["question"], text) for text in one["choices"]] for one in QUESTIONS]
         seen = [[float(answer[0][0]) for answer in sample] for sample in said]
-        pairs = zip((value for row in seen for value in row), (value for row in wanted for value in row), strict=True)
-        assert all(abs(one - other) < 1e-3 for one, other in pairs), (seen, wanted)
-        right = [row.index(max(row)) == one["answer"] for row, one in zip(wanted, QUESTIONS, strict=True)]
-        assert choice["acc,none"] == sum(right) / len(right), (choice, wanted)
+        pairs = zip((value for row in seen for value in row), (value for row in expected for value in row), strict=True)
+        assert all(abs(one - other) < 1e-3 for one, other in pairs), (seen, expected)
+        right = [row.index(max(row)) == one["answer"] for row, one in zip(expected, QUESTIONS, strict=True)]
+        assert choice["acc,none"] == sum(right) / len(right), (choice, expected)
         _, said = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
         for one, sample in zip(QUESTIONS, said, strict=True):
             body = {

@@ -29,8 +29,8 @@ def main():
 
 
 def complete(client):
-    said = {"model": model, "prompt": "The sea", "max_tokens": 4, "n": 2, "seed": 1, "logprobs": 1}
-    both, again = (client.completions.create(**said, extra_body=ROWS) for _ in range(2))
+    kwargs = {"model": model, "prompt": "The sea", "max_tokens": 4, "n": 2, "seed": 1, "logprobs": 1}
+    both, again = (client.completions.create(**kwargs, extra_body=ROWS) for _ in range(2))
     assert both.usage.completion_tokens == 8 and [choice.index for choice in both.choices] == [0, 1]
     assert [choice.text for choice in both.choices] == [choice.text for choice in again.choices], "the seed is the same"
     for choice, other in zip(both.choices, again.choices, strict=True):

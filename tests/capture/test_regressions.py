@@ -184,9 +184,9 @@ def test_layer_ids_name_the_hidden_layer(dense, columns):
 @pytest.mark.parametrize("stream", [False, True])
 def test_asking_without_the_flag_is_a_typed_error_and_the_engine_lives(tokenizer, stream):
     with new_engine(tokenizer, capture=False, deterministic=True) as engine:
-        for said in (dict(return_routed_experts=True), dict(sampling_params={"return_routed_experts": True})):
+        for kwargs in (dict(return_routed_experts=True), dict(sampling_params={"return_routed_experts": True})):
             with pytest.raises(CaptureDisabledError, match="enable_return_routed_experts=True"):
-                engine.generate("one two three", max_new_tokens=4, stream=stream, **said)
+                engine.generate("one two three", max_new_tokens=4, stream=stream, **kwargs)
         assert extract_routed_experts_from_meta_info(engine.generate("one two three", max_new_tokens=4)) is None
         assert engine.check_integrity() == []
 
@@ -233,13 +233,13 @@ def tokens_and_rows(engine, text, result):
 @pytest.mark.parametrize("layers", ["all", "moe"])
 def test_every_choice_has_its_own_rows(engine, oracle, form, layers):
     sampling = dict(n=4, temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
-    said = dict(return_routed_experts=True, routed_experts_format=form, routed_experts_layers=layers)
+    kwargs = dict(return_routed_experts=True, routed_experts_format=form, routed_experts_layers=layers)
     text = "A mixture of experts has many small networks and a router."
-    at_once = engine.generate(text, sampling, **said)
+    at_once = engine.generate(text, sampling, **kwargs)
     assert len({tuple(choice["output_ids"]) for choice in at_once}) == 4
     assert_margin_rule(oracle, [tokens_and_rows(engine, text, choice) for choice in at_once])
     last = {}
-    for told in engine.generate(text, sampling, stream=True, **said):
+    for told in engine.generate(text, sampling, stream=True, **kwargs):
         last[told["index"]] = told
     for choice, told in sorted(last.items()):
         assert told["output_ids"] == at_once[choice]["output_ids"]
@@ -338,8 +338,8 @@ def test_stopped_at_the_first_token_there_is_a_row_for_each_prompt_token(engine,
     first = engine.generate(text, GREEDY)["output_ids"][0]
 
     def ask(start):
-        said = dict(return_routed_experts=True, routed_experts_start_len=start, stream=streamed)
-        result = engine.generate(text, {**GREEDY, "stop_token_ids": [first]}, **said)
+        kwargs = dict(return_routed_experts=True, routed_experts_start_len=start, stream=streamed)
+        result = engine.generate(text, {**GREEDY, "stop_token_ids": [first]}, **kwargs)
         return list(result)[-1] if streamed else result
 
     for start in (0, 1, len(prompt)):

@@ -41,7 +41,7 @@ def test_no_other_list_of_buckets_is_cheaper(buckets, most, data):
         for count in range(min(most, len(buckets)))
         for some in itertools.combinations(buckets[:-1], count)
     ]
-    cheapest = min(by_hand(one, seconds, load) for one in lists)
+    cheapest = min(by_hand(paddings, seconds, load) for paddings in lists)
     assert chosen in lists
     assert by_hand(chosen, seconds, load) == pytest.approx(cheapest, rel=1e-9)
     assert expected_cost(chosen, costs, load) == pytest.approx(cheapest, rel=1e-9)

@@ -181,8 +181,8 @@ def test_resolve_fills_every_unset_value_with_a_neutral_one() -> None:
 
 
 def test_resolve_keeps_what_was_said_in_plain_types() -> None:
-    said = {"temperature": 1, "top_k": -1, "seed": np.int64(2**40 + 3), "stop": "end", "max_tokens": 9, "logprobs": 0}
-    params = SamplingParams(**said, stop_token_ids=[np.int32(4)], logit_bias={5: 1})
+    kwargs = {"temperature": 1, "top_k": -1, "seed": np.int64(2**40 + 3), "stop": "end", "max_tokens": 9, "logprobs": 0}
+    params = SamplingParams(**kwargs, stop_token_ids=[np.int32(4)], logit_bias={5: 1})
     resolved = params.resolve(default_max_tokens=16, default_seed=42)
     assert (resolved.top_k, resolved.stop, resolved.stop_token_ids, resolved.max_tokens, resolved.logprobs) == (
         0,

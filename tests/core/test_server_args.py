@@ -147,7 +147,7 @@ def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():
 
 
 @pytest.mark.parametrize(
-    ("said", "limit"),
+    ("kwargs", "limit"),
     [
         ({}, 1024),
         ({"chunked_prefill_size": 100}, 100),
@@ -156,5 +156,5 @@ def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():
         ({"chunked_prefill_size": 40, "max_prefill_tokens": 50}, 40),
     ],
 )
-def test_a_step_takes_in_no_more_prompt_than_its_largest_padding(said, limit):
-    assert ServerArgs(**said).prefill_limit == limit
+def test_a_step_takes_in_no_more_prompt_than_its_largest_padding(kwargs, limit):
+    assert ServerArgs(**kwargs).prefill_limit == limit

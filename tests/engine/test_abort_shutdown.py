@@ -56,10 +56,10 @@ def assert_row_law(result, whole):
 # --- abort, step by step
 
 
-def play(engine, said, script):
+def play(engine, kwargs, script):
     """Play a scene with the requests of one call on the engine thread: `script(core, rids)` yields whenever a step is
     to be made. Returns the answers, and how many steps after its abort each ended."""
-    requests = engine.input_processor.process(GenerateReqInput(**said))
+    requests = engine.input_processor.process(GenerateReqInput(**kwargs))
     answers = {
         request.rid: SequenceState(
             request, engine.tokenizer, logprobs_mode="processed", capture=engine.components.capture
@@ -96,8 +96,8 @@ LONG_PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 313,
 def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps, start):
     """Queued, in each chunk of the prefill, at the first token, in decode: with the next step always in flight."""
     engine.flush_cache()
-    said = {"input_ids": LONG_PROMPT, "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
-    whole = engine.generate(**said)
+    kwargs = {"input_ids": LONG_PROMPT, "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
+    whole = engine.generate(**kwargs)
     engine.flush_cache()
 
     def script(core, rids):
@@ -107,7 +107,7 @@ def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps
         assert core.request_table.num_live == 0 and not core.scheduler.running, "pages are back at once"
         assert core.check_integrity() == [], "and what was recorded of them is forgotten"
 
-    (result,) = play(engine, said | {"routed_experts_start_len": start}, script)
+    (result,) = play(engine, kwargs | {"routed_experts_start_len": start}, script)
     assert result["meta_info"]["finish_reason"] == ABORTED
     assert len(result["output_ids"]) == max(0, num_steps - 4)  # four chunks; a step is told one step later
     assert_row_law(result, whole)
@@ -134,12 +134,12 @@ def test_an_aborted_prefix_serves_the_next_request(engine):
 
 
 def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
-    said = {
+    kwargs = {
         "input_ids": [LONG_PROMPT[:20], LONG_PROMPT[40:60]],
         "sampling_params": GREEDY | {"max_tokens": 40},
         "return_routed_experts": True,
     }
-    whole = engine.generate(**said)
+    whole = engine.generate(**kwargs)
 
     def script(core, rids):
         for _ in range(12):
@@ -149,7 +149,7 @@ def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
         core.retract(second)
         assert core.abort(rids[1])
 
-    results = play(engine, said, script)
+    results = play(engine, kwargs, script)
     assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["length", "abort"]
     assert 8 <= len(results[1]["output_ids"]) <= 12
     for result, unhurried in zip(results, whole, strict=True):
@@ -157,15 +157,18 @@ def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
 
 
 def test_abort_of_one_choice_leaves_the_others(engine):
-    said = {"input_ids": LONG_PROMPT[:20], "sampling_params": {"n": 3, "seed": 2, "max_tokens": 20, "ignore_eos": True}}
-    whole = engine.generate(**said)
+    kwargs = {
+        "input_ids": LONG_PROMPT[:20],
+        "sampling_params": {"n": 3, "seed": 2, "max_tokens": 20, "ignore_eos": True},
+    }
+    whole = engine.generate(**kwargs)
 
     def script(core, rids):
         for _ in range(6):
             yield
         core.abort(rids[0])
 
-    results = play(engine, said, script)
+    results = play(engine, kwargs, script)
     assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["abort", "length", "length"]
     assert [one["output_ids"] for one in results[1:]] == [one["output_ids"] for one in whole[1:]]
 
@@ -176,15 +179,15 @@ def test_abort_of_one_choice_leaves_the_others(engine):
 class Background:
     """A call that runs in a thread of its own; its first event has come, so it decodes."""
 
-    def __init__(self, engine, *args, **said) -> None:
+    def __init__(self, engine, *args, **kwargs) -> None:
         self.events = queue.SimpleQueue()
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._running = self._pool.submit(self._run, engine, args, said)
+        self._running = self._pool.submit(self._run, engine, args, kwargs)
         self.events.get(timeout=60)
 
-    def _run(self, engine, args, said):
+    def _run(self, engine, args, kwargs):
         last = {}
-        for event in engine.generate(*args, stream=True, **said):
+        for event in engine.generate(*args, stream=True, **kwargs):
             last[event.get("index", 0)] = event
             self.events.put(event)
         return [last[index] for index in sorted(last)]
@@ -232,9 +235,9 @@ def test_abort_all_ends_everything_and_keeps_rows(engine):
 
 
 def test_abort_says_what_it_ends(engine):
-    for said in ({}, {"rid": "x", "abort_all": True}):
+    for kwargs in ({}, {"rid": "x", "abort_all": True}):
         with pytest.raises(InvalidRequestError, match="give one of them"):
-            engine.abort(**said)
+            engine.abort(**kwargs)
 
 
 def test_an_aborted_call_at_once_returns_its_answer(engine):
@@ -292,9 +295,9 @@ def assert_dead(engine, cause):
         engine.check_integrity,
     )
     for door in doors:
-        with pytest.raises(EngineDeadError, match=f"the engine has ended: .*{cause}.*; build a new Engine") as told:
+        with pytest.raises(EngineDeadError, match=f"the engine has ended: .*{cause}.*; build a new Engine") as excinfo:
             door()
-        assert "\n" not in str(told.value) and len(str(told.value)) <= 1024
+        assert "\n" not in str(excinfo.value) and len(str(excinfo.value)) <= 1024
     engine.shutdown()
 
 
@@ -348,9 +351,11 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
         poison.armed = True
         assert [type(one) for one in asked.result(timeout=60)] == [EngineDeadError] * 3
     for call in calls:
-        with pytest.raises(EngineDeadError, match="the experts are") as told:
+        with pytest.raises(EngineDeadError, match="the experts are") as excinfo:
             call.result()
-        assert told.value.__cause__ is not None and "\n" not in str(told.value) and len(str(told.value)) <= 1024
+        assert (
+            excinfo.value.__cause__ is not None and "\n" not in str(excinfo.value) and len(str(excinfo.value)) <= 1024
+        )
     assert "the engine thread ends" in caplog.text
     assert_dead(engine, "the experts are")
 

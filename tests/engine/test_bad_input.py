@@ -48,14 +48,14 @@ def assert_readable(error, param=None):
         assert error.param == param, (error.param, text)
 
 
-def refused(engine, kind=InvalidRequestError, *, param=None, code=None, **said):
-    with pytest.raises(kind) as told:
-        engine.generate(**said)
-    assert type(told.value) is kind, told.value
-    assert_readable(told.value, param)
+def refused(engine, kind=InvalidRequestError, *, param=None, code=None, **kwargs):
+    with pytest.raises(kind) as excinfo:
+        engine.generate(**kwargs)
+    assert type(excinfo.value) is kind, excinfo.value
+    assert_readable(excinfo.value, param)
     if code is not None:
-        assert told.value.code == code
-    return str(told.value)
+        assert excinfo.value.code == code
+    return str(excinfo.value)
 
 
 # --- each field
@@ -94,9 +94,9 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "param"), PROMPTS, ids=str)
-def test_a_prompt_that_is_none_is_refused(engine, said, param):
-    refused(engine, param=param, **said)
+@pytest.mark.parametrize(("kwargs", "param"), PROMPTS, ids=str)
+def test_a_prompt_that_is_none_is_refused(engine, kwargs, param):
+    refused(engine, param=param, **kwargs)
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**63, -(2**63), 10**30, 1.0, "1", True, None, math.nan])
@@ -275,21 +275,21 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "code"), ROWS, ids=str)
-def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, said, code):
-    refused(engine, input_ids=[1, 2, 3], return_routed_experts=True, **said, code=code)
+@pytest.mark.parametrize(("kwargs", "code"), ROWS, ids=str)
+def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, kwargs, code):
+    refused(engine, input_ids=[1, 2, 3], return_routed_experts=True, **kwargs, code=code)
 
 
 def test_start_at_the_end_of_the_prompt_gives_the_generated_rows_alone(engine):
-    said = {
+    kwargs = {
         "input_ids": [1, 2, 3],
         "sampling_params": GREEDY,
         "return_routed_experts": True,
         "routed_experts_start_len": 3,
     }
-    meta = engine.generate(**said, max_new_tokens=5)["meta_info"]
+    meta = engine.generate(**kwargs, max_new_tokens=5)["meta_info"]
     assert meta["routed_experts_info"]["shape"] == [4, 4, 4]
-    meta = engine.generate(**said, max_new_tokens=1)["meta_info"]
+    meta = engine.generate(**kwargs, max_new_tokens=1)["meta_info"]
     assert meta["routed_experts_info"]["shape"] == [0, 4, 4] and meta["routed_experts"] == "", "no row is not null"
 
 
@@ -323,19 +323,19 @@ def test_words_about_rows_mean_nothing_without_asking_for_them(engine):
 
 
 def test_a_request_beside_a_hundred_bad_ones_does_not_notice(engine):
-    wanted = engine.generate("once upon a time", GREEDY, max_new_tokens=150)["output_ids"]
+    expected = engine.generate("once upon a time", GREEDY, max_new_tokens=150)["output_ids"]
     stream = engine.generate("once upon a time", GREEDY, max_new_tokens=150, stream=True)
     accepted = engine.get_server_info()["requests_accepted"]
-    bad = [said for said, _ in PROMPTS] + [{"input_ids": [1], field: value} for field, value in CALLS]
+    bad = [kwargs for kwargs, _ in PROMPTS] + [{"input_ids": [1], field: value} for field, value in CALLS]
     bad += [{"prompt": "a", "sampling_params": {field: value}} for field, value in LISTS]
-    bad += [{"input_ids": [1, 2, 3], "return_routed_experts": True, **said} for said, _ in ROWS]
-    for said in bad:
+    bad += [{"input_ids": [1, 2, 3], "return_routed_experts": True, **kwargs} for kwargs, _ in ROWS]
+    for kwargs in bad:
         next(stream)
         with pytest.raises(RoutedExpertsError):
-            engine.generate(**said)
+            engine.generate(**kwargs)
     assert engine.check_integrity() == []
     assert engine.get_server_info()["requests_accepted"] == accepted + 1, "a refused request was taken in"
-    assert list(stream)[-1]["output_ids"] == wanted
+    assert list(stream)[-1]["output_ids"] == expected
     assert_idle(engine)
 
 
@@ -379,9 +379,9 @@ def covering(fields, seed):
 
 def run_pair(engine, params, *, capture, n, stream):
     """A result, or InvalidRequestError."""
-    said = {"sampling_params": params | {"n": n, "max_tokens": 6}, "stream": stream, "return_routed_experts": capture}
+    kwargs = {"sampling_params": params | {"n": n, "max_tokens": 6}, "stream": stream, "return_routed_experts": capture}
     try:
-        result = engine.generate("the cat", **said)
+        result = engine.generate("the cat", **kwargs)
     except InvalidRequestError as error:
         assert_readable(error)
         return None
@@ -395,11 +395,11 @@ def test_all_pairs_of_good_values_give_answers(engine):
     for params, capture, n, stream in itertools.product(covering(GOOD, 1), (False, True), (1, 2), (False, True)):
         results = run_pair(engine, params, capture=capture, n=n, stream=stream)
         assert results is not None and len(results) == n, params
-        for one in results:
-            meta = one["meta_info"]
+        for result in results:
+            meta = result["meta_info"]
             num_rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1
             assert meta["finish_reason"]["type"] in ("stop", "length") and meta["completion_tokens"] == len(
-                one["output_ids"]
+                result["output_ids"]
             )
             assert (meta["routed_experts_info"]["shape"][0] == num_rows) if capture else "routed_experts" not in meta
 
@@ -418,12 +418,12 @@ def test_all_pairs_with_bad_values_give_answers_or_refusals(engine):
 # --- engines that cannot be built
 
 
-def build_refused(kind, *, match=None, **said):
-    with pytest.raises(kind, match=match) as told:
-        Engine(**(SMALL | said))
-    assert type(told.value) is kind
-    assert len(str(told.value).encode()) <= 1024 and "\n" not in str(told.value)
-    return str(told.value)
+def build_refused(kind, *, match=None, **kwargs):
+    with pytest.raises(kind, match=match) as excinfo:
+        Engine(**(SMALL | kwargs))
+    assert type(excinfo.value) is kind
+    assert len(str(excinfo.value).encode()) <= 1024 and "\n" not in str(excinfo.value)
+    return str(excinfo.value)
 
 
 def test_a_checkpoint_that_is_none_is_refused_by_name(tmp_path, folder):
@@ -483,7 +483,7 @@ def test_weights_that_are_integers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("kwargs", "match"),
     [
         ({"dtype": "float8"}, "dtype='float8' is unknown; choose one of auto, float32"),
         ({"moe_backend": "nope"}, "moe_backend='nope' is unknown; choose auto or one of"),
@@ -499,27 +499,27 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"enable_return_routed_experts": "yes"}, "enable_return_routed_experts='yes' must be True or False"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(folder, said, match):
-    build_refused(ConfigError, model_path=str(folder), match=match.replace("?", r"\?"), **said)
+def test_arguments_that_cannot_work_are_refused(folder, kwargs, match):
+    build_refused(ConfigError, model_path=str(folder), match=match.replace("?", r"\?"), **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("kwargs", "match"),
     [
         ({"max_total_tokens": 10**15}, "max_total_tokens=1000000000000000 .*it fits with max_total_tokens="),
         ({"mem_fraction_static": 1e-12}, "does not fit: weights .*it fits with mem_fraction_static=0.0"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_with_what_would(folder, said, match):
-    build_refused(MemoryPlanError, model_path=str(folder), match=match, **said)
+def test_a_model_that_does_not_fit_is_refused_with_what_would(folder, kwargs, match):
+    build_refused(MemoryPlanError, model_path=str(folder), match=match, **kwargs)
 
 
 def test_a_backend_that_hides_its_ids_is_refused_at_build(folder):
     hides = MoeBackend(name="hides", run=reference_experts, reveals_ids=False)
     registry = BackendRegistry().with_moe(hides)
-    said = {"model_path": str(folder), "moe_backend": "hides", "registry": registry}
+    kwargs = {"model_path": str(folder), "moe_backend": "hides", "registry": registry}
     build_refused(
-        CaptureUnsupportedError, **said, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids"
+        CaptureUnsupportedError, **kwargs, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids"
     )
     build_refused(ConfigError, model_path=str(folder), moe_backend="hides", match="moe_backend='hides' is unknown")
 
@@ -537,9 +537,9 @@ def test_a_dense_model_is_served_and_its_capture_refused(tmp_path):
 
 
 def assert_capture_is_off(engine):
-    for said in ({"return_routed_experts": True}, {"sampling_params": {"return_routed_experts": True}}):
+    for kwargs in ({"return_routed_experts": True}, {"sampling_params": {"return_routed_experts": True}}):
         for stream in (False, True):
-            text = refused(engine, CaptureDisabledError, prompt="a", stream=stream, **said, code="capture_disabled")
+            text = refused(engine, CaptureDisabledError, prompt="a", stream=stream, **kwargs, code="capture_disabled")
             assert "enable_return_routed_experts=True" in text
     assert engine.generate("a", return_routed_experts=False, max_new_tokens=1)["output_ids"]
 

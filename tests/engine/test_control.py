@@ -100,7 +100,7 @@ def test_a_pause_that_waits_returns_when_what_ran_has_ended(engine):
     calls = begun(engine, PROMPT, PROMPT[:20])
     engine.pause(mode="wait")
     assert on_engine_thread(engine, lambda core: (core.request_table.num_live, len(core.scheduler.running))) == (0, 0)
-    assert [one["meta_info"]["finish_reason"]["type"] for one in calls.results()] == ["length"] * 2
+    assert [result["meta_info"]["finish_reason"]["type"] for result in calls.results()] == ["length"] * 2
 
 
 def test_a_pause_may_be_followed_by_another(engine):
@@ -352,12 +352,12 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
     ]
     answers = engine.generate(input_ids=prompts, sampling_params=GREEDY | {"max_tokens": 9}, return_routed_experts=True)
     stats = engine.routing_stats()
-    wanted = RoutingStats.from_records([record_from_meta_info(answer) for answer in answers])
-    assert (stats.counts == wanted.counts).all() and stats.num_tokens.tolist() == wanted.num_tokens.tolist() == [
+    expected = RoutingStats.from_records([record_from_meta_info(answer) for answer in answers])
+    assert (stats.counts == expected.counts).all() and stats.num_tokens.tolist() == expected.num_tokens.tolist() == [
         135,
         32,
     ]
-    stats.check_model(wanted.layer_ids, wanted.num_experts)
+    stats.check_model(expected.layer_ids, expected.num_experts)
     engine.generate(input_ids=prompts[0], sampling_params=GREEDY | {"max_tokens": 9})
     again = (
         engine.reset_routing_stats().num_tokens - stats.num_tokens

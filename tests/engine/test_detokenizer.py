@@ -102,13 +102,13 @@ def test_joined_deltas_equal_the_one_shot_decode_cut_at_the_first_stop(tokenizer
         text = tokenizer.decode(ids, skip_special_tokens=skip)
         stops = random_stops(rng, text)
         stopped, end = first_stop(text, stops)
-        wanted = text[: end if include or stopped is None else end - len(stopped)]
+        expected = text[: end if include or stopped is None else end - len(stopped)]
 
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, stop=stops, include_stop_str=include)
         deltas = [detokenizer.push(part) for part in split(rng, ids)]
         deltas.append(detokenizer.finish())
 
-        assert "".join(deltas) == wanted, (ids, stops, skip, include)
+        assert "".join(deltas) == expected, (ids, stops, skip, include)
         assert detokenizer.stopped == stopped
         assert detokenizer.num_tokens <= len(ids)
         assert (detokenizer.push([5, 6]), detokenizer.finish()) == ("", "")
@@ -127,11 +127,11 @@ def test_num_tokens_ends_with_the_token_that_completed_the_stop(tokenizers):
             if stopped is None:
                 continue
             # the fewest tokens whose own text already reaches the end of the stop string, unchanged by what follows
-            wanted = next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n])[:end] == text[:end])
+            expected = next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n])[:end] == text[:end])
             detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
             for part in split(rng, ids):
                 detokenizer.push(part)
-            assert (detokenizer.stopped, detokenizer.num_tokens) == (stopped, wanted), (ids, stops)
+            assert (detokenizer.stopped, detokenizer.num_tokens) == (stopped, expected), (ids, stops)
             checked += 1
     assert checked > 100
 

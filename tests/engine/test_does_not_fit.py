@@ -24,16 +24,16 @@ def folder(tmp_path_factory):
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512))
 
 
-def refused(folder, **said):
+def refused(folder, **kwargs):
     gc.collect()  # what other tests left may go at any time
     loaded, alive = [], len(jax.live_arrays())
-    with pytest.raises(MemoryPlanError) as told:
-        routed_experts.Engine(folder, on_load=lambda *bytes_: loaded.append(bytes_), **said)
+    with pytest.raises(MemoryPlanError) as excinfo:
+        routed_experts.Engine(folder, on_load=lambda *bytes_: loaded.append(bytes_), **kwargs)
     gc.collect()
     assert not loaded and len(jax.live_arrays()) <= alive, (
         "nothing is loaded or allocated before the plan is known to fit"
     )
-    return told.value
+    return excinfo.value
 
 
 def test_it_serves_with_the_values_that_the_error_gives(folder):
@@ -44,20 +44,20 @@ def test_it_serves_with_the_values_that_the_error_gives(folder):
         *contexts,
         {"mem_fraction_static": next(way["mem_fraction_static"] for way in ways if "mem_fraction_static" in way)},
     ]:
-        said = SIZES | {"mem_fraction_static": fraction} | way
-        with routed_experts.Engine(folder, **said, enable_return_routed_experts=True) as engine:
+        kwargs = SIZES | {"mem_fraction_static": fraction} | way
+        with routed_experts.Engine(folder, **kwargs, enable_return_routed_experts=True) as engine:
             out = engine.generate(input_ids=[5, 6, 7], max_new_tokens=2, return_routed_experts=True)
             assert len(out["output_ids"]) >= 1 and any(line.startswith("weights") for line in engine.memory_plan)
 
 
-@pytest.mark.parametrize("said", [{"max_total_tokens": 10**13}, {"mem_fraction_static": 1e-9}])
-def test_inspect_says_what_an_engine_says(folder, said, capsys):
-    error = refused(folder, **SIZES, **said)
-    with pytest.raises(MemoryPlanError) as told:
-        inspect_model(ServerArgs(model_path=folder, **SIZES, **said))
-    assert str(told.value) == str(error) and "above the limit of" in str(error) and "it fits with" in str(error)
+@pytest.mark.parametrize("kwargs", [{"max_total_tokens": 10**13}, {"mem_fraction_static": 1e-9}])
+def test_inspect_says_what_an_engine_says(folder, kwargs, capsys):
+    error = refused(folder, **SIZES, **kwargs)
+    with pytest.raises(MemoryPlanError) as excinfo:
+        inspect_model(ServerArgs(model_path=folder, **SIZES, **kwargs))
+    assert str(excinfo.value) == str(error) and "above the limit of" in str(error) and "it fits with" in str(error)
     flags: list[str] = []
-    for name, value in (SIZES | said).items():
+    for name, value in (SIZES | kwargs).items():
         flags += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
     assert main(["inspect", folder, *flags]) == 1
     out, err = capsys.readouterr()

@@ -49,40 +49,42 @@ def test_one_prompt_gives_a_dict_and_a_list_gives_a_list_in_order(engine):
 
 def test_text_and_its_token_ids_are_the_same_request(engine):
     ids = engine.tokenizer.encode("once upon a time")
-    wanted = engine.generate("once upon a time", GREEDY, max_new_tokens=8)
+    expected = engine.generate("once upon a time", GREEDY, max_new_tokens=8)
     for input_ids in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16)):
-        assert said(engine.generate(input_ids=input_ids, sampling_params=GREEDY, max_new_tokens=8)) == said(wanted)
+        assert said(engine.generate(input_ids=input_ids, sampling_params=GREEDY, max_new_tokens=8)) == said(expected)
     nested = engine.generate(input_ids=[ids, ids[:3]], sampling_params=GREEDY, max_new_tokens=8)
-    assert said(nested[0]) == said(wanted) and nested[1]["meta_info"]["prompt_tokens"] == 3
+    assert said(nested[0]) == said(expected) and nested[1]["meta_info"]["prompt_tokens"] == 3
     assert isinstance(engine.generate(input_ids=[ids], sampling_params=GREEDY, max_new_tokens=1), list)
     assert isinstance(engine.generate(input_ids=np.array([ids]), sampling_params=GREEDY, max_new_tokens=1), list)
 
 
 def test_n_gives_n_answers_a_prompt_in_order(engine):
     results = engine.generate(["the cat", "experts:"], {"n": 3, "seed": 1, "max_tokens": 6}, rid="job")
-    assert [one["meta_info"]["id"] for one in results] == [f"job-{i}" for i in range(6)]
-    assert [one["meta_info"]["prompt_tokens"] for one in results] == [len(engine.tokenizer.encode("the cat"))] * 3 + [
-        len(engine.tokenizer.encode("experts:"))
-    ] * 3
+    assert [result["meta_info"]["id"] for result in results] == [f"job-{i}" for i in range(6)]
+    assert [result["meta_info"]["prompt_tokens"] for result in results] == [
+        len(engine.tokenizer.encode("the cat"))
+    ] * 3 + [len(engine.tokenizer.encode("experts:"))] * 3
     assert isinstance(engine.generate("the cat", {"n": 2, "max_tokens": 1}), list)
     assert engine.generate("the cat", {"max_tokens": 1}, rid="one")["meta_info"]["id"] == "one"
 
 
 def test_parameters_may_be_an_object_a_dict_or_either_spelling(engine):
-    wanted = engine.generate("a", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5, min_tokens=2, seed=3))
+    expected = engine.generate(
+        "a", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5, min_tokens=2, seed=3)
+    )
     for params in (
         {"temperature": 0, "ignore_eos": True, "max_tokens": 5, "min_tokens": 2, "seed": 3},
         {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 5, "min_new_tokens": 2, "sampling_seed": 3},
         {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5, "max_new_tokens": 5, "top_p": None},
     ):
-        assert said(engine.generate("a", params)) == said(wanted)
+        assert said(engine.generate("a", params)) == said(expected)
 
 
 def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine):
     assert len(engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=3)["output_ids"]) == 3
-    with pytest.raises(InvalidRequestError, match="max_new_tokens=4, but sampling_params have 3") as told:
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=4, but sampling_params have 3") as excinfo:
         engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=4)
-    assert (told.value.param, told.value.code) == ("max_new_tokens", "conflicting_parameters")
+    assert (excinfo.value.param, excinfo.value.code) == ("max_new_tokens", "conflicting_parameters")
 
 
 def test_rows_may_be_asked_for_in_either_place(engine):
@@ -141,7 +143,7 @@ def test_temperature_1_is_the_default_and_calls_without_a_seed_differ(engine):
     assert said(unset) == said(engine.generate("a", {"seed": 7, "max_tokens": 12, "temperature": 1.0}))
     assert said(unset) != said(engine.generate("a", GREEDY, max_new_tokens=12))
     calls = [engine.generate("a", {"max_tokens": 12, "ignore_eos": True}) for _ in range(3)]
-    assert len({tuple(one["output_ids"]) for one in calls}) == 3
+    assert len({tuple(call["output_ids"]) for call in calls}) == 3
 
 
 # --- what comes back
@@ -198,10 +200,10 @@ def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
     part = engine.generate(
         input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=start
     )
-    wanted = whole["meta_info"]["input_token_logprobs"][start:]
+    expected = whole["meta_info"]["input_token_logprobs"][start:]
     got = part["meta_info"]["input_token_logprobs"]
-    assert [one[1:] for one in got] == [one[1:] for one in wanted]
-    for (value, *_), (other, *_) in zip(got, wanted, strict=True):
+    assert [one[1:] for one in got] == [one[1:] for one in expected]
+    for (value, *_), (other, *_) in zip(got, expected, strict=True):
         assert value is other is None or value == pytest.approx(other, abs=1e-4)
 
 
@@ -246,18 +248,18 @@ def test_every_format_gives_the_same_rows(engine):
         result = engine.generate("the cat", GREEDY, max_new_tokens=5, return_routed_experts=True, **asked)
         return extract_routed_experts_from_meta_info(result).reshape(-1, 4, 4)
 
-    wanted = rows()
-    assert (wanted[:, 0] == -1).all() and wanted[:, 1:].min() >= 0 and wanted.max() < 16
+    expected = rows()
+    assert (expected[:, 0] == -1).all() and expected[:, 1:].min() >= 0 and expected.max() < 16
     for form in ("int32", "npy"):
         for layers in ("all", "moe"):
-            assert np.array_equal(rows(routed_experts_format=form, routed_experts_layers=layers), wanted)
+            assert np.array_equal(rows(routed_experts_format=form, routed_experts_layers=layers), expected)
 
 
 def test_every_choice_has_its_own_rows(engine):
     results = engine.generate(
         "once upon a time", {"n": 4, "seed": 5, "max_tokens": 12, "ignore_eos": True}, return_routed_experts=True
     )
-    records = [record_from_meta_info(one) for one in results]
+    records = [record_from_meta_info(result) for result in results]
     assert len({record.generated.ids.tobytes() for record in records}) == 4
     assert len({record.prompt.ids.tobytes() for record in records}) == 1
 
@@ -327,7 +329,7 @@ def test_each_sequence_is_decoded_once(engine, monkeypatch, stop, count):
     results = engine.generate("the cat", params)
     results = results if isinstance(results, list) else [results]
     assert len({detokenizer for detokenizer, _ in pushed}) == count
-    assert sum(tokens for _, tokens in pushed) == sum(len(one["output_ids"]) for one in results) == 9 * count
+    assert sum(tokens for _, tokens in pushed) == sum(len(result["output_ids"]) for result in results) == 9 * count
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,11 +20,16 @@ def testbed():
 
 
 def requests(seed=0, max_tokens=12, **options):
-    said = {"include_last": True, **options}
+    kwargs = {"include_last": True, **options}
     rng = np.random.default_rng(seed)
     return [
         request(
-            f"r{index}", random_prompt(rng, length), max_tokens, temperature=float(index % 2), seed=seed + index, **said
+            f"r{index}",
+            random_prompt(rng, length),
+            max_tokens,
+            temperature=float(index % 2),
+            seed=seed + index,
+            **kwargs,
         )
         for index, length in enumerate(LENGTHS)
     ]
@@ -98,7 +103,7 @@ def test_an_abort_gives_the_rows_of_what_was_fed(testbed):
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
     assert drive.outputs["r1"].end.finish_reason.type == "abort" and 0 < len(drive.outputs["r5"].tokens) < 20
     assert assert_all_faithful(drive) == num_rows(reqs) - sum(
-        one.end.finish_reason.type == "abort" for one in drive.outputs.values()
+        output.end.finish_reason.type == "abort" for output in drive.outputs.values()
     )
 
 
@@ -151,14 +156,14 @@ def test_a_stop_string_ends_the_text_and_has_its_row(engine):
         assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         records = [record_from_response(event) for event in events]
         ids = np.concatenate([record.ids for record in records if record is not None])
-        wanted = record_from_response(plain)
-        assert ids.shape[0] == wanted.num_rows + 1 == records[-1].num_tokens
-        assert np.array_equal(ids[:-1], wanted.ids)
+        expected = record_from_response(plain)
+        assert ids.shape[0] == expected.num_rows + 1 == records[-1].num_tokens
+        assert np.array_equal(ids[:-1], expected.ids)
 
 
 def test_it_says_nothing_without_rows(engine):
     wrong = {"return_routed_experts": True, "routed_experts_include_last": 1}
     for said, code in (({}, "routing_not_requested"), (wrong, "invalid_request")):
-        with pytest.raises(InvalidRequestError) as told:
+        with pytest.raises(InvalidRequestError) as excinfo:
             engine.generate("a", **{"routed_experts_include_last": True, **said})
-        assert (told.value.code, told.value.param) == (code, "routed_experts_include_last")
+        assert (excinfo.value.code, excinfo.value.param) == (code, "routed_experts_include_last")

@@ -163,18 +163,20 @@ def ask(engine, prompts=PROMPTS, **more):
 
 
 def rows_of(answers):
-    return [extract_routed_experts_from_meta_info(one).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for one in answers]
+    return [
+        extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in answers
+    ]
 
 
 def logprobs_of(answer):
     return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
 
 
-def assert_same(answers, wanted, *, atol):
-    for one, other in zip(answers, wanted, strict=True):
+def assert_same(answers, expected, *, atol):
+    for one, other in zip(answers, expected, strict=True):
         assert one["output_ids"] == other["output_ids"]
         np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=atol)
-    for one, other in zip(rows_of(answers), rows_of(wanted), strict=True):
+    for one, other in zip(rows_of(answers), rows_of(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -215,8 +217,8 @@ def assert_as_defined(notes, factor, num_instances, *, overflows):
             np.testing.assert_array_equal(note.instances[note.valid], instances[note.valid])
         best = np.argsort(-note.scores, axis=1, kind="stable")[:, :TOP_K]
         foreign = (note.ids[:, :, None] != best[:, None, :]).all(axis=2) & (note.ids >= 0)
-        wanted = np.where(note.valid[:, None], np.stack([foreign.sum(1), (note.ids < 0).sum(1)], axis=1), 0)
-        np.testing.assert_array_equal(note.changed, wanted)
+        expected = np.where(note.valid[:, None], np.stack([foreign.sum(1), (note.ids < 0).sum(1)], axis=1), 0)
+        np.testing.assert_array_equal(note.changed, expected)
         at_ids = np.where(note.ids < 0, 0.0, np.take_along_axis(note.scores, np.maximum(note.ids, 0), axis=1))
         shared = at_ids / np.maximum(at_ids.sum(axis=1, keepdims=True), 1e-20)
         np.testing.assert_allclose(note.weights[note.valid], shared[note.valid], atol=1e-6)
@@ -353,12 +355,12 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     assert (core.runner.placement.physical_to_logical_map != ONE_EACH.physical_to_logical_map).any()
     assert stats.skipped > before.skipped, "the load has not changed since the experts moved"
     shown = metrics_of(following)
-    wanted = {
+    expected = {
         "eplb_rebalances_total": stats.rebalances,
         "eplb_skipped_total": stats.skipped,
         "expert_copies_total": stats.copies,
     }
-    assert {name: shown[name] for name in wanted} == wanted
+    assert {name: shown[name] for name in expected} == expected
     move_estimate = stats.move_estimate  # of the last plan
     assert shown["eplb_gate_gain_seconds"] == pytest.approx(move_estimate.gain_s)
     assert shown["eplb_gate_cost_seconds"] == pytest.approx(move_estimate.cost_s)
@@ -444,12 +446,12 @@ def test_counts_on_the_device_are_those_of_the_rows(following):
         answers = ask(following)
         counted = counts_of(following)
     following.flush_cache()
-    wanted = np.zeros((2, MOE_LAYERS, EXPERTS), int)
+    expected = np.zeros((2, MOE_LAYERS, EXPERTS), int)
     for prompt, rows in zip(PROMPTS, rows_of(answers), strict=True):
         for phase, part in enumerate((rows[: len(prompt)], rows[len(prompt) :])):
             for layer in range(MOE_LAYERS):
-                wanted[phase, layer] += np.bincount(part[:, layer].ravel(), minlength=EXPERTS)
-    np.testing.assert_array_equal(counted, wanted)
+                expected[phase, layer] += np.bincount(part[:, layer].ravel(), minlength=EXPERTS)
+    np.testing.assert_array_equal(counted, expected)
 
 
 def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):

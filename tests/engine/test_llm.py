@@ -27,11 +27,13 @@ def llm(tmp_path_factory):
 def test_rows_are_split_at_the_prompt_and_have_one_less_than_the_tokens(llm):
     for output, prompt in zip(llm.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
         (choice,) = output.outputs
-        wanted = llm.engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8}, return_routed_experts=True)
+        expected = llm.engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8}, return_routed_experts=True)
         assert (
-            output.prompt == prompt and choice.text == wanted["text"] and list(choice.token_ids) == wanted["output_ids"]
+            output.prompt == prompt
+            and choice.text == expected["text"]
+            and list(choice.token_ids) == expected["output_ids"]
         )
-        assert choice.record == record_from_meta_info(wanted)
+        assert choice.record == record_from_meta_info(expected)
         rows, generated = output.prompt_routed_experts, choice.routed_experts
         assert rows.dtype == generated.dtype == np.int16
         assert rows.shape == (len(output.prompt_token_ids), 3, 4) and generated.shape == (
@@ -41,7 +43,7 @@ def test_rows_are_split_at_the_prompt_and_have_one_less_than_the_tokens(llm):
         )
         assert np.array_equal(np.concatenate([rows, generated]), choice.record.ids)
         assert choice.routed_experts is generated, "made once"
-        assert output.to_sglang()[0]["meta_info"]["finish_reason"] == wanted["meta_info"]["finish_reason"]
+        assert output.to_sglang()[0]["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
 
 
 def test_choices_parameters_and_prompts_of_every_kind(llm):
@@ -50,8 +52,8 @@ def test_choices_parameters_and_prompts_of_every_kind(llm):
     both = llm.generate([PROMPTS[0], {"prompt_token_ids": ids}], params)
     assert [len(output.outputs) for output in both] == [2, 1]
     assert [choice.index for choice in both[0].outputs] == [0, 1]
-    wanted = llm.engine.generate(PROMPTS[0], {"n": 2, "seed": 5, "max_new_tokens": 4})
-    assert [choice.text for choice in both[0].outputs] == [one["text"] for one in wanted]
+    expected = llm.engine.generate(PROMPTS[0], {"n": 2, "seed": 5, "max_new_tokens": 4})
+    assert [choice.text for choice in both[0].outputs] == [one["text"] for one in expected]
     assert both[1].outputs[0].text == llm.generate(ids, params[1])[0].outputs[0].text
     assert both[1].prompt is None and both[1].prompt_token_ids == tuple(ids)
     assert len(llm.generate("a", SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16, "the default length"
@@ -82,9 +84,9 @@ def test_rows_can_be_left_out_and_begin_later(llm):
     assert quiet.prompt_routed_experts is None and quiet.outputs[0].record is None
     (later,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, routed_experts_start_len=3))
     assert later.prompt_routed_experts.shape[0] == len(later.prompt_token_ids) - 3
-    with pytest.raises(InvalidRequestError) as told:
+    with pytest.raises(InvalidRequestError) as excinfo:
         llm.generate("a", SamplingParams(routed_experts_format="ref"))
-    assert told.value.code == "ref_unavailable"
+    assert excinfo.value.code == "ref_unavailable"
 
 
 def test_versions_of_weights_cover_the_output(llm):
@@ -113,7 +115,7 @@ def test_scores_are_the_engines(llm):
     (choice,) = output.outputs
     ids = [*output.prompt_token_ids, *choice.token_ids]
     (scored,) = llm.score([ids], routed=[choice.record])
-    told = [one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    told = [logprob[token].logprob for logprob, token in zip(choice.logprobs, choice.token_ids, strict=True)]
     assert scored.logprobs[len(output.prompt_token_ids) - 1 :] == pytest.approx(told, abs=1e-4)
     assert np.array_equal(scored.routed_experts.ids[: choice.record.num_rows], choice.record.ids)
     with pytest.raises(InvalidRequestError):

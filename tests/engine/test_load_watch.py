@@ -63,8 +63,8 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
     watch.take_window()
     balance, steps = watch.balance(), runner.steps[:1300]
     assert set(balance) == {10, 100, 1000}
-    for wanted, told in balance.items():
-        assert wanted <= told.num_steps < wanted + 20, "few parts of beats"
+    for expected, told in balance.items():
+        assert expected <= told.num_steps < expected + 20, "few parts of beats"
         load = np.zeros((LAYERS, 2))
         for counts in steps[-told.num_steps :]:
             load += counts.sum(axis=0).reshape(LAYERS, 2, EXPERTS // 2).sum(axis=2)

@@ -73,9 +73,9 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
         assert late.result(timeout=60)["meta_info"]["completion_tokens"] == 4
     (result,) = calls.results()
     assert engine.released == () and result["output_ids"] == whole["output_ids"]
-    record, wanted = record_from_meta_info(result), record_from_meta_info(whole)
+    record, expected = record_from_meta_info(result), record_from_meta_info(whole)
     assert (
-        record.num_rows == wanted.num_rows and np.mean(record.ids == wanted.ids) > 0.99
+        record.num_rows == expected.num_rows and np.mean(record.ids == expected.ids) > 0.99
     )  # a prompt read anew, at a near tie
     versions = {version for _, _, version in record.version_spans}
     assert versions == ({before, before + 1} if "weights" in tags else {before})

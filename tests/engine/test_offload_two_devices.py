@@ -145,8 +145,8 @@ def exchange(engine, folder, version, *, given):
     assert seen == []
 
 
-def assert_served(engine, answers, wanted, version):
-    assert_same(answers, wanted)
+def assert_served(engine, answers, expected, version):
+    assert_same(answers, expected)
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
     runner = engine.components.core.runner
     for group, table in runner.tables.items():  # residents are the new store's, byte for byte
@@ -159,8 +159,8 @@ def assert_served(engine, answers, wanted, version):
         np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[group].down)[rows])
 
 
-def assert_same(answers, wanted):
-    for ours, theirs in zip(answers, wanted, strict=True):
+def assert_same(answers, expected):
+    for ours, theirs in zip(answers, expected, strict=True):
         assert ours["output_ids"] == theirs["output_ids"]
         rows = [extract_routed_experts_from_meta_info(answer) for answer in (ours, theirs)]
         np.testing.assert_array_equal(*rows)

@@ -21,48 +21,48 @@ def whole(engine):
     return said
 
 
-def outputs(engine, prompt=PROMPT, params=PARAMS, **said):
+def outputs(engine, prompt=PROMPT, params=PARAMS, **kwargs):
     async def read():
-        return [output async for output in engine.stream(prompt, params, **said)]
+        return [output async for output in engine.stream(prompt, params, **kwargs)]
 
     return asyncio.run(read())
 
 
-def assert_same(choice, wanted):
-    meta = wanted["meta_info"]
-    assert (choice.text, list(choice.token_ids)) == (wanted["text"], wanted["output_ids"])
+def assert_same(choice, expected):
+    meta = expected["meta_info"]
+    assert (choice.text, list(choice.token_ids)) == (expected["text"], expected["output_ids"])
     assert choice.cumulative_logprob == pytest.approx(sum(entry[0] for entry in meta["output_token_logprobs"]))
-    assert [one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)] == [
+    assert [logprob[token].logprob for logprob, token in zip(choice.logprobs, choice.token_ids, strict=True)] == [
         entry[0] for entry in meta["output_token_logprobs"]
     ]
-    assert choice.finish_reason == "length" and choice.record == record_from_response(wanted)
+    assert choice.finish_reason == "length" and choice.record == record_from_response(expected)
 
 
 def test_the_final_output_is_the_answer(engine, whole):
     (output,) = outputs(engine, output_kind="final")
     assert output.finished and output.prompt == PROMPT and [choice.index for choice in output.outputs] == [0, 1]
-    for choice, wanted in zip(output.outputs, whole, strict=True):
-        assert_same(choice, wanted)
+    for choice, expected in zip(output.outputs, whole, strict=True):
+        assert_same(choice, expected)
 
 
 def test_cumulative_outputs_grow_to_the_answer(engine, whole):
     told = outputs(engine, output_kind="cumulative")
-    for index, wanted in enumerate(whole):
+    for index, expected in enumerate(whole):
         own = [output for output in told if output.outputs[0].index == index]
         assert [output.finished for output in own] == [False] * (len(own) - 1) + [True] and len(own) == 12
         assert [len(output.outputs[0].token_ids) for output in own] == list(range(1, 13))
         assert all(output.outputs[0].record is None and output.outputs[0].finish_reason is None for output in own[:-1])
-        assert_same(own[-1].outputs[0], wanted)
+        assert_same(own[-1].outputs[0], expected)
 
 
 def test_deltas_join_to_the_answer(engine, whole):
     told = outputs(engine)
-    for index, wanted in enumerate(whole):
+    for index, expected in enumerate(whole):
         own = [output.outputs[0] for output in told if output.outputs[0].index == index]
-        assert "".join(choice.text for choice in own) == wanted["text"]
-        assert [token for choice in own for token in choice.token_ids] == wanted["output_ids"]
+        assert "".join(choice.text for choice in own) == expected["text"]
+        assert [token for choice in own for token in choice.token_ids] == expected["output_ids"]
         assert sum(len(choice.logprobs) for choice in own) == 12
-        assert own[-1].record == record_from_response(wanted) and own[-1].finish_reason == "length"
+        assert own[-1].record == record_from_response(expected) and own[-1].finish_reason == "length"
 
 
 def test_leaving_early_aborts(engine):
@@ -87,9 +87,9 @@ def test_what_is_wrong_is_refused_at_once(engine):
         ([5] * 512, None, "delta", PromptTooLongError, "input_ids"),
         ("a", SamplingParams(routed_experts_format="npy"), "delta", InvalidRequestError, "routed_experts_format"),
     ):
-        with pytest.raises(error) as told:
+        with pytest.raises(error) as excinfo:
             engine.stream(prompt, params, output_kind=kind)
-        assert told.value.param == param
+        assert excinfo.value.param == param
 
 
 def test_an_array_is_a_prompt_too(engine):

@@ -35,30 +35,30 @@ def tokens(length, seed=0):
     return [int(token) for token in np.random.default_rng(seed).integers(3, 313, length)]
 
 
-def ask(engine, prompt, *, max_new_tokens=12, **said):
-    return engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=max_new_tokens, **(ASKED | said))
+def ask(engine, prompt, *, max_new_tokens=12, **kwargs):
+    return engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=max_new_tokens, **(ASKED | kwargs))
 
 
 def cached(result):
     return result["meta_info"]["cached_tokens"]
 
 
-def assert_same(result, wanted):
-    assert result["output_ids"] == wanted["output_ids"]
-    logprobs = [[value for value, _, _ in one["meta_info"]["output_token_logprobs"]] for one in (result, wanted)]
+def assert_same(result, expected):
+    assert result["output_ids"] == expected["output_ids"]
+    logprobs = [[value for value, _, _ in one["meta_info"]["output_token_logprobs"]] for one in (result, expected)]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
-    record, other = record_from_meta_info(result), record_from_meta_info(wanted)
+    record, other = record_from_meta_info(result), record_from_meta_info(expected)
     assert record.valid is None and np.array_equal(record.ids, other.ids)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48, 64, 70])
 def test_warm_cold_and_without_a_cache_are_one_answer(engine, plain, length):
     prompt = tokens(length)
-    wanted = ask(plain, prompt)
+    expected = ask(plain, prompt)
     cold, warm = ask(engine, prompt), ask(engine, prompt)
-    assert_same(cold, wanted)
-    assert_same(warm, wanted)
-    assert cached(wanted) == cached(ask(plain, prompt)) == cached(cold) == 0
+    assert_same(cold, expected)
+    assert_same(warm, expected)
+    assert cached(expected) == cached(ask(plain, prompt)) == cached(cold) == 0
     assert cached(warm) == (length - 1) // PAGE * PAGE, "whole pages, and never the last token of the prompt"
 
 
@@ -74,9 +74,9 @@ def test_turns_find_what_earlier_turns_said(engine, plain):
         rows.append(record_from_meta_info(result).ids)
         history += [*result["output_ids"], *tokens(5, seed=turn + 1)]
     fed = history[: len(history) - 5]
-    wanted = ask(plain, fed[:-1], max_new_tokens=1)
-    assert fed[-1] == wanted["output_ids"][0]
-    assert np.array_equal(np.concatenate(rows), record_from_meta_info(wanted).ids), "one row a token, none twice"
+    expected = ask(plain, fed[:-1], max_new_tokens=1)
+    assert fed[-1] == expected["output_ids"][0]
+    assert np.array_equal(np.concatenate(rows), record_from_meta_info(expected).ids), "one row a token, none twice"
 
 
 def test_a_reader_gets_the_rows_of_a_writer_that_did_not_ask(engine, plain):
@@ -119,8 +119,8 @@ def test_a_flush_under_running_requests_leaves_them_their_pages(engine, plain):
 def test_choices_share_their_prompt(engine):
     params = {"n": 3, "seed": 4, "max_tokens": 20, "ignore_eos": True}
     results = engine.generate(input_ids=tokens(40), sampling_params=params, return_routed_experts=True)
-    assert [cached(one) for one in results] == [0, 32, 32]
-    prompts = [record_from_meta_info(one).prompt.ids for one in results]
+    assert [cached(result) for result in results] == [0, 32, 32]
+    prompts = [record_from_meta_info(result).prompt.ids for result in results]
     assert np.array_equal(prompts[0][:32], prompts[1][:32]) and np.array_equal(prompts[0][:32], prompts[2][:32])
 
 
@@ -137,28 +137,28 @@ def test_prompt_logprobs_take_only_what_lies_before_them(engine, plain):
     prompt = tokens(60)
     ask(engine, prompt)
     for start, found in ((0, 0), (16, 0), (17, 16), (40, 32), (59, 48)):
-        result, wanted = (ask(one, prompt, logprob_start_len=start) for one in (engine, plain))
+        result, expected = (ask(one, prompt, logprob_start_len=start) for one in (engine, plain))
         assert cached(result) == found
-        told = [[value for value, _, _ in one["meta_info"]["input_token_logprobs"]] for one in (result, wanted)]
+        told = [[value for value, _, _ in one["meta_info"]["input_token_logprobs"]] for one in (result, expected)]
         assert told[0][1:] == pytest.approx(told[1][1:], abs=1e-4) and len(told[0]) == 60 - start
 
 
 def test_a_pool_too_small_for_all_evicts_and_stays_right(cramped, plain):
     prompts = [tokens(50, seed=seed) for seed in range(8)]
-    wanted = [ask(plain, prompt) for prompt in prompts]
+    expected = [ask(plain, prompt) for prompt in prompts]
     for _ in range(2):
-        for prompt, one in zip(prompts, wanted, strict=True):
+        for prompt, one in zip(prompts, expected, strict=True):
             assert_same(ask(cramped, prompt), one)
     assert cramped.check_integrity() == []
 
 
 def test_sixteen_requests_on_pages_for_little_more_than_two_all_finish(cramped, plain):
     prompts = [tokens(20 + i % 5, seed=i % 9) for i in range(16)]
-    wanted = [ask(plain, prompt, max_new_tokens=44) for prompt in prompts]
+    expected = [ask(plain, prompt, max_new_tokens=44) for prompt in prompts]
     before = on_engine_thread(cramped, lambda core: core.scheduler.num_retracted)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         results = list(pool.map(lambda prompt: ask(cramped, prompt, max_new_tokens=44), prompts))
     assert on_engine_thread(cramped, lambda core: core.scheduler.num_retracted) > before, "pages never ran out"
-    for result, one in zip(results, wanted, strict=True):
+    for result, one in zip(results, expected, strict=True):
         assert_same(result, one)
     assert_idle(cramped)

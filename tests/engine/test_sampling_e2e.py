@@ -33,8 +33,8 @@ def log_softmax(scores):
     return scores - best - np.log(np.exp(scores - best).sum(-1, keepdims=True))
 
 
-def ids_of(engine, params, *, prompt=PROMPT, **said):
-    result = engine.generate(input_ids=prompt, sampling_params=params, **said)
+def ids_of(engine, params, *, prompt=PROMPT, **kwargs):
+    result = engine.generate(input_ids=prompt, sampling_params=params, **kwargs)
     return [one["output_ids"] for one in result] if isinstance(result, list) else result["output_ids"]
 
 
@@ -82,8 +82,8 @@ def decode_by_hand(
 )
 def test_greedy_with_penalties_is_what_a_loop_over_the_oracle_says(engine, oracle, prompt, penalties):
     params = GREEDY | {f"{name}_penalty": value for name, value in penalties.items()}
-    wanted = decode_by_hand(oracle, prompt, 24, **penalties)
-    assert ids_of(engine, params | {"max_tokens": 24}, prompt=prompt) == wanted
+    expected = decode_by_hand(oracle, prompt, 24, **penalties)
+    assert ids_of(engine, params | {"max_tokens": 24}, prompt=prompt) == expected
 
 
 def test_each_penalty_changes_what_is_said(engine):
@@ -95,7 +95,7 @@ def test_each_penalty_changes_what_is_said(engine):
 def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engine, oracle):
     """Slots are handed on: what the last tenant of a slot has said must not be held against the next."""
     kinds = [{}, {"presence": 1.5}, {"frequency": 1.2}, {"repetition": 1.5}]
-    wanted = [decode_by_hand(oracle, [*PROMPT, 60 + i], 12, **kinds[i % 4]) for i in range(8)]
+    expected = [decode_by_hand(oracle, [*PROMPT, 60 + i], 12, **kinds[i % 4]) for i in range(8)]
 
     def ask(i):
         params = GREEDY | {f"{name}_penalty": value for name, value in kinds[i % 4].items()}
@@ -103,7 +103,7 @@ def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engi
 
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(ask, range(8))) == wanted
+            assert list(pool.map(ask, range(8))) == expected
 
 
 def test_bias_forces_forbids_and_shifts(engine, oracle):
@@ -128,10 +128,10 @@ def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
         "min_tokens": 5,
         "max_tokens": 12,
     }
-    wanted = decode_by_hand(oracle, PROMPT, 12, bias=bias, presence=1.0, banned=[88], min_tokens=5)
-    if 88 in wanted:
-        wanted = wanted[: wanted.index(88) + 1]
-    assert ids_of(engine, params) == wanted and 88 not in wanted[:5]
+    expected = decode_by_hand(oracle, PROMPT, 12, bias=bias, presence=1.0, banned=[88], min_tokens=5)
+    if 88 in expected:
+        expected = expected[: expected.index(88) + 1]
+    assert ids_of(engine, params) == expected and 88 not in expected[:5]
 
 
 # --- seeds
@@ -139,8 +139,8 @@ def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
 
 def test_a_seed_says_the_same_whatever_the_neighbours(engine):
     params = {"seed": 11, "max_tokens": 20, "ignore_eos": True}
-    wanted = ids_of(engine, params)
-    assert ids_of(engine, params | {"seed": 12}) != wanted
+    expected = ids_of(engine, params)
+    assert ids_of(engine, params | {"seed": 12}) != expected
 
     def neighbour(i):
         return ids_of(
@@ -151,7 +151,7 @@ def test_a_seed_says_the_same_whatever_the_neighbours(engine):
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(neighbour, i) for i in range(6)]
-        assert [ids_of(engine, params) for _ in range(4)] == [wanted] * 4
+        assert [ids_of(engine, params) for _ in range(4)] == [expected] * 4
         assert all(other.result() for other in others)
 
 
@@ -244,11 +244,11 @@ def test_output_logprobs_are_those_of_the_oracle(request, engine, oracle, raw, t
     for row, (value, token, _), top in zip(
         logits, meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True
     ):
-        wanted = logprobs_by_hand(row, temperature=0.7, top_k=top_k, raw=raw)
-        assert value == pytest.approx(wanted[token], abs=2e-4)
-        best = np.argsort(-wanted, kind="stable")[:12]
+        expected = logprobs_by_hand(row, temperature=0.7, top_k=top_k, raw=raw)
+        assert value == pytest.approx(expected[token], abs=2e-4)
+        best = np.argsort(-expected, kind="stable")[:12]
         kept = [number for number, _, _ in top if number is not None]
-        assert kept == pytest.approx(wanted[best][: len(kept)].tolist(), abs=2e-4)
+        assert kept == pytest.approx(expected[best][: len(kept)].tolist(), abs=2e-4)
         assert len(kept) == (12 if raw or not top_k else top_k), "a dropped token has no logprob: null, never a number"
         assert [one for _, one, _ in top][: len(kept)] == best[: len(kept)].tolist()
 
@@ -258,8 +258,8 @@ def test_greedy_logprobs_are_the_models_own(request, engine, oracle, raw):
     chosen = request.getfixturevalue("raw_engine") if raw else engine
     result = chosen.generate(input_ids=PROMPT, sampling_params=GREEDY, max_new_tokens=8, return_logprob=True)
     logits = oracle.run([*PROMPT, *result["output_ids"]]).logits[len(PROMPT) - 1 : -1]
-    wanted = [log_softmax(row)[token] for row, token in zip(logits, result["output_ids"], strict=True)]
-    assert [value for value, _, _ in result["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=2e-4)
+    expected = [log_softmax(row)[token] for row, token in zip(logits, result["output_ids"], strict=True)]
+    assert [value for value, _, _ in result["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 69])
@@ -268,15 +268,15 @@ def test_prompt_logprobs_are_those_of_the_oracle_across_chunks(engine, oracle, s
     meta = engine.generate(
         input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked
     )["meta_info"]
-    wanted = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
+    expected = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
     told = meta["input_token_logprobs"]
     assert [token for _, token, _ in told] == LONG_PROMPT[start:]
     for place, (value, token, _) in enumerate(told, start=start):
         if place == 0:
             assert value is None and meta["input_top_logprobs"][0] is None
             continue
-        assert value == pytest.approx(wanted[place - 1][token], abs=2e-4)
+        assert value == pytest.approx(expected[place - 1][token], abs=2e-4)
         top = meta["input_top_logprobs"][place - start]
-        best = np.argsort(-wanted[place - 1], kind="stable")[:3]
-        assert [number for number, _, _ in top] == pytest.approx(wanted[place - 1][best].tolist(), abs=2e-4)
+        best = np.argsort(-expected[place - 1], kind="stable")[:3]
+        assert [number for number, _, _ in top] == pytest.approx(expected[place - 1][best].tolist(), abs=2e-4)
         assert [one for _, one, _ in top] == best.tolist()

@@ -179,6 +179,6 @@ def test_without_capture_there_are_scores_and_no_rows(tmp_path):
         out = engine.score(tokens)
         assert out.routed_experts is None
         np.testing.assert_allclose(out.logprobs, told(ORACLE.run(tokens), tokens), atol=1e-4)
-        for said in ({"return_routed_experts": True}, {"routed": drifted(20)}):
+        for kwargs in ({"return_routed_experts": True}, {"routed": drifted(20)}):
             with pytest.raises(CaptureDisabledError, match="enable_return_routed_experts=True"):
-                engine.score(tokens, **said)
+                engine.score(tokens, **kwargs)

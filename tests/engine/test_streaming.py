@@ -103,8 +103,8 @@ def test_async_answers_are_those_of_the_sync_door(engine):
         return at_once, several, events
 
     at_once, several, events = asyncio.run(ask())
-    wanted = told(engine.generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING))
-    assert told(at_once) == told(several[0]) == wanted
+    expected = told(engine.generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING))
+    assert told(at_once) == told(several[0]) == expected
     assert_cumulative(events)
     assert told(events[-1]) == told(engine.generate("the cat", GREEDY, max_new_tokens=10))
 
@@ -149,14 +149,14 @@ def test_an_exception_in_the_loop_over_a_stream_aborts(engine):
 
 
 def test_leaving_early_harms_no_neighbour(engine):
-    wanted = engine.generate("the cat", GREEDY, max_new_tokens=40)["output_ids"]
+    expected = engine.generate("the cat", GREEDY, max_new_tokens=40)["output_ids"]
     stays = engine.generate("the cat", GREEDY, max_new_tokens=40, stream=True)
     next(stays)
     for _ in range(5):
         leaves = engine.generate("once upon a time", LONG, stream=True)
         next(leaves)
         leaves.close()
-    assert list(stays)[-1]["output_ids"] == wanted
+    assert list(stays)[-1]["output_ids"] == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -245,7 +245,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_stream_is_closed(engine):
 
 def test_sixteen_threads_get_their_own_answers(engine):
     prompts = [f"experts of thread {index}" for index in range(16)]
-    wanted = [engine.generate(prompt, GREEDY, max_new_tokens=6)["output_ids"] for prompt in prompts]
+    expected = [engine.generate(prompt, GREEDY, max_new_tokens=6)["output_ids"] for prompt in prompts]
     start = threading.Barrier(16)
 
     def ask(index):
@@ -259,7 +259,7 @@ def test_sixteen_threads_get_their_own_answers(engine):
         return [answer["output_ids"] for answer in answers]
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(ask, range(16))) == [[ids] * 5 for ids in wanted]
+        assert list(pool.map(ask, range(16))) == [[ids] * 5 for ids in expected]
 
 
 def test_many_tasks_of_one_event_loop_get_their_own_answers(engine):
@@ -269,7 +269,7 @@ def test_many_tasks_of_one_event_loop_get_their_own_answers(engine):
         return await asyncio.gather(*(engine.async_generate(prompt, GREEDY, max_new_tokens=4) for prompt in prompts))
 
     answers = asyncio.run(ask())
-    assert [one["output_ids"] for one in answers] == [
+    assert [answer["output_ids"] for answer in answers] == [
         engine.generate(prompt, GREEDY, max_new_tokens=4)["output_ids"] for prompt in prompts
     ]
 

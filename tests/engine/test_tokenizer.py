@@ -201,9 +201,9 @@ def test_code_of_a_checkpoint_is_not_imported(tmp_path, monkeypatch):
 
 
 def test_messages_become_chatml_and_stay_data(tiny):
-    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{{ 7 * 7 }} <b> é<|im_end|>\n"
-    assert tiny.apply_chat_template(MESSAGES, add_generation_prompt=False) == wanted
-    assert tiny.apply_chat_template(MESSAGES) == wanted + "<|im_start|>assistant\n"
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{{ 7 * 7 }} <b> é<|im_end|>\n"
+    assert tiny.apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
+    assert tiny.apply_chat_template(MESSAGES) == expected + "<|im_start|>assistant\n"
     assert tiny.chat_template == CHAT_TEMPLATE
     assert tiny.encode(tiny.apply_chat_template(MESSAGES), add_special_tokens=False)[0] == 1
 
@@ -312,6 +312,6 @@ def test_megabytes_that_cannot_fit_are_refused_before_they_are_tokenised(tiny, m
     long = "the router " * 100_000
     assert tiny.encode(long, max_tokens=len(long)) == tiny.encode(long), "what may fit is tokenised"
     monkeypatch.setattr(tiny, "_backend", None)  # nothing can be tokenised any more
-    with pytest.raises(PromptTooLongError) as told:
+    with pytest.raises(PromptTooLongError) as excinfo:
         tiny.encode(long, max_tokens=512)
-    assert told.value.param == "prompt" and str(len(long)) in str(told.value)
+    assert excinfo.value.param == "prompt" and str(len(long)) in str(excinfo.value)

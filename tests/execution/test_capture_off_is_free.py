@@ -231,14 +231,14 @@ def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
     ("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged"), ("native", "native")]
 )
 def test_off_is_the_build_that_never_heard_of_it(moe, attention):
-    wanted, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
-    assert got.keys() == wanted.keys()
+    expected, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
+    assert got.keys() == expected.keys()
     forward_only = moe != "tiled"  # what follows the forward pass runs no expert
     for key in got:
         if key[0] == "forward" or not forward_only:
             text = got[key]().as_text()
             assert len(text.splitlines()) > 20
-            assert text == wanted[key]().as_text(), key
+            assert text == expected[key]().as_text(), key
 
 
 def test_a_build_that_leaves_a_trace_is_told_apart():

@@ -129,8 +129,8 @@ def test_unknown_tokens_are_the_last_ones_of_their_slots():
     ids = np.where(rng.random(64) < 0.5, FROM_DEVICE, rng.integers(0, 100, 64)).astype(np.int32)
     last = np.arange(5, dtype=np.int32) + 1000
     out = unpack(pack(dataclasses.replace(batch, token_ids=ids, token_rows=token_rows, request_slots=slots)), SHAPES[2])
-    wanted = [last[slots[row]] if token == FROM_DEVICE else token for token, row in zip(ids, token_rows, strict=True)]
-    assert np.array_equal(out.resolve_tokens(last), wanted)
+    expected = [last[slots[row]] if token == FROM_DEVICE else token for token, row in zip(ids, token_rows, strict=True)]
+    assert np.array_equal(out.resolve_tokens(last), expected)
 
 
 def test_the_last_token_of_a_row_is_the_one_before_the_next_row():

@@ -120,9 +120,9 @@ def one_step_back(name, value, demand):
 def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
     assert demand.fits == by_hand(demand)
     assume(not demand.fits)
-    with pytest.raises(MemoryPlanError) as told:
+    with pytest.raises(MemoryPlanError) as excinfo:
         demand.require_fit()
-    text, ways = str(told.value), told.value.ways
+    text, ways = str(excinfo.value), excinfo.value.ways
     assert ways == fitting_configs(demand) and "\n" not in text and len(text) <= 1024
     for way in ways:
         assert by_hand(demand, **way), way

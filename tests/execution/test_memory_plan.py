@@ -70,21 +70,21 @@ def test_capture_costs_one_byte_an_id_a_slot_and_nothing_when_off():
 def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
     limit = math.ceil(plan(max_total_tokens=160).weights * 3)
     told_of = r"weights .* KV pages .*, max_total_tokens=160000 .* above the limit of .*; it fits with"
-    with pytest.raises(MemoryPlanError, match=told_of) as told:
+    with pytest.raises(MemoryPlanError, match=told_of) as excinfo:
         plan(max_total_tokens=160_000, mem_fraction_static=limit / device_bytes())
-    (fits,) = (way["max_total_tokens"] for way in told.value.ways if "max_total_tokens" in way)
-    assert f"max_total_tokens={fits}" in str(told.value)
+    (fits,) = (way["max_total_tokens"] for way in excinfo.value.ways if "max_total_tokens" in way)
+    assert f"max_total_tokens={fits}" in str(excinfo.value)
     assert plan(max_total_tokens=fits, mem_fraction_static=limit / device_bytes()).pool.num_pages == fits // 16 + 1
-    assert "\n" not in str(told.value) and len(str(told.value)) <= 1024
+    assert "\n" not in str(excinfo.value) and len(str(excinfo.value)) <= 1024
 
 
 @pytest.mark.parametrize("asked", [None, 16, 1 << 40])
 def test_weights_that_leave_no_room_are_refused(asked):
     with pytest.raises(
         MemoryPlanError, match=r"weights 58\.6 KiB \+ penalties .* KV pages of 16 tokens.* above the limit of 0 B"
-    ) as told:
+    ) as excinfo:
         plan(max_total_tokens=asked, mem_fraction_static=1e-12)
-    assert len(str(told.value)) <= 1024
+    assert len(str(excinfo.value)) <= 1024
 
 
 def test_the_printed_plan_names_every_purpose_once():

@@ -43,9 +43,9 @@ def assert_rows_are_the_oracles(judged_by, sequences, rows):
 
 def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
     result = run(compiled(), step_of(*PROMPT_PARTS))
-    wanted = [oracle().run(ids).logprobs[-1] for ids in PROMPTS]
-    assert result.tokens[:3].tolist() == [logprobs.argmax() for logprobs in wanted]
-    np.testing.assert_allclose(result.logprobs[:3], [logprobs.max() for logprobs in wanted], **TOLERANCE)
+    expected = [oracle().run(ids).logprobs[-1] for ids in PROMPTS]
+    assert result.tokens[:3].tolist() == [logprobs.argmax() for logprobs in expected]
+    np.testing.assert_allclose(result.logprobs[:3], [logprobs.max() for logprobs in expected], **TOLERANCE)
     assert (result.logprobs.dtype, result.tokens.dtype, result.rows.dtype) == (np.float32, np.int32, np.uint8)
     assert result.rows.shape == (sum(map(len, PROMPTS)), 3 * 4)
     assert_rows_are_the_oracles(oracle(), PROMPTS, result.rows)

@@ -102,8 +102,8 @@ def ask_everything(engine, *, capture):
 def ask_for_rows(engine):
     """The forms in which rows are asked for."""
     how = [{}, {"routed_experts_start_len": 3}, {"routed_experts_format": "npy"}, {"routed_experts_layers": "moe"}]
-    for said in how:
-        engine.generate(PROMPT, {"temperature": 0.0}, max_new_tokens=4, return_routed_experts=True, **said)
+    for kwargs in how:
+        engine.generate(PROMPT, {"temperature": 0.0}, max_new_tokens=4, return_routed_experts=True, **kwargs)
 
 
 def leave_early(engine):

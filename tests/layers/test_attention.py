@@ -233,9 +233,9 @@ def test_random_batches_agree_with_the_loop_and_with_each_other(seed):
         requests.append((int(rng.choice([0, rng.integers(0, 250)])), new))
         room -= new
     step = make_step(requests, page_size=16, seed=seed, num_tokens=40, num_requests=6, width=18)
-    wanted = oracle(step)
+    expected = oracle(step)
     for name in BACKENDS:
-        np.testing.assert_allclose(attend(name, step), wanted, atol=EXACT)
+        np.testing.assert_allclose(attend(name, step), expected, atol=EXACT)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48])
@@ -245,12 +245,12 @@ def test_write_kv_writes_the_slots_of_its_tokens_and_no_other(page_size):
     written = np.asarray(
         WRITE(jnp.asarray(step.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch)
     )
-    wanted, table = step.pool.copy(), np.asarray(step.batch.page_table)
+    expected, table = step.pool.copy(), np.asarray(step.batch.page_table)
     for n in range(step.num_tokens):
         row, position = int(step.batch.token_rows[n]), int(step.batch.positions[n])
         place = step.first_page + table[row, position // page_size], position % page_size
-        wanted[place][0::2], wanted[place][1::2] = step.new_keys[n], step.new_values[n]
-    differs = np.any(written != wanted, axis=(1, 2, 3))
+        expected[place][0::2], expected[place][1::2] = step.new_keys[n], step.new_values[n]
+    differs = np.any(written != expected, axis=(1, 2, 3))
     assert not np.any(np.delete(differs, step.first_page)), "only the padding page of the layer may take padding"
 
 
@@ -288,20 +288,20 @@ def test_paged_prefill_equals_causal_attention():
 @pytest.mark.parametrize("requests", [[(0, 40), (45, 1), (0, 20)], [(KEY_BLOCK - 2, 30), (0, 9)]])
 def test_a_token_that_is_no_number_reaches_only_those_that_see_it(requests, bad, part, name):
     step = make_step(requests, page_size=16)
-    wanted, broken = oracle(step), 7  # of the first request
+    expected, broken = oracle(step), 7  # of the first request
     getattr(step, f"new_{part}")[broken] = bad if part == "values" else np.nan
     out = attend(name, step)
     hit = np.zeros(len(out), bool)
     hit[broken : requests[0][1]] = True
     assert not np.isfinite(out[hit]).all(axis=(1, 2)).any()
-    np.testing.assert_allclose(out[~hit], wanted[~hit], atol=EXACT)
+    np.testing.assert_allclose(out[~hit], expected[~hit], atol=EXACT)
 
 
 def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_whole_sequences():
     rng = np.random.default_rng(0)
     queries, keys, values = (jnp.asarray(rng.standard_normal((2, 12, heads, 4)), jnp.float32) for heads in (4, 2, 2))
     segments = jnp.asarray([[0] * 8 + [1] * 4] * 2)
-    wanted, out = (CAUSAL(queries, keys, used, segments) for used in (values, values.at[0, 5].set(jnp.nan)))
+    expected, out = (CAUSAL(queries, keys, used, segments) for used in (values, values.at[0, 5].set(jnp.nan)))
     hit = np.zeros((2, 12), bool)
     hit[0, 5:8] = True
-    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])
+    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], expected[~hit])

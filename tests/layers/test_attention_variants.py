@@ -97,8 +97,8 @@ def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name,
     for token in range(num_tokens):
         at, row = int(batch.positions[token]), int(batch.token_rows[token])
         for head in range(HEADS):
-            wanted = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, features)
-            np.testing.assert_allclose(out[token, head], wanted, atol=2e-5)
+            expected = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, features)
+            np.testing.assert_allclose(out[token, head], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", TRAITS)
@@ -119,14 +119,14 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
         for at in range(length):
             first = 0 if segments is None or at < 6 else 6
             for head in range(HEADS):
-                wanted = attend(
+                expected = attend(
                     queries[row, at, head].astype(np.float64),
                     stored[row, first:].astype(np.float64),
                     at - first,
                     head,
                     features,
                 )
-                np.testing.assert_allclose(out[row, at, head], wanted, atol=2e-5)
+                np.testing.assert_allclose(out[row, at, head], expected, atol=2e-5)
     assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(run(q) ** 2))(jnp.asarray(queries))))
 
 
@@ -137,7 +137,7 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
     features = TRAITS[name]
     queries, pool, batch, _, num_tokens = step_of(step, latent=bool(features.latent))
     run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
-    wanted = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
+    expected = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
     row, place = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
     pool[PAGES + int(batch.page_table[row, place // PAGE]), place % PAGE, -1] = np.nan
     out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
@@ -149,7 +149,7 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
     )
     hit = (mine & sees)[:num_tokens]
     assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()
-    assert np.array_equal(out[:num_tokens][~hit], wanted[:num_tokens][~hit])
+    assert np.array_equal(out[:num_tokens][~hit], expected[:num_tokens][~hit])
 
 
 @pytest.mark.parametrize("name", TRAITS)
@@ -162,7 +162,7 @@ def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_who
     segments = jnp.asarray([[0] * 8 + [1] * 5] * 2)
     broken = keys.at[0, 5].set(jnp.nan)
     pairs = ((keys, keys), (broken, broken)) if not features.latent else ((keys, None), (broken, None))
-    wanted, out = (np.asarray(causal_variant(queries, *pair, segments, features)) for pair in pairs)
+    expected, out = (np.asarray(causal_variant(queries, *pair, segments, features)) for pair in pairs)
     at = np.arange(13)
     sees = (
         (at >= 5)
@@ -171,7 +171,7 @@ def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_who
         & (not features.chunk or at // features.chunk == 5 // features.chunk)
     )
     hit = np.stack([sees, np.zeros(13, bool)])
-    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])
+    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], expected[~hit])
 
 
 def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():

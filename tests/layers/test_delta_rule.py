@@ -86,13 +86,13 @@ def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(p
     lengths, cuts = (100, 100), ((80, 80), (20, 1), (0, 19))
     inputs = random_inputs(np.random.default_rng(2), 200)
     state = DeltaState.zeros(3, SHAPE, jnp.dtype(jnp.float32))
-    wanted, whole = steps(inputs, lengths, cuts, state, width=3 * CHUNK)
+    expected, whole = steps(inputs, lengths, cuts, state, width=3 * CHUNK)
     numbers = {name: getattr(inputs, name) for name in ("mixed", "decay", "beta")}
     numbers[part] = numbers[part].at[at].set(jnp.nan)
     reads, left = steps(
         DeltaInputs(**numbers, kernel=inputs.kernel, shape=SHAPE), lengths, cuts, state, width=3 * CHUNK
     )
-    assert np.array_equal(reads[0][:at], wanted[0][:at]) and np.array_equal(reads[1], wanted[1])
+    assert np.array_equal(reads[0][:at], expected[0][:at]) and np.array_equal(reads[1], expected[1])
     assert np.all(np.isnan(reads[0][at:]))
     assert np.array_equal(left.recurrent[1], whole.recurrent[1]) and not np.any(np.isfinite(left.recurrent[0]))
 

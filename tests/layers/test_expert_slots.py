@@ -63,8 +63,8 @@ def test_slots_of_a_table_equal_a_loop(layer, backend):
 def test_a_table_of_another_format_is_computed_in_its_own(layer, backend):
     x, ids, weights, table = layer
     half = jax.tree.map(lambda array: array.astype(jnp.bfloat16), table)
-    found, wanted = run(x, ids, weights, half, 0, backend), by_loop(x.astype(jnp.bfloat16), ids, weights, half, 0)
-    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+    found, expected = run(x, ids, weights, half, 0, backend), by_loop(x.astype(jnp.bfloat16), ids, weights, half, 0)
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

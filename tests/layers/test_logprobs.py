@@ -22,20 +22,20 @@ def test_token_logprobs_are_scipy_s() -> None:
     logits = logits_of(50, 313)
     tokens = np.random.default_rng(1).integers(0, 313, 50).astype(np.int32)
     got = jax.jit(token_logprobs)(jnp.asarray(logits), jnp.asarray(tokens))
-    wanted = log_softmax(logits.astype(np.float64), axis=-1)[np.arange(50), tokens]
+    expected = log_softmax(logits.astype(np.float64), axis=-1)[np.arange(50), tokens]
     assert got.dtype == jnp.float32 and got.shape == (50,)
-    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("vocab", "k", "given"), [(313, 20, 20), (7, 20, 7), (313, 1, 1), (313, 0, 0)])
 def test_top_logprobs_are_the_best_in_order(vocab: int, k: int, given: int) -> None:
     logits = logits_of(9, vocab)
     values, ids = jax.jit(top_logprobs, static_argnums=1)(jnp.asarray(logits), k)
-    wanted = log_softmax(logits.astype(np.float64), axis=-1)
-    order = np.argsort(-wanted, axis=-1, kind="stable")[:, :given]
+    expected = log_softmax(logits.astype(np.float64), axis=-1)
+    order = np.argsort(-expected, axis=-1, kind="stable")[:, :given]
     assert ids.dtype == jnp.int32
     np.testing.assert_array_equal(ids, order)
-    np.testing.assert_allclose(values, np.take_along_axis(wanted, order, -1), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(values, np.take_along_axis(expected, order, -1), rtol=1e-6, atol=1e-6)
 
 
 def test_equal_logprobs_come_in_order_of_their_ids() -> None:
@@ -65,11 +65,11 @@ def test_prompt_logprobs_are_those_of_the_whole_product(num_tokens: int, top: in
     hidden, head = rng.normal(0, 1, (num_tokens, 24)).astype(np.float32), rng.normal(0, 1, (24, 91)).astype(np.float32)
     targets = rng.integers(0, 91, num_tokens).astype(np.int32)
     got = PROMPT(jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets), top=top)
-    wanted = log_softmax(hidden.astype(np.float64) @ head, axis=-1)
-    np.testing.assert_allclose(got.target, wanted[np.arange(num_tokens), targets], rtol=1e-5, atol=1e-5)
+    expected = log_softmax(hidden.astype(np.float64) @ head, axis=-1)
+    np.testing.assert_allclose(got.target, expected[np.arange(num_tokens), targets], rtol=1e-5, atol=1e-5)
     assert got.top.shape == got.top_ids.shape == (num_tokens, top)
-    np.testing.assert_array_equal(got.top_ids, np.argsort(-wanted, axis=-1)[:, :top])
-    np.testing.assert_allclose(got.top, -np.sort(-wanted, axis=-1)[:, :top], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got.top_ids, np.argsort(-expected, axis=-1)[:, :top])
+    np.testing.assert_allclose(got.top, -np.sort(-expected, axis=-1)[:, :top], rtol=1e-5, atol=1e-5)
 
 
 def test_a_prompt_row_has_the_same_bits_however_long_the_prompt_is() -> None:
@@ -83,7 +83,7 @@ def test_a_prompt_row_has_the_same_bits_however_long_the_prompt_is() -> None:
     for length in (1, 100):
         part = PROMPT(hidden[:length], head, targets[:length], top=3)
         jax.tree.map(
-            lambda got, wanted, length=length: np.testing.assert_array_equal(got, wanted[:length]), part, whole
+            lambda got, expected, length=length: np.testing.assert_array_equal(got, expected[:length]), part, whole
         )
 
 
@@ -119,6 +119,6 @@ def test_raw_and_processed_logprobs_of_a_greedy_row_are_equal_and_of_a_random_ro
     if mode is not SamplingMode.GREEDY:
         assert raw[1] != seen[1]
     if mode is SamplingMode.RANDOM:
-        wanted = log_softmax(np.asarray(logits[1], np.float64) / 0.5)[int(tokens[1])]
-        np.testing.assert_allclose(seen[1], wanted, rtol=1e-6, atol=1e-6)
+        expected = log_softmax(np.asarray(logits[1], np.float64) / 0.5)[int(tokens[1])]
+        np.testing.assert_allclose(seen[1], expected, rtol=1e-6, atol=1e-6)
     assert np.isfinite(np.asarray(seen)).all(), "a sampled token was not dropped"

@@ -222,8 +222,8 @@ def test_gradients_are_finite_differences_of_the_loop(name, shape):
             ends = [[p.astype(np.float64) for p in point] for _ in range(2)]
             ends[0][index] += step * direction
             ends[1][index] -= step * direction
-            wanted = (exact(*ends[0]) - exact(*ends[1])) / (2 * step)
-            assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(wanted, rel=1e-4, abs=2e-4)
+            expected = (exact(*ends[0]) - exact(*ends[1])) / (2 * step)
+            assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(expected, rel=1e-4, abs=2e-4)
 
 
 @pytest.mark.parametrize("name", ["grouped", "reference", "permuted"])

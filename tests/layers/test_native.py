@@ -74,12 +74,12 @@ def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
         jnp.asarray(rng.standard_normal((3, depth, cols)), dtype),
     )
     weights = weights.at[jnp.array([0, 2])].set(jnp.nan)  # the other layers
-    wanted = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
     for result in (jnp.float32, dtype):
         got = LINEAR(x, weights, 1, dtype=result)
         assert got.dtype == result
         bound = 1e-5 * depth if result == jnp.float32 else BOUNDS[dtype] * depth**0.5
-        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=bound)
     np.testing.assert_allclose(
         got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound
     )
@@ -161,9 +161,9 @@ def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
             and not np.any(got.replaced)
         )
         np.testing.assert_allclose(got.weights, plain.weights, atol=2e-6)
-    wanted = np.array(block)
-    wanted[top_k : 2 * top_k] = np.asarray(plain.ids).T
-    assert np.array_equal(written, wanted)
+    expected = np.array(block)
+    expected[top_k : 2 * top_k] = np.asarray(plain.ids).T
+    assert np.array_equal(written, expected)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -173,8 +173,8 @@ def test_a_row_of_router_that_is_not_finite_has_ids_that_exist_and_stays_alone(p
     logits[2] = poison
     routing = route(logits, top_k=3, renormalize=True)[0]
     assert len(set(np.asarray(routing.ids[2]))) == 3 and np.all((routing.ids[2] >= 0) & (routing.ids[2] < 9))
-    for got, wanted in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
-        assert np.array_equal(np.delete(got, 2, axis=0), np.delete(wanted, 2, axis=0))
+    for got, expected in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
+        assert np.array_equal(np.delete(got, 2, axis=0), np.delete(expected, 2, axis=0))
 
 
 def test_a_logit_of_minus_infinity_only_loses():

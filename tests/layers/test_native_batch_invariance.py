@@ -63,9 +63,9 @@ def matrix(dtype, shape):
 @pytest.mark.parametrize("shape", MATRICES)
 def test_a_row_of_a_product_is_its_own(dtype, shape):
     x, weights = matrix(dtype, shape)
-    wanted = bits(LINEAR(x, weights, 0, dtype=jnp.float32))
+    expected = bits(LINEAR(x, weights, 0, dtype=jnp.float32))
     for rows in groups(COUNTS if shape == MATRICES[0] else FEW_COUNTS):
-        np.testing.assert_array_equal(bits(LINEAR(x[rows], weights, 0, dtype=jnp.float32)), wanted[rows])
+        np.testing.assert_array_equal(bits(LINEAR(x[rows], weights, 0, dtype=jnp.float32)), expected[rows])
 
 
 def expert_call(dtype, shape):
@@ -78,14 +78,14 @@ def expert_call(dtype, shape):
 @pytest.mark.parametrize("shape", EXPERTS)
 def test_a_row_of_experts_is_its_own(dtype, shape):
     call, rng = expert_call(dtype, shape), np.random.default_rng(4)
-    wanted = bits(EXPERT_SUMS(call))
+    expected = bits(EXPERT_SUMS(call))
     for rows in groups():
         order = rng.permutation(ROWS)  # where they stand; the others are padding
         arrays = {name: np.asarray(vars(call)[name])[rng.permutation(ROWS)] for name in ("x", "ids", "weights")}
         for name, array in arrays.items():
             array[order[: rows.size]] = np.asarray(vars(call)[name])[rows]
         out = EXPERT_SUMS(with_rows(call, **arrays, valid=np.isin(np.arange(ROWS), order[: rows.size])))
-        np.testing.assert_array_equal(bits(out)[order[: rows.size]], wanted[rows])
+        np.testing.assert_array_equal(bits(out)[order[: rows.size]], expected[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,7 +182,7 @@ def test_a_request_of_a_run_is_its_own(case):
     """64 requests with one token each, alone, in groups of every count, and beside prompts."""
     run, rng = served(case), np.random.default_rng(7)
     tokens = [(request, request % 40, 1) for request in range(ROWS)]
-    wanted, pool = run.step(tokens)
+    expected, pool = run.step(tokens)
     kept = [run.kept(pool, request) for request in range(ROWS)]
     for count, rows in zip(COUNTS, groups(), strict=True):
         asked = [tokens[row] for row in rows]
@@ -192,7 +192,7 @@ def test_a_request_of_a_run_is_its_own(case):
         told, pool = run.step(asked)
         for (request, _, number), outs in zip(asked, told, strict=True):
             if number == 1:
-                for ours, alone in zip(outs, wanted[request], strict=True):
+                for ours, alone in zip(outs, expected[request], strict=True):
                     np.testing.assert_array_equal(ours, alone)
                 np.testing.assert_array_equal(run.kept(pool, request), kept[request])
 
@@ -209,8 +209,8 @@ def test_how_a_prompt_is_cut_changes_no_bit(case):
             told, pool = run.step([(17, 5, 1), (9, start, count), (30, 0, 11)], pool)
             parts.append(told[1])
             start += count
-        for ours, wanted in zip(zip(*parts, strict=True), whole, strict=True):
-            np.testing.assert_array_equal(np.concatenate(ours), wanted)
+        for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
+            np.testing.assert_array_equal(np.concatenate(ours), expected)
         np.testing.assert_array_equal(run.kept(pool, 9), kept)
 
 
@@ -246,8 +246,8 @@ def test_one_thread_says_what_all_of_them_say(tmp_path):
     subprocess.run([sys.executable, "-c", ON_ONE_CORE, str(file)], env=environment, check=True, timeout=300)
     ours, theirs = everything(), np.load(file)
     assert sorted(ours) == sorted(theirs)
-    for name, wanted in ours.items():
-        np.testing.assert_array_equal(theirs[name], wanted, err_msg=name)
+    for name, expected in ours.items():
+        np.testing.assert_array_equal(theirs[name], expected, err_msg=name)
 
 
 @pytest.mark.parametrize("shape", MATRICES)
@@ -313,13 +313,13 @@ def test_experts_of_bfloat16_round_hidden_values_once(shape):
     call = expert_call("bfloat16", shape)
     x, gate_up, down = (np.asarray(vars(call)[name], np.float64) for name in ("x", "gate_up", "down"))
     ways = {"once": rounded, "never": lambda hidden: hidden, "twice": rounded}
-    wanted = {way: np.zeros_like(x) for way in ways}
+    expected = {way: np.zeros_like(x) for way in ways}
     for (n, k), (way, last) in itertools.product(np.ndindex(*call.ids.shape), ways.items()):
         gate, up = np.split(x[n] @ gate_up[call.ids[n, k]], 2)
         gate, up = (rounded(gate), rounded(up)) if way == "twice" else (gate, up)
-        wanted[way][n] += float(call.weights[n, k]) * (last(silu(gate) * up) @ down[call.ids[n, k]])
+        expected[way][n] += float(call.weights[n, k]) * (last(silu(gate) * up) @ down[call.ids[n, k]])
     out = np.asarray(EXPERT_SUMS(call), np.float64)
-    same = {way: float(np.mean(rounded(values) == out)) for way, values in wanted.items()}
+    same = {way: float(np.mean(rounded(values) == out)) for way, values in expected.items()}
     print(same)
     best = "once" if shape[0] % 16 == 0 and shape[1] % 16 == 0 else "never"
     assert same[best] > 0.95 and all(share < 0.85 for way, share in same.items() if way != best), same

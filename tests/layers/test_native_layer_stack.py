@@ -44,10 +44,10 @@ def steps(whole, *, dtype="float32", capture=True, renormalize=True):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
-    (pool, outs), (wanted_pool, wanted) = (
+    (pool, outs), (wanted_pool, expected) = (
         steps(whole, dtype=dtype, renormalize=renormalize) for whole in (True, False)
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
         assert np.mean(rows != wanted_rows) <= (0 if dtype == "float32" else 0.1)  # bfloat16 may decide a tie otherwise
         np.testing.assert_allclose(hidden.astype(np.float32), wanted_hidden.astype(np.float32), atol=BOUNDS[dtype])
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
@@ -60,11 +60,11 @@ def test_rows_that_are_given_run_as_in_plain_code(renormalize):
     """Of half of the tokens, in all MoE layers, in an order that no router gives."""
     ids, valid = drifted_rows()
     model, replay = tiny_model(renormalize=renormalize), {"capture": True, "routed": (ids, valid)}
-    (_, outs), (_, wanted) = (
+    (_, outs), (_, expected) = (
         run_steps(model, *kernels, **replay)
         for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
         np.testing.assert_array_equal(
             rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]
@@ -151,9 +151,9 @@ def test_padding_is_left_out_and_changes_nothing():
     assert real == 8
     stream, normed, pool, block = case.run()
     noisy = case.run(x=case.x.at[real:].set(jnp.nan))
-    for got, wanted in zip(noisy, (stream, normed, pool, block), strict=True):
+    for got, expected in zip(noisy, (stream, normed, pool, block), strict=True):
         np.testing.assert_array_equal(
-            got[:real] if got is noisy[0] else got, wanted[:real] if got is noisy[0] else wanted
+            got[:real] if got is noisy[0] else got, expected[:real] if got is noisy[0] else expected
         )
     assert not np.any(normed[real:]) and np.all(np.isfinite(normed))
     np.testing.assert_array_equal(stream[real:], case.x[real:])
@@ -201,8 +201,8 @@ def test_its_own_rows_and_no_rows_give_the_live_run_by_a_bit(renormalize):
         (np.where(half[:, None], own, 99), half & (own[0, :, 0] >= 0)),
         (own * 0 + 99, False),
     ):
-        for got, wanted in zip(case.run(routed=routing(case, ids, valid)), live, strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        for got, expected in zip(case.run(routed=routing(case, ids, valid)), live, strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
@@ -255,8 +255,8 @@ def test_many_runs_one_after_another_are_all_the_same():
     first = case.run()
     run = jax.jit(case.call)
     for _ in range(300):
-        for got, wanted in zip(run(case.x, case.pool, case.block), first, strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        for got, expected in zip(run(case.x, case.pool, case.block), first, strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
@@ -269,7 +269,7 @@ def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
 
 def test_runs_at_once_have_memory_of_their_own():
     cases = [given(num_tokens=size, hidden=hidden) for size, hidden in ((24, 40), (400, 40), (24, 56), (100, 24))]
-    wanted = [case.run() for case in cases]
+    expected = [case.run() for case in cases]
 
     def many(case, mine):
         run = jax.jit(case.call)
@@ -278,7 +278,7 @@ def test_runs_at_once_have_memory_of_their_own():
                 np.testing.assert_array_equal(got, alone)
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(many, cases, wanted))
+        list(pool.map(many, cases, expected))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 7), (8, 16), (5, 313), (2, 8192)])
@@ -297,9 +297,9 @@ def test_choice_among_scores_that_are_not_numbers():
     tokens, logprobs = jax.jit(native_argmax)(jnp.asarray(logits))
     plain = best_token(jnp.asarray(logits))
     np.testing.assert_array_equal(tokens, plain)
-    wanted = token_logprobs(jnp.asarray(logits), plain)
-    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(wanted))
-    np.testing.assert_allclose(np.asarray(logprobs)[[1, 4]], np.asarray(wanted)[[1, 4]], atol=3e-6)
+    expected = token_logprobs(jnp.asarray(logits), plain)
+    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(expected))
+    np.testing.assert_allclose(np.asarray(logprobs)[[1, 4]], np.asarray(expected)[[1, 4]], atol=3e-6)
 
 
 def test_an_engine_on_cpu_takes_both():

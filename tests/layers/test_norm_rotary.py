@@ -35,12 +35,12 @@ def test_rms_norm_is_that_of_transformers(dtype, shape):
     oracle = Qwen3MoeRMSNorm(shape[-1], eps=1e-6).to(TORCH[dtype])
     with torch.no_grad():
         oracle.weight.copy_(torch.from_numpy(scale))
-        wanted = oracle(torch.from_numpy(x).to(TORCH[dtype])).float().numpy()
+        expected = oracle(torch.from_numpy(x).to(TORCH[dtype])).float().numpy()
     ours = NORM(jnp.asarray(x.astype(NUMPY[dtype])), jnp.asarray(scale.astype(NUMPY[dtype])), eps=1e-6)
     assert ours.dtype == NUMPY[dtype]
     # one unit in the last place: both cast to the dtype before they multiply by the scale
     np.testing.assert_allclose(
-        np.asarray(ours, np.float32), wanted, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6
+        np.asarray(ours, np.float32), expected, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6
     )
 
 
@@ -57,15 +57,15 @@ def test_rotary_is_that_of_transformers(head_dim, theta):
     x = rng.standard_normal((positions.size, 3, head_dim)).astype(np.float32)
     states = torch.from_numpy(x).transpose(0, 1)[None]  # [N, H, C] -> [1, H, N, C]
     cos, sin = Qwen3MoeRotaryEmbedding(config)(states, torch.from_numpy(positions)[None].long())
-    wanted, _ = apply_rotary_pos_emb(states, states, cos, sin)
+    expected, _ = apply_rotary_pos_emb(states, states, cos, sin)
     own_cos, own_sin = ANGLES(jnp.asarray(positions), head_dim=head_dim, theta=theta)
     # an angle of 40,000 radians is known to 2e-3 in float32, in either library
     near = positions < 1000
     np.testing.assert_allclose(np.asarray(own_cos)[near], cos[0].numpy()[near], atol=1e-4)
     np.testing.assert_allclose(np.asarray(own_cos), cos[0].numpy(), atol=5e-3)
     ours = np.asarray(ROTATE(jnp.asarray(x), own_cos, own_sin))
-    np.testing.assert_allclose(ours[near], wanted[0].transpose(0, 1).numpy()[near], atol=2e-4)
-    np.testing.assert_allclose(ours, wanted[0].transpose(0, 1).numpy(), atol=2e-2)
+    np.testing.assert_allclose(ours[near], expected[0].transpose(0, 1).numpy()[near], atol=2e-4)
+    np.testing.assert_allclose(ours, expected[0].transpose(0, 1).numpy(), atol=2e-2)
 
 
 def test_rotated_products_depend_on_distance_alone():

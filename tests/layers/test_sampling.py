@@ -167,9 +167,9 @@ def test_filters_keep_what_the_loop_keeps() -> None:
     temperature, top_k, top_p, min_p = (np.array(column) for column in list(zip(*cases, strict=True))[1:])
     batch = batch_of(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = np.isfinite(np.asarray(PROCESSED(jnp.asarray(logits), batch, SamplingMode.FILTERED)))
-    wanted = np.stack([kept_by_loop(*case) for case in cases])
-    np.testing.assert_array_equal(kept, wanted)
-    assert 300 < wanted.sum() < 0.7 * wanted.size
+    expected = np.stack([kept_by_loop(*case) for case in cases])
+    np.testing.assert_array_equal(kept, expected)
+    assert 300 < expected.sum() < 0.7 * expected.size
 
 
 def test_filtered_scores_are_the_scaled_logits_up_to_a_constant() -> None:

@@ -361,9 +361,9 @@ def test_every_number_lands_where_the_table_says(tmp_path, host_bytes, dtypes):
     checkpoint = Checkpoint(save(tmp_path, {}, tensors))
     check(table, checkpoint)
     loaded = load(checkpoint, table, targets_of(2, 5, 8, 6, target), host_bytes=host_bytes)
-    wanted = by_hand(tensors, 2, 5, np.dtype(target))
-    assert loaded.keys() == wanted.keys()
-    for name, value in wanted.items():
+    expected = by_hand(tensors, 2, 5, np.dtype(target))
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
         assert loaded[name].dtype == value.dtype
         assert np.asarray(loaded[name]).tobytes() == value.tobytes(), name
 
@@ -491,5 +491,5 @@ def test_large_parts_of_half_precision_hold_the_numbers(tmp_path, dtype):
     loaded = load(
         Checkpoint(save(tmp_path, {}, tensors)), expert_table(2, 4, 8, 6), targets_of(2, 4, 8, 6, dtype), host_bytes=512
     )
-    for name, wanted in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
-        assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), wanted)
+    for name, expected in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
+        assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), expected)

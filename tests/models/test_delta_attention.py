@@ -32,5 +32,5 @@ def test_parts_of_each_key_head_find_their_places_also_where_padding_follows(dty
     def run(qkvz, ba):
         return tuple(jnp.pad(part, ((0, padding), *[(0, 0)] * (part.ndim - 1))) for part in LAYER._parts(qkvz, ba))
 
-    for part, wanted in zip(jax.jit(run)(qkvz, ba), by_hand(qkvz, ba), strict=True):
-        assert np.array_equal(part[:78], wanted) and not np.any(np.asarray(part[78:], np.float32))
+    for part, expected in zip(jax.jit(run)(qkvz, ba), by_hand(qkvz, ba), strict=True):
+        assert np.array_equal(part[:78], expected) and not np.any(np.asarray(part[78:], np.float32))

@@ -23,10 +23,10 @@ def folder(tmp_path):
 def test_a_config_alone_makes_a_model_of_its_shapes(folder):
     opened = ModelFolder.open(folder, load_format="dummy")
     model = opened.load(opened.dtype("float32"))
-    wanted = nnx.state(
+    expected = nnx.state(
         nnx.eval_shape(lambda: opened.family.build(opened.config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
     )
-    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), state) for state in (nnx.state(model), wanted)]
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), state) for state in (nnx.state(model), expected)]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
     assert opened.dtype("auto") == jnp.bfloat16
 

@@ -73,13 +73,13 @@ def compare_ids(judged, rows, tally):
     margins = best[..., :-1] - best[..., 1:]
     decided = (margins[..., -1] > MARGIN) & (judged.groups[: len(rows)] > MARGIN)
     ordered = decided & (margins.min(axis=-1) > MARGIN)
-    wanted = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
+    expected = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
     theirs = np.sort(judged.ids[: len(rows)], axis=-1)
-    assert np.array_equal(np.sort(wanted[decided], axis=-1), theirs[decided]), (
+    assert np.array_equal(np.sort(expected[decided], axis=-1), theirs[decided]), (
         "the margin rule does not speak of the oracle's choice"
     )
     assert np.array_equal(np.sort(rows[decided], axis=-1), theirs[decided])
-    assert np.array_equal(rows[ordered], wanted[ordered])
+    assert np.array_equal(rows[ordered], expected[ordered])
     tally.ids += rows.size
     tally.near_ids += int(np.sum(~decided)) * top_k
     tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != theirs, axis=-1)))

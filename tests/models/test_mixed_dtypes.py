@@ -54,14 +54,14 @@ def test_a_checkpoint_of_two_dtypes_is_cast_to_that_of_most_of_its_bytes(tmp_pat
     assert dtypes.count(np.float32) and dtypes.count(ml_dtypes.bfloat16)
     opened = ModelFolder.open(folder)
     assert opened.dtype("auto") == jnp.bfloat16
-    for (path, wanted), (_, leaf) in zip(
+    for (path, expected), (_, leaf) in zip(
         whole, nnx.to_flat_state(nnx.state(opened.load(opened.dtype("auto")))), strict=True
     ):
         assert leaf.dtype == (
             jnp.float32 if is_wide(path) or (name[:5] == "Ernie" and path[-1] == "router") else jnp.bfloat16
         ), path
         if path[-1] != "a_log":  # which the checkpoint has in half precision here
-            assert np.array_equal(leaf[...], wanted[...].astype(leaf.dtype)), path
+            assert np.array_equal(leaf[...], expected[...].astype(leaf.dtype)), path
 
 
 def test_a_checkpoint_of_two_dtypes_runs_on_the_best_kernels(tmp_path):

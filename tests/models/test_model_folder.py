@@ -179,11 +179,11 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("wanted", ["auto", "float32", "bfloat16", "float16"])
-def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path, stored, wanted):
+@pytest.mark.parametrize("expected", ["auto", "float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path, stored, expected):
     folder = write_tiny_checkpoint(tmp_path, dtype=stored, **PLAIN)
-    arrays = arrays_of(folder, wanted)
-    assert {array.dtype for array in arrays.values()} == {jnp.dtype(stored if wanted == "auto" else wanted)}
+    arrays = arrays_of(folder, expected)
+    assert {array.dtype for array in arrays.values()} == {jnp.dtype(stored if expected == "auto" else expected)}
     exact = tiny_tensors(tiny_config(**SMALL), dtype=stored)["model.embed_tokens.weight"]
     assert np.array_equal(arrays["embed"], exact.astype(arrays["embed"].dtype))
 

@@ -107,8 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(404, "EntryNotFound")
             return
         text, first = files[name], 0
-        if (wanted := self.headers.get("Range")) is not None and self.command == "GET":
-            first = int(re.match(r"bytes=(\d+)-", wanted)[1])
+        if (expected := self.headers.get("Range")) is not None and self.command == "GET":
+            first = int(re.match(r"bytes=(\d+)-", expected)[1])
             self.server.ranges.append((name, first))
         headers = {"ETag": f'"{hashlib.sha1(text).hexdigest()}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
         if first:

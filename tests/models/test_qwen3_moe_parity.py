@@ -106,12 +106,12 @@ def compare_ids(judged, rows, tally):
     best = -np.sort(-judged.scores[: len(rows)], axis=-1)[..., : top_k + 1]
     margins = best[..., :-1] - best[..., 1:]
     set_decided, order_decided = margins[..., -1] > MARGIN, np.min(margins, axis=-1) > MARGIN
-    wanted = judged.ids[: len(rows)]
-    assert np.array_equal(np.sort(rows[set_decided], axis=-1), np.sort(wanted[set_decided], axis=-1))
-    assert np.array_equal(rows[order_decided], wanted[order_decided])
+    expected = judged.ids[: len(rows)]
+    assert np.array_equal(np.sort(rows[set_decided], axis=-1), np.sort(expected[set_decided], axis=-1))
+    assert np.array_equal(rows[order_decided], expected[order_decided])
     tally.ids += rows.size
     tally.near_ids += int(np.sum(~set_decided)) * top_k
-    tally.exceptions += int(np.sum(np.any(rows != wanted, axis=-1)))
+    tally.exceptions += int(np.sum(np.any(rows != expected, axis=-1)))
 
 
 def compare_tokens(judged, prompt, answer, tally):

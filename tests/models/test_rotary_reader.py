@@ -44,13 +44,13 @@ def read(part=1.0, **values):
 def test_frequencies_and_magnitude_are_those_of_transformers(name, spelling):
     section = SECTIONS[name]
     config = LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=LENGTH, rope_parameters=dict(section))
-    wanted, magnitude = ROPE_INIT_FUNCTIONS[section["rope_type"]](config, "cpu")
+    expected, magnitude = ROPE_INIT_FUNCTIONS[section["rope_type"]](config, "cpu")
     if spelling == "new":
         rotary = read(rope_parameters=section)
     else:
         old = {key: value for key, value in section.items() if key not in ("rope_type", "rope_theta")}
         rotary = read(rope_scaling=old | {"type": section["rope_type"]}, rope_theta=section["rope_theta"])
-    np.testing.assert_allclose(rotary.spec.inverse, wanted.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(rotary.spec.inverse, expected.numpy(), rtol=1e-6)
     assert rotary.spec.magnitude == pytest.approx(magnitude, rel=1e-6)
     assert rotary.context_length == (64 if section["rope_type"] == "longrope" else None)
     assert (rotary.kind, rotary.theta) == (section["rope_type"], section["rope_theta"])

@@ -130,12 +130,12 @@ def test_the_gate_raises_above_its_limit_and_for_what_is_no_number(caplog):
     with caplog.at_level(logging.WARNING):
         assert CanaryGate(limit=0.1, action="log")(0.2) == 0.2
     assert "canary=0.2" in caplog.text
-    for said, param in (
+    for kwargs, param in (
         (dict(limit=0), "limit"),
         (dict(limit=True), "limit"),
         (dict(limit=2.0), "limit"),
         (dict(action="stop"), "action"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            CanaryGate(**said)
+            CanaryGate(**kwargs)
         assert caught.value.param == param

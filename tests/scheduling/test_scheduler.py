@@ -29,7 +29,7 @@ class Bench:
         )
 
     def add(self, *sources):
-        reqs = [Req(one) for one in sources]
+        reqs = [Req(source) for source in sources]
         self.scheduler.add(reqs)
         return reqs if len(reqs) > 1 else reqs[0]
 

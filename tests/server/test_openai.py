@@ -113,7 +113,7 @@ def test_echo_gives_the_prompt_with_its_logprobs_as_evaluators_read_them(engine,
     assert len(logprobs["tokens"]) == len(ids) + 1 == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"])
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert logprobs["token_logprobs"][1:-1] == pytest.approx(
-        [one[0] for one in expected["input_token_logprobs"][1:]], abs=1e-5
+        [logprob[0] for logprob in expected["input_token_logprobs"][1:]], abs=1e-5
     )
     assert logprobs["token_logprobs"][-1] == pytest.approx(expected["output_token_logprobs"][0][0], abs=1e-5)
     assert output["text"].startswith(PROMPT) and "".join(logprobs["tokens"]) == output["text"]

@@ -340,7 +340,7 @@ def test_a_store_of_no_bytes_refuses_refs(engine):
 def joined(pieces):
     """Increments put together: (rows [R, L, K], start of the first); each begins where the one before ended."""
     starts = [record.start for record in pieces]
-    assert starts == [starts[0] + sum(one.num_rows for one in pieces[:index]) for index in range(len(pieces))]
+    assert starts == [starts[0] + sum(piece.num_rows for piece in pieces[:index]) for index in range(len(pieces))]
     return np.concatenate([record.ids for record in pieces]), starts[0]
 
 
@@ -376,10 +376,10 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
         "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
     }
     events = stream(server, "/generate", {**body, **wish})
-    pieces = [record_from_meta_info(one) for one in events]
+    pieces = [record_from_meta_info(event) for event in events]
     ids, first = joined([piece for piece in pieces if piece is not None])
     assert first == start and np.array_equal(ids, records[0][start:, 1:])
-    assert all(one["meta_info"]["routed_experts_info"]["sha256"] is None for one in events)
+    assert all(event["meta_info"]["routed_experts_info"]["sha256"] is None for event in events)
     assert [piece.num_tokens for piece in pieces] == [prompt_len + count for count in range(1, 8)]
 
 
@@ -410,4 +410,4 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
 def test_the_engine_streams_rows_too(engine, records):
     params = {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}
     outputs = list(engine.generate(PROMPT, params, stream=True, return_routed_experts=True, routed_experts_stream=True))
-    assert np.array_equal(joined([record_from_meta_info(one) for one in outputs])[0], records[0][:, 1:])
+    assert np.array_equal(joined([record_from_meta_info(output) for output in outputs])[0], records[0][:, 1:])

@@ -90,8 +90,8 @@ def assert_in_place(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct, m
     Aliasing alone proves nothing: a pool copied whole, twice, aliases as well. Use a pool larger than VMEM (128
     MiB)."""
     memory, copies = compiled.memory_analysis(), pool_copies(compiled, pool)
-    aliased, wanted = memory.alias_size_in_bytes, pool.size * pool.dtype.itemsize
-    assert aliased >= wanted, f"the pool is not updated in place: {aliased} of {wanted} bytes aliased; donate it"
+    aliased, expected = memory.alias_size_in_bytes, pool.size * pool.dtype.itemsize
+    assert aliased >= expected, f"the pool is not updated in place: {aliased} of {expected} bytes aliased; donate it"
     assert not copies, f"the pool is copied whole {len(copies)} times: {copies}"
     assert memory.temp_size_in_bytes <= max_temp_bytes, (
         f"temporaries: {memory.temp_size_in_bytes} bytes, at most {max_temp_bytes} wanted"

@@ -92,9 +92,9 @@ def test_what_finds_no_room_is_what_the_sequence_says(name, drops):
             selection_scores(jnp.asarray(logits), spec=spec, bias=None if bias is None else jnp.asarray(bias))
         )
         room = expert_capacity(int(valid.sum()), spec.top_k, INSTANCES, "3/4")
-        wanted = plain_selection(Case(scores, table, room, valid, None), spec.top_k, overflows=not drops)
-        np.testing.assert_array_equal(ids[valid], wanted[0][valid])
-        np.testing.assert_array_equal(instances[valid], wanted[1][valid])
+        expected = plain_selection(Case(scores, table, room, valid, None), spec.top_k, overflows=not drops)
+        np.testing.assert_array_equal(ids[valid], expected[0][valid])
+        np.testing.assert_array_equal(instances[valid], expected[1][valid])
         assert (instances[~valid] == -1).all() and (ids[~valid] >= 0).all() and not changed[~valid].any()
         assert ((ids >= 0) == (instances >= 0))[valid].all() and (weights[ids < 0] == 0).all()
         if spec.scoring_func != "sparsemixer":
@@ -125,8 +125,8 @@ def test_numbers_that_are_none_run_somewhere():
     others = np.delete(np.arange(TOKENS), 3)
     room = expert_capacity(int(valid.sum()), 4, INSTANCES, 1)
     scores = np.asarray(selection_scores(jnp.asarray(logits), spec=SPECS["Qwen3"]))
-    wanted = plain_selection(Case(scores, table, room, valid, None), 4)
-    np.testing.assert_array_equal(ids[others][valid[others]], wanted[0][others][valid[others]])
+    expected = plain_selection(Case(scores, table, room, valid, None), 4)
+    np.testing.assert_array_equal(ids[others][valid[others]], expected[0][others][valid[others]])
 
 
 def test_room_on_the_device_is_that_of_the_host():

@@ -90,10 +90,10 @@ def test_capacity_is_the_smallest_whole_number_that_holds_the_factor(factor):
     for num_valid in (0, 1, 3, 16, 512, 513):
         slots = expert_capacity(num_valid, 8, 384, factor)
         assert slots.shape == (384,) and slots.dtype == np.int32 and len(set(slots.tolist())) == 1
-        wanted = exact * num_valid * 8 / 384
-        assert slots[0] >= max(1, wanted) and (slots[0] == 1 or slots[0] - 1 < wanted)
+        expected = exact * num_valid * 8 / 384
+        assert slots[0] >= max(1, expected) and (slots[0] == 1 or slots[0] - 1 < expected)
         floor = expert_capacity(num_valid, 8, 384, factor, rounding="floor")
-        assert floor[0] <= wanted < floor[0] + 1
+        assert floor[0] <= expected < floor[0] + 1
 
 
 @pytest.mark.parametrize(

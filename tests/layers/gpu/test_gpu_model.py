@@ -22,8 +22,8 @@ def on_gpu_kernels(*, capture: bool):
 
 def test_a_step_equals_plain_code():
     pool, outs = on_gpu_kernels(capture=True)
-    wanted_pool, wanted = run_steps(tiny_model(), PLAIN, ATTENTION_BACKENDS["reference"], capture=True)
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+    wanted_pool, expected = run_steps(tiny_model(), PLAIN, ATTENTION_BACKENDS["reference"], capture=True)
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
         np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
@@ -38,10 +38,10 @@ def test_rows_that_are_given_run_as_in_plain_code():
         (gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)),
         (PLAIN, ATTENTION_BACKENDS["reference"]),
     )
-    (_, outs), (_, wanted) = (
+    (_, outs), (_, expected) = (
         run_steps(tiny_model(), *kernels, capture=True, routed=(ids, valid)) for kernels in (gpu, plain)
     )
-    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
         np.testing.assert_array_equal(
             rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]

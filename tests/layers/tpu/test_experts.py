@@ -172,12 +172,12 @@ def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape,
     for chosen, share in ((experts, 0.8), (1, 0.3), (experts, 0.0)):
         ids, valid = rng.integers(0, chosen, (top_k, num_tokens)).astype(np.int32), rng.random((1, num_tokens)) < share
         plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))
-        wanted = visits_of(np.where(valid, ids, -1), experts, tile)
-        assert total == max(1, len(wanted))
+        expected = visits_of(np.where(valid, ids, -1), experts, tile)
+        assert total == max(1, len(expected))
         assert [
-            tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(wanted)].T
-        ] == wanted
-        assert wanted or not np.any(plan[jnp.asarray([BEGIN, END])])
+            tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(expected)].T
+        ] == expected
+        assert expected or not np.any(plan[jnp.asarray([BEGIN, END])])
 
 
 def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():

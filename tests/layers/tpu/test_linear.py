@@ -25,11 +25,11 @@ def test_a_projection_is_the_product_with_its_layers_matrix(num_tokens, inputs, 
     weights = np.full((3, inputs, outputs), np.nan, np.float32)
     weights[1] = rng.standard_normal((inputs, outputs)) / inputs**0.5
     x, low = jnp.asarray(rng.standard_normal((num_tokens, inputs)), dtype), jnp.asarray(weights, dtype)
-    wanted = np.asarray(x, np.float64) @ np.asarray(low[1], np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(low[1], np.float64)
     for result in (jnp.float32, dtype):
         out = RUN(x, low, jnp.asarray(1, jnp.int32), result)
         assert out.dtype == result
-        np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=0.03 if result == jnp.bfloat16 else 1e-5)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03 if result == jnp.bfloat16 else 1e-5)
 
 
 def test_an_array_of_one_layer_is_multiplied_as_it_lies():

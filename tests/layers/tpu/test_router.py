@@ -127,7 +127,7 @@ def test_a_row_of_nan_names_the_first_experts_as_the_plain_law_does_and_harms_no
 
 
 @pytest.mark.parametrize(
-    ("rows", "top_k", "wanted"), [(384, 8, 8), (40, 4, 8), (4, 4, 4), (30, 6, 0), (80, 16, 16), (5, 1, 5)]
+    ("rows", "top_k", "expected"), [(384, 8, 8), (40, 4, 8), (4, 4, 4), (30, 6, 0), (80, 16, 16), (5, 1, 5)]
 )
-def test_a_window_is_whole_tiles_that_hold_a_layers_ids(rows, top_k, wanted):
-    assert window_rows(rows, top_k) == wanted
+def test_a_window_is_whole_tiles_that_hold_a_layers_ids(rows, top_k, expected):
+    assert window_rows(rows, top_k) == expected
