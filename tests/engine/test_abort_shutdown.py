@@ -115,14 +115,14 @@ def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps
 
 def test_an_aborted_prefix_serves_the_next_request(engine):
     engine.flush_cache()
-    said = {"input_ids": LONG_PROMPT, "sampling_params": LONG}
+    kwargs = {"input_ids": LONG_PROMPT, "sampling_params": LONG}
 
     def script(core, rids):
         for _ in range(4):
             yield
         core.abort(rids[0])
 
-    play(engine, said, script)
+    play(engine, kwargs, script)
     result = engine.generate(
         input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True
     )
@@ -169,8 +169,8 @@ def test_abort_of_one_choice_leaves_the_others(engine):
         core.abort(rids[0])
 
     results = play(engine, kwargs, script)
-    assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["abort", "length", "length"]
-    assert [one["output_ids"] for one in results[1:]] == [one["output_ids"] for one in whole[1:]]
+    assert [result["meta_info"]["finish_reason"]["type"] for result in results] == ["abort", "length", "length"]
+    assert [result["output_ids"] for result in results[1:]] == [result["output_ids"] for result in whole[1:]]
 
 
 # --- abort by its door
@@ -201,7 +201,7 @@ class Background:
 def test_abort_by_id_ends_all_choices_and_prompts_of_the_call(engine):
     call = Background(engine, ["once upon", "the cat"], LONG | {"n": 2}, rid="job")
     assert engine.abort("job") == 4
-    assert [one["meta_info"]["finish_reason"] for one in call.result()] == [ABORTED] * 4
+    assert [result["meta_info"]["finish_reason"] for result in call.result()] == [ABORTED] * 4
     assert engine.abort("job") == engine.abort("nobody") == 0
 
 
@@ -211,7 +211,7 @@ def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
         Background(engine, "experts", LONG, rid="job-7"),
     )
     assert engine.abort("job") == 2
-    assert [one["meta_info"]["finish_reason"] for one in call.result()] == [ABORTED] * 2
+    assert [result["meta_info"]["finish_reason"] for result in call.result()] == [ABORTED] * 2
     assert engine.abort("job-7") == 1
     assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
 
@@ -219,7 +219,7 @@ def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
 def test_abort_of_one_choice_by_its_id(engine):
     call = Background(engine, "once upon", LONG | {"n": 2}, rid="pair")
     assert engine.abort("pair-1") == 1
-    assert [one["meta_info"]["finish_reason"]["type"] for one in call.result()] == ["length", "abort"]
+    assert [result["meta_info"]["finish_reason"]["type"] for result in call.result()] == ["length", "abort"]
 
 
 def test_abort_all_ends_everything_and_keeps_rows(engine):
@@ -286,7 +286,7 @@ def assert_dead(engine, cause):
     async def ask():
         return await engine.async_generate("the cat")
 
-    doors = (
+    calls = (
         lambda: engine.generate("the cat"),
         lambda: list(engine.generate("the cat", stream=True)),
         lambda: asyncio.run(ask()),
@@ -294,9 +294,9 @@ def assert_dead(engine, cause):
         engine.flush_cache,
         engine.check_integrity,
     )
-    for door in doors:
+    for call in calls:
         with pytest.raises(EngineDeadError, match=f"the engine has ended: .*{cause}.*; build a new Engine") as excinfo:
-            door()
+            call()
         assert "\n" not in str(excinfo.value) and len(str(excinfo.value)) <= 1024
     engine.shutdown()
 
@@ -349,7 +349,7 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
         while engine.get_server_info()["requests_accepted"] < 1 + 1 + 5 + 3:
             pass
         poison.armed = True
-        assert [type(one) for one in asked.result(timeout=60)] == [EngineDeadError] * 3
+        assert [type(error) for error in asked.result(timeout=60)] == [EngineDeadError] * 3
     for call in calls:
         with pytest.raises(EngineDeadError, match="the experts are") as excinfo:
             call.result()

@@ -24,17 +24,17 @@ def answer(chunk):
     with Engine(
         str(demo_model_path()), enable_return_routed_experts=True, disable_radix_cache=True, dtype="bfloat16", **sizes
     ) as engine:
-        said = engine.generate(
+        output = engine.generate(
             input_ids=PROMPT,
             sampling_params=sampling,
             return_routed_experts=True,
             return_logprob=True,
             logprob_start_len=0,
         )
-        (scored,) = engine.score([PROMPT + said["output_ids"]])
-    meta = said["meta_info"]
-    told = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
-    return said["output_ids"], record_from_meta_info(said).ids, np.array(told), scored
+        (scored,) = engine.score([PROMPT + output["output_ids"]])
+    meta = output["meta_info"]
+    logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    return output["output_ids"], record_from_meta_info(output).ids, np.array(logprobs), scored
 
 
 @pytest.fixture(scope="module")

@@ -46,13 +46,13 @@ def asked(index, temperature):
 
 @pytest.fixture(scope="module")
 def alone(testbed):
-    told = {}
+    outputs = {}
     for temperature in TEMPERATURES:
         for index in range(len(GIVEN)):
             drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
             drive.run(asked(index, temperature))
-            told[temperature] = told.get(temperature, {}) | told_by(drive)
-    return told
+            outputs[temperature] = outputs.get(temperature, {}) | told_by(drive)
+    return outputs
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -68,8 +68,8 @@ def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, 
     meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
     drive.run(*(asked(index, temperature) for index in order), before_step=meddle, check=False)
     assert len(drive.outputs) == len(GIVEN)
-    for rid, told in told_by(drive).items():
-        assert told == alone[temperature][rid], rid
+    for rid, output in told_by(drive).items():
+        assert output == alone[temperature][rid], rid
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

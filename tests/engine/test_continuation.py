@@ -58,27 +58,27 @@ def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
     """By the door: noise depends on seed and position alone, so the parts join to the whole, tokens and rows."""
     folder = write_tiny_checkpoint(tmp_path)
     prompt = np.random.default_rng(8).integers(3, 313, 25).tolist()
-    said = {"temperature": 1.0, "seed": 12, "ignore_eos": True}
+    params = {"temperature": 1.0, "seed": 12, "ignore_eos": True}
     with Engine(str(folder), enable_return_routed_experts=True, deterministic=True, **SMALL) as engine:
-        whole = engine.generate(input_ids=prompt, sampling_params=said, max_new_tokens=50, return_routed_experts=True)
+        whole = engine.generate(input_ids=prompt, sampling_params=params, max_new_tokens=50, return_routed_experts=True)
         calls = PausedRequests(
-            engine, prompt, outputs=9, sampling_params=said, max_new_tokens=50, return_routed_experts=True, rid="part"
+            engine, prompt, outputs=9, sampling_params=params, max_new_tokens=50, return_routed_experts=True, rid="part"
         )
         engine.abort("part")
         engine.resume()
         (part,) = calls.results()
-        told = [*prompt, *part["output_ids"]]
+        prefix = [*prompt, *part["output_ids"]]
         left = 50 - len(part["output_ids"])
         assert part["meta_info"]["finish_reason"]["type"] == "abort" and left > 0
-        start = len(told) - 1  # the first row that the first part does not have
+        start = len(prefix) - 1  # the first row that the first part does not have
         rest = engine.generate(
-            input_ids=told,
-            sampling_params=said,
+            input_ids=prefix,
+            sampling_params=params,
             max_new_tokens=left,
             return_routed_experts=True,
             routed_experts_start_len=start,
         )
-    tokens = [*told, *rest["output_ids"]]
+    tokens = [*prefix, *rest["output_ids"]]
     assert tokens == [*prompt, *whole["output_ids"]]
-    merged = merge_turns([(told, record_from_meta_info(part)), (tokens, record_from_meta_info(rest))], tokens)
+    merged = merge_turns([(prefix, record_from_meta_info(part)), (tokens, record_from_meta_info(rest))], tokens)
     assert merged.num_rows == len(tokens) - 1 and merged == record_from_meta_info(whole)

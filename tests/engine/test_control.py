@@ -135,9 +135,9 @@ def test_shutdown_ends_a_pause_and_those_who_wait_for_it(tmp_path):
     engine.pause(mode="in_place")
     engine.shutdown()
     assert calls.results()[0]["meta_info"]["finish_reason"]["message"] == "the engine was shut down"
-    for door in (lambda: engine.pause(mode="wait"), engine.resume, lambda: engine.score(PROMPT)):
+    for call in (lambda: engine.pause(mode="wait"), engine.resume, lambda: engine.score(PROMPT)):
         with pytest.raises(EngineDeadError):
-            door()
+            call()
 
 
 def test_a_resume_releases_a_pause_that_still_waits(engine):
@@ -240,9 +240,9 @@ MISFITS = {
 
 @pytest.mark.parametrize("kind", MISFITS)
 def test_weights_that_do_not_fit_are_named_and_change_nothing(engine, kind):
-    change, said = MISFITS[kind]
+    change, match = MISFITS[kind]
     before, version = ask(engine, max_tokens=4), next_version(engine)
-    with pytest.raises(WeightsMismatchError, match=said) as caught:
+    with pytest.raises(WeightsMismatchError, match=match) as caught:
         engine.update_weights(broken(change), version=version)
     assert caught.value.param == "state"
     assert next_version(engine) == version and ask(engine, max_tokens=4)["output_ids"] == before["output_ids"]
@@ -256,9 +256,9 @@ def test_what_is_no_weights_and_a_cache_that_is_none_are_refused(engine):
 
 
 def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released(engine):
-    given = [nnx.split(model_of(tiny_config(), oracle_of(seed).tensors))[1] for seed in (31, 32)]
-    deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in given]  # noqa: E731
-    for state, seed, gone in zip(given, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
+    donated = [nnx.split(model_of(tiny_config(), oracle_of(seed).tensors))[1] for seed in (31, 32)]
+    deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in donated]  # noqa: E731
+    for state, seed, gone in zip(donated, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
         engine.update_weights(state, version=next_version(engine), donate=True)
         assert deleted() == gone
         assert continues(oracle_of(seed), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
@@ -338,8 +338,8 @@ def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
     engine.update_weights(model_of(tiny_config(), oracle.tensors), version=next_version(engine))
     out = engine.score(tokens)
     assert out.weight_version == next_version(engine) - 1
-    said = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]
-    np.testing.assert_allclose(out.logprobs, said, atol=1e-4)
+    expected = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(out.logprobs, expected, atol=1e-4)
 
 
 def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
@@ -382,6 +382,6 @@ def test_replaced_weights_are_free_without_a_collection_of_garbage(tmp_path):
                 else:
                     engine.update_weights(jax.tree.map(jnp.copy, core.runner.state), version=version)
                 engine.generate(input_ids=[5], max_new_tokens=2)  # no step of the old weights is in flight any more
-                assert not [one for one in served if one() is not None], version
+                assert not [leaf_ref for leaf_ref in served if leaf_ref() is not None], version
         finally:
             gc.enable()

@@ -228,11 +228,11 @@ def test_no_stop_string_is_met_before_min_tokens(tokenizers):
     ids = tokenizer.encode("ab ab ab ab")
     for least in range(len(ids) + 1):
         text = IncrementalDetokenizer(tokenizer, stop=("b",), min_tokens=least)
-        told = text.push(ids) + text.finish()
+        pushed = text.push(ids) + text.finish()
         late = tokenizer.decode(ids)[len(tokenizer.decode(ids[: max(least - 1, 0)])) :]
         assert (text.stopped == "b") == ("b" in late), least
         assert (
-            told
+            pushed
             == tokenizer.decode(ids)[
                 : len(tokenizer.decode(ids)) - len(late) + (late.index("b") if "b" in late else len(late))
             ]

@@ -110,11 +110,14 @@ def outputs_of(bench, prompts, *, max_tokens=6, pages=None, retracts=False):
 
 
 def assert_alike(outputs, expected):
-    assert len({tuple(one.tokens) for one in expected}) > 1, "a constant answer proves nothing"
-    for one, other in zip(outputs, expected, strict=True):
-        assert one.tokens == other.tokens, (one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.end.routed_experts.ids, other.end.routed_experts.ids)
-        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs[1:], other.prompt_logprobs[1:])):
+    assert len({tuple(output.tokens) for output in expected}) > 1, "a constant answer proves nothing"
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.tokens == reference.tokens, (output.tokens, reference.tokens)
+        np.testing.assert_array_equal(output.end.routed_experts.ids, reference.end.routed_experts.ids)
+        for mine, theirs in (
+            (output.logprobs, reference.logprobs),
+            (output.prompt_logprobs[1:], reference.prompt_logprobs[1:]),
+        ):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=LOGPROB)
 
 
@@ -154,10 +157,10 @@ def test_dense_model_scores_alike_without_capture(tmp_path):
         runner = bench.runner
         scorer = Scorer(bench.args, bench.assembly.buckets, runner, lambda start: start())
         outputs.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, 0)))
-    for one, *others in zip(*outputs, strict=True):
+    for first, *others in zip(*outputs, strict=True):
         for other in others:
             assert other.routed_experts is None
-            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
+            np.testing.assert_allclose(first.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
 
 
 def logprobs_of(answer):
@@ -290,38 +293,38 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
         return_logprob=True,
         return_routed_experts=True,
     )
-    with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
+    with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as replicated:
         expected = alone.generate(**ask)
-        alike(expected, placed.generate(**ask))
-        placed.flush_cache()
+        alike(expected, replicated.generate(**ask))
+        replicated.flush_cache()
         for next_one in (second, third):
             with ThreadPoolExecutor(1) as pool, compile_events() as seen:
-                running = pool.submit(placed.generate, **ask)
-                assert placed.apply_placement(next_one) > 0
+                running = pool.submit(replicated.generate, **ask)
+                assert replicated.apply_placement(next_one) > 0
                 alike(expected, running.result())
-                assert placed.apply_placement(next_one) == 0
-                placed.flush_cache()
-                alike(expected, placed.generate(**ask))
+                assert replicated.apply_placement(next_one) == 0
+                replicated.flush_cache()
+                alike(expected, replicated.generate(**ask))
             assert not seen, seen
-            held_is(placed, next_one, qwen3.folder)
-        scored = [engine.score(qwen3.prompts[2]) for engine in (alone, placed)]
+            held_is(replicated, next_one, qwen3.folder)
+        scored = [engine.score(qwen3.prompts[2]) for engine in (alone, replicated)]
         np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
-        for engine in (alone, placed):
+        for engine in (alone, replicated):
             engine.update_weights_from_disk(qwen3.other, version=1)
-        held_is(placed, third, qwen3.other)
-        alike(alone.generate(**ask), placed.generate(**ask))
-        runner = placed.components.core.runner
-        placed.thread.run_drained(
+        held_is(replicated, third, qwen3.other)
+        alike(alone.generate(**ask), replicated.generate(**ask))
+        runner = replicated.components.core.runner
+        replicated.thread.run_drained(
             lambda: runner.move_layer(*runner.layers()[0], second)
         )  # a change that stops half way
-        for engine in (alone, placed):
+        for engine in (alone, replicated):
             engine.update_weights_from_disk(qwen3.folder, version=2)
-        held_is(placed, third, qwen3.folder)
-        assert placed.apply_placement(second) > 0
-        held_is(placed, second, qwen3.folder)
-        alike(alone.generate(**ask), placed.generate(**ask))
+        held_is(replicated, third, qwen3.folder)
+        assert replicated.apply_placement(second) > 0
+        held_is(replicated, second, qwen3.folder)
+        alike(alone.generate(**ask), replicated.generate(**ask))
         with pytest.raises(PlacementError, match="max_replicas"):
-            placed.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
+            replicated.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
         with pytest.raises(InvalidRequestError, match="placement="):
             alone.apply_placement(second)
     with pytest.raises(PlacementError, match="num_devices=4, but tp_size=2"):
@@ -348,10 +351,10 @@ def held_is(engine, placement, folder):
 
 
 def alike(alone, shared):
-    for one, other in zip(alone, shared, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(outputs) for outputs in (one, other)))
-        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=LOGPROB)
+    for left, right in zip(alone, shared, strict=True):
+        assert left["output_ids"] == right["output_ids"]
+        np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(outputs) for outputs in (left, right)))
+        np.testing.assert_allclose(logprobs_of(left), logprobs_of(right), rtol=0, atol=LOGPROB)
 
 
 def _state(engine):
@@ -370,9 +373,9 @@ def test_routes_of_one_device_are_replayed_on_two(qwen3, engines):
     scored = engines[0].score(qwen3.prompts[2])
     forced = dataclasses.replace(scored.routed_experts, ids=scored.routed_experts.ids[..., ::-1].copy())
     for routes in (scored.routed_experts, forced):
-        one, other = (engine.score(qwen3.prompts[2], routed=routes) for engine in engines)
-        np.testing.assert_array_equal(other.routed_experts.ids, routes.ids)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
+        left, right = (engine.score(qwen3.prompts[2], routed=routes) for engine in engines)
+        np.testing.assert_array_equal(right.routed_experts.ids, routes.ids)
+        np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=LOGPROB)
 
 
 def test_new_weights_are_sharded_as_before(qwen3, engines):

@@ -77,28 +77,35 @@ SIXTEEN = prompts((26, 17, 12, 1, 40, 33, 9, 5, 38, 2, 7, 24, 16, 8, 30, 3), see
 THIRTY_TWO = SIXTEEN + prompts(range(2, 34, 2), seed=32)
 
 
-def choice_of(index, choice, given):
+def choice_of(index, choice, prompts):
     how = SAMPLING[index % len(SAMPLING)]
-    return request(f"p{index}c{choice}", given[index], NEW_TOKENS, choice=choice, group=f"p{index}", seed=index, **how)
+    return request(
+        f"p{index}c{choice}", prompts[index], NEW_TOKENS, choice=choice, group=f"p{index}", seed=index, **how
+    )
 
 
 def told_by(drive):
     """Tokens, logprobs (of prompts too, as text that tells every bit) and rows."""
     return {
-        rid: (told.tokens, repr(told.logprobs), repr(told.prompt_logprobs), told.end.routed_experts.ids.tolist())
-        for rid, told in drive.outputs.items()
+        rid: (
+            output.tokens,
+            repr(output.logprobs),
+            repr(output.prompt_logprobs),
+            output.end.routed_experts.ids.tolist(),
+        )
+        for rid, output in drive.outputs.items()
     }
 
 
-def alone(testbed, given, *, choices, of):
+def alone(testbed, prompts, *, choices, of):
     """Each of the prompts `of`, every choice on its own: batch 1, one chunk, no cache."""
-    told = {}
+    outputs = {}
     for index, choice in itertools.product(of, range(choices)):
         drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
-        drive.run(choice_of(index, choice, given))
+        drive.run(choice_of(index, choice, prompts))
         drive.outputs[f"p{index}c{choice}"].end.routed_experts.validate()
-        told |= told_by(drive)
-    return told
+        outputs |= told_by(drive)
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +127,16 @@ def thirty_two_alone(testbed, sixteen_alone):
     )
 
 
-def run_cell(testbed, cell, given, seed):
+def run_cell(testbed, cell, prompts, seed):
     """One cell of `given` prompts, or with n choices of every n-th of them: as many sequences."""
     drive = testbed.drive(
         max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
     )
-    order = np.random.default_rng(seed).permutation(len(given) // cell.n)
+    order = np.random.default_rng(seed).permutation(len(prompts) // cell.n)
     if cell.radix == "warm":
-        drive.run(*(request(f"warm{index}", given[index], 1) for index in order), check=False)
+        drive.run(*(request(f"warm{index}", prompts[index], 1) for index in order), check=False)
         drive.outputs.clear()
-    reqs = [choice_of(index, choice, given) for index in order for choice in range(cell.n)]
+    reqs = [choice_of(index, choice, prompts) for index in order for choice in range(cell.n)]
     drive.run(
         *reqs,
         before_step=(lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None,
@@ -138,13 +145,13 @@ def run_cell(testbed, cell, given, seed):
     return drive
 
 
-def assert_equal_to_alone(testbed, cells, given, expected):
+def assert_equal_to_alone(testbed, cells, prompts, expected):
     """Gives the runs, for what is to be seen in them beside."""
-    drives = [run_cell(testbed, cell, given, seed) for seed, cell in enumerate(cells)]
+    drives = [run_cell(testbed, cell, prompts, seed) for seed, cell in enumerate(cells)]
     for cell, drive in zip(cells, drives, strict=True):
-        assert len(drive.outputs) == len(given)
-        for rid, told in told_by(drive).items():
-            assert told == expected[rid], f"{rid} in the cell ({cell})"
+        assert len(drive.outputs) == len(prompts)
+        for rid, output in told_by(drive).items():
+            assert output == expected[rid], f"{rid} in the cell ({cell})"
     return drives
 
 
@@ -191,7 +198,7 @@ def served_in_company(drive, count, seed):
             request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=start)
         )
     drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
-    assert sum(told.end.cached_tokens > 0 for told in drive.outputs.values()) > count // 5
+    assert sum(output.end.cached_tokens > 0 for output in drive.outputs.values()) > count // 5
     assert drive.core.scheduler.num_retracted > count // 50
     return reqs
 
@@ -207,15 +214,15 @@ def test_default_mode_differs_from_the_oracle_only_in_near_ties(default_world):
 def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(default_world):
     drive = default_world.drive(chunked_prefill_size=11)
     for req in served_in_company(drive, 60, seed=51):
-        told = drive.outputs[req.rid]
-        _, judged = differences(default_world.oracle, req.tokens[: req.num_known - 1], told.end.routed_experts.ids)
+        output = drive.outputs[req.rid]
+        _, judged = differences(default_world.oracle, req.tokens[: req.num_known - 1], output.end.routed_experts.ids)
         logprobs = judged.logprobs[np.arange(req.num_known - 1), req.tokens[1:]]
-        np.testing.assert_allclose(told.logprobs, logprobs[req.prompt_len - 1 :], atol=1e-4, rtol=0)
-        if told.prompt_logprobs is not None:
-            np.testing.assert_allclose(told.prompt_logprobs[1:], logprobs[: req.prompt_len - 1], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(output.logprobs, logprobs[req.prompt_len - 1 :], atol=1e-4, rtol=0)
+        if output.prompt_logprobs is not None:
+            np.testing.assert_allclose(output.prompt_logprobs[1:], logprobs[: req.prompt_len - 1], atol=1e-4, rtol=0)
         if req.source.sampling.is_greedy:
             best = judged.logprobs[req.prompt_len - 1 :].max(-1)
-            np.testing.assert_allclose(told.logprobs, best, atol=1e-4, rtol=0)
+            np.testing.assert_allclose(output.logprobs, best, atol=1e-4, rtol=0)
 
 
 def test_where_the_router_leaves_no_doubt_default_mode_never_differs(default_world):

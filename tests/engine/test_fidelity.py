@@ -46,7 +46,7 @@ def test_a_cold_request_gets_the_rows_of_its_own_passes(testbed):
     drive, reqs = testbed.drive(), requests()
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert {told.end.finish_reason.type for told in drive.outputs.values()} == {"length"}
+    assert {output.end.finish_reason.type for output in drive.outputs.values()} == {"length"}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
@@ -84,7 +84,7 @@ def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(t
     drive.add(*reqs[:4])
     drive.steps(9)
     drive.run(*reqs[4:])
-    assert max(told.end.cached_tokens for told in drive.outputs.values()) == 24
+    assert max(output.end.cached_tokens for output in drive.outputs.values()) == 24
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
@@ -93,8 +93,8 @@ def test_every_choice_has_the_rows_of_its_own_tokens(testbed, radix):
     drive, prompt = testbed.drive(disable_radix_cache=not radix), random_prompt(np.random.default_rng(4), 30)
     drive.run(*(request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5) for j in range(4)))
     assert_all_faithful(drive)
-    assert len({tuple(told.tokens) for told in drive.outputs.values()}) == 4
-    assert [told.end.cached_tokens for told in drive.outputs.values()] == ([0, 28, 28, 28] if radix else [0] * 4)
+    assert len({tuple(output.tokens) for output in drive.outputs.values()}) == 4
+    assert [output.end.cached_tokens for output in drive.outputs.values()] == ([0, 28, 28, 28] if radix else [0] * 4)
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -143,12 +143,14 @@ def test_an_abort_after_retraction_returns_the_rows_taken_along(testbed, steps_l
 def test_deltas_of_a_stream_join_to_what_is_told_at_once(testbed):
     at_once, streamed = testbed.drive(), testbed.drive()
     at_once.run(*requests(9))
-    told_once = {rid: (told.tokens, told.logprobs, told.end.routed_experts) for rid, told in at_once.outputs.items()}
+    expected = {
+        rid: (output.tokens, output.logprobs, output.end.routed_experts) for rid, output in at_once.outputs.items()
+    }
     streamed.run(*requests(9, stream=True))
     assert_all_faithful(streamed)
-    for rid, told in streamed.outputs.items():
-        assert told.num_outputs == len(told.tokens)
-        assert told_once[rid] == (told.tokens, told.logprobs, told.end.routed_experts)
+    for rid, output in streamed.outputs.items():
+        assert output.num_outputs == len(output.tokens)
+        assert expected[rid] == (output.tokens, output.logprobs, output.end.routed_experts)
 
 
 @pytest.mark.parametrize("first", [2, 6])
@@ -167,7 +169,7 @@ def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(test
         *reqs, before_step=lambda step: step in (5, 15) and drive.update_weights(other_weights(1 + step), cache=cache)
     )
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) == 3
+    assert max(len(output.end.routed_experts.version_spans) for output in drive.outputs.values()) == 3
 
 
 @pytest.mark.parametrize("start", [1, 29, 30])
@@ -194,7 +196,7 @@ def test_another_extra_key_shares_no_page_and_no_row(testbed):
     drive.run(request("a", prompt, extra_key="a"))
     drive.run(request("b", prompt, extra_key="b"), request("a again", prompt, extra_key="a"))
     assert_all_faithful(drive)
-    assert [told.end.cached_tokens for told in drive.outputs.values()] == [0, 0, 16]
+    assert [output.end.cached_tokens for output in drive.outputs.values()] == [0, 0, 16]
     pages = [{forward for forward, _ in drive.log.rows[rid].values()} for rid in ("a", "b")]
     assert not pages[0] & pages[1]
 
@@ -264,7 +266,7 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(testbed
     logits = forward(model_of(testbed.config, testbed.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
     logprobs = np.asarray(jax.nn.log_softmax(logits))
     for index, req in enumerate(reqs):
-        told, length = drive.outputs[req.rid], req.num_known
+        output, length = drive.outputs[req.rid], req.num_known
         scored = logprobs[index, np.arange(length - 1), tokens[index, 1:length]]
-        said = [*told.prompt_logprobs[1:], *told.logprobs]
-        np.testing.assert_allclose(said, scored, atol=2e-5, rtol=0)
+        returned = [*output.prompt_logprobs[1:], *output.logprobs]
+        np.testing.assert_allclose(returned, scored, atol=2e-5, rtol=0)

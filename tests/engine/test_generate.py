@@ -42,8 +42,8 @@ def test_one_prompt_gives_a_dict_and_a_list_gives_a_list_in_order(engine):
     alone = [engine.generate(prompt, GREEDY, max_new_tokens=8) for prompt in prompts]
     together = engine.generate(prompts, GREEDY, max_new_tokens=8)
     assert isinstance(alone[0], dict) and isinstance(together, list)
-    assert [said(one) for one in together] == [said(one) for one in alone]
-    assert len({tuple(one["output_ids"]) for one in alone}) == 3
+    assert [said(result) for result in together] == [said(result) for result in alone]
+    assert len({tuple(result["output_ids"]) for result in alone}) == 3
     assert isinstance(engine.generate(["the cat"], GREEDY, max_new_tokens=2), list)
 
 
@@ -101,7 +101,7 @@ def test_rows_may_be_asked_for_in_either_place(engine):
         return_routed_experts=True,
         routed_experts_prompt_start=2,
     )
-    payloads = {one["meta_info"]["routed_experts"] for one in (beside, among, both)}
+    payloads = {result["meta_info"]["routed_experts"] for result in (beside, among, both)}
     assert len(payloads) == 1 and None not in payloads
 
 
@@ -188,7 +188,7 @@ def test_logprobs_tell_value_id_and_text_of_every_token(engine):
         assert value < 0 and text == engine.tokenizer.decode([token], skip_special_tokens=False)
     for (value, token, _), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
         assert top[0][:2] == [value, token]  # greedy: the chosen one is the best
-        assert [one[0] for one in top] == sorted((one[0] for one in top), reverse=True) and len(top) == 3
+        assert [entry[0] for entry in top] == sorted((entry[0] for entry in top), reverse=True) and len(top) == 3
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 6])
@@ -202,7 +202,7 @@ def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
     )
     expected = whole["meta_info"]["input_token_logprobs"][start:]
     got = part["meta_info"]["input_token_logprobs"]
-    assert [one[1:] for one in got] == [one[1:] for one in expected]
+    assert [entry[1:] for entry in got] == [entry[1:] for entry in expected]
     for (value, *_), (other, *_) in zip(got, expected, strict=True):
         assert value is other is None or value == pytest.approx(other, abs=1e-4)
 
@@ -214,7 +214,7 @@ def test_logprobs_among_the_parameters_mean_the_same(engine):
     among = engine.generate("the cat", GREEDY | {"logprobs": 2, "prompt_logprobs": 2}, max_new_tokens=3)
     keys = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs")
     for key in keys:
-        tokens = [[one and one[1] for one in told["meta_info"][key]] for told in (beside, among)]
+        tokens = [[entry and entry[1] for entry in result["meta_info"][key]] for result in (beside, among)]
         assert tokens[0] == tokens[1]
 
 
@@ -336,9 +336,10 @@ def test_each_sequence_is_decoded_once(engine, monkeypatch, stop, count):
 def test_a_stop_token_beside_stop_strings_is_hidden_unless_its_text_completes_one(engine, spelled, stream):
     params, ids, pieces = spelled
     first = next(
-        place
-        for place in range(4, 20)
-        if ids.index(ids[place]) == place and pieces[place - 1][-1] + pieces[place] not in "".join(pieces[:place])
+        position
+        for position in range(4, 20)
+        if ids.index(ids[position]) == position
+        and pieces[position - 1][-1] + pieces[position] not in "".join(pieces[:position])
     )
     before, spanning = "".join(pieces[:first]), pieces[first - 1][-1] + pieces[first]
 
@@ -361,8 +362,8 @@ def test_a_stop_token_is_kept_in_the_ids_and_has_no_text(engine, spelled):
     result = engine.generate("the cat", params | {"stop_token_ids": [stop]}, max_new_tokens=24)
     assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert result["output_ids"] == ids[:num_tokens] and result["text"] == "".join(pieces[: num_tokens - 1])
-    told = engine.generate("the cat", params | {"stop_token_ids": [stop], "no_stop_trim": True}, max_new_tokens=24)
-    assert told["text"] == "".join(pieces[:num_tokens])
+    untrimmed = engine.generate("the cat", params | {"stop_token_ids": [stop], "no_stop_trim": True}, max_new_tokens=24)
+    assert untrimmed["text"] == "".join(pieces[:num_tokens])
 
 
 def test_the_end_of_text_token_stops_unless_it_is_ignored(engine):

@@ -44,19 +44,21 @@ def num_rows(reqs):
 def test_every_token_has_a_row_and_the_tokens_are_the_same(testbed, chunk, stream):
     plain = testbed.drive()
     plain.run(*requests(include_last=False))
-    told = {rid: one.tokens for rid, one in plain.outputs.items()}
+    tokens = {rid: output.tokens for rid, output in plain.outputs.items()}
     drive = testbed.drive(chunked_prefill_size=chunk)
     reqs = requests(stream=stream)
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert {rid: one.tokens for rid, one in drive.outputs.items()} == told
-    assert all(one.end.queue_s is not None and one.end.completion_tokens == 12 for one in drive.outputs.values())
+    assert {rid: output.tokens for rid, output in drive.outputs.items()} == tokens
+    assert all(
+        output.end.queue_s is not None and output.end.completion_tokens == 12 for output in drive.outputs.values()
+    )
 
 
 def test_a_stop_token_has_its_row(testbed):
     first = testbed.drive()
     first.run(*requests(1, include_last=False))
-    stops = {rid: one.tokens[5] for rid, one in first.outputs.items()}
+    stops = {rid: output.tokens[5] for rid, output in first.outputs.items()}
     drive, rng = testbed.drive(), np.random.default_rng(1)
     reqs = [
         request(
@@ -73,7 +75,9 @@ def test_a_stop_token_has_its_row(testbed):
     ]
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
-    assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.outputs.items())
+    assert all(
+        output.end.finish_reason.matched == output.tokens[-1] == stops[rid] for rid, output in drive.outputs.items()
+    )
 
 
 def test_retraction_every_third_step_changes_no_row(testbed):
@@ -121,15 +125,15 @@ def test_choices_and_others_beside_them(testbed):
 def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
     prompt = [7, 8, 9] * 100
     asked = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
-    said = engine.generate(
+    result = engine.generate(
         input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **asked
     )
-    said = list(said)[-1] if stream else said
-    assert len(said["output_ids"]) == 212, "S is the whole context of 512 tokens"
-    record = record_from_response(said)
-    scored = engine.score(prompt + said["output_ids"]).routed_experts
+    result = list(result)[-1] if stream else result
+    assert len(result["output_ids"]) == 212, "S is the whole context of 512 tokens"
+    record = record_from_response(result)
+    scored = engine.score(prompt + result["output_ids"]).routed_experts
     assert record.num_rows == record.num_tokens == 512
-    assert said["meta_info"]["routed_experts_info"]["include_last"] is True
+    assert result["meta_info"]["routed_experts_info"]["include_last"] is True
     assert np.mean(record.ids == scored.ids) > 0.99, "another pass over the same tokens, up to ties"
 
 
@@ -143,7 +147,7 @@ def test_a_stop_string_ends_the_text_and_has_its_row(engine):
         "the router", {"temperature": 0.0, "stop": stop}, max_new_tokens=40, return_routed_experts=True
     )
     for stream in (False, True):
-        said = engine.generate(
+        result = engine.generate(
             "the router",
             {"temperature": 0.0, "stop": stop, "routed_experts_include_last": True},
             max_new_tokens=40,
@@ -151,7 +155,7 @@ def test_a_stop_string_ends_the_text_and_has_its_row(engine):
             return_routed_experts=True,
             routed_experts_stream=stream,
         )
-        events = list(said) if stream else [said]
+        events = list(result) if stream else [result]
         assert (events[-1]["text"], events[-1]["output_ids"]) == (plain["text"], plain["output_ids"])
         assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         records = [record_from_response(event) for event in events]
@@ -163,7 +167,7 @@ def test_a_stop_string_ends_the_text_and_has_its_row(engine):
 
 def test_it_says_nothing_without_rows(engine):
     wrong = {"return_routed_experts": True, "routed_experts_include_last": 1}
-    for said, code in (({}, "routing_not_requested"), (wrong, "invalid_request")):
+    for kwargs, code in (({}, "routing_not_requested"), (wrong, "invalid_request")):
         with pytest.raises(InvalidRequestError) as excinfo:
-            engine.generate("a", **{"routed_experts_include_last": True, **said})
+            engine.generate("a", **{"routed_experts_include_last": True, **kwargs})
         assert (excinfo.value.code, excinfo.value.param) == (code, "routed_experts_include_last")

@@ -173,11 +173,11 @@ def logprobs_of(answer):
 
 
 def assert_same(answers, expected, *, atol):
-    for one, other in zip(answers, expected, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=atol)
-    for one, other in zip(rows_of(answers), rows_of(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for answer, reference in zip(answers, expected, strict=True):
+        assert answer["output_ids"] == reference["output_ids"]
+        np.testing.assert_allclose(logprobs_of(answer), logprobs_of(reference), rtol=0, atol=atol)
+    for answer, reference in zip(rows_of(answers), rows_of(expected), strict=True):
+        np.testing.assert_array_equal(answer, reference)
 
 
 def metrics_of(engine):
@@ -194,8 +194,8 @@ def test_unbounded_capacities_change_nothing_to_the_last_bit(alone, following, r
     bounded = ask(rerouting, max_new_tokens=3)
     assert_same(bounded, plain, atol=0)
     for answer in bounded:
-        told = {name: answer["meta_info"][name] for name in ("exact", "mode", "rerouted_slots", "dropped_slots")}
-        assert told == {"exact": True, "mode": "reroute", "rerouted_slots": 0, "dropped_slots": 0}
+        fields = {name: answer["meta_info"][name] for name in ("exact", "mode", "rerouted_slots", "dropped_slots")}
+        assert fields == {"exact": True, "mode": "reroute", "rerouted_slots": 0, "dropped_slots": 0}
     rerouting.flush_cache()
     assert_same(ask(rerouting), alone, atol=1e-4)
     rerouting.flush_cache()
@@ -228,27 +228,27 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
     """Factors change while it serves, and compile nothing; every answer says what was changed, and so do the counts."""
     before = rerouting.placement_stats()
     with compile_events() as seen:
-        told = {}
+        by_factor = {}
         for factor in ("1", "5/4", 3.5):
             rerouting.set_capacity_factor(factor)
-            told[factor] = ask(rerouting)
+            by_factor[factor] = ask(rerouting)
             rerouting.flush_cache()
             notes = rerouting.registry.take()
             assert_as_defined(notes, factor, EXPERTS, overflows=True)
             ran = collections.Counter(tuple(row) for note in notes for row in note.ids[note.valid].tolist())
-            recorded = np.concatenate(rows_of(told[factor])).reshape(-1, TOP_K)
+            recorded = np.concatenate(rows_of(by_factor[factor])).reshape(-1, TOP_K)
             assert ran == collections.Counter(map(tuple, recorded.tolist()))
             changed = sum(note.changed.sum(axis=0) for note in notes)
-            metas = [answer["meta_info"] for answer in told[factor]]
+            metas = [answer["meta_info"] for answer in by_factor[factor]]
             assert changed.tolist() == [
                 sum(meta[name] for meta in metas) for name in ("rerouted_slots", "dropped_slots")
             ]
             assert all(meta["exact"] == (meta["rerouted_slots"] == 0) for meta in metas)
             assert changed[1] == 0 and (changed[0] > 0 or factor == 3.5)
     assert not seen, seen
-    assert any(one["output_ids"] != other["output_ids"] for one, other in zip(told["1"], alone, strict=True))
+    assert any(left["output_ids"] != right["output_ids"] for left, right in zip(by_factor["1"], alone, strict=True))
     stats = rerouting.placement_stats()
-    total = sum(answer["meta_info"]["rerouted_slots"] for answers in told.values() for answer in answers)
+    total = sum(answer["meta_info"]["rerouted_slots"] for answers in by_factor.values() for answer in answers)
     assert stats.rerouted_slots - before.rerouted_slots == total > 0 and stats.dropped_slots == 0
     shown = metrics_of(rerouting)
     assert (shown["rerouted_slots_total"], shown["dropped_slots_total"]) == (stats.rerouted_slots, 0)
@@ -288,12 +288,12 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
     rerouting.set_capacity_factor(1)
     scheduler = rerouting.components.core.scheduler
     before = scheduler.num_retracted
-    news = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
-    next(news)
+    stream = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
+    next(stream)
     rerouting.pause(mode="retract")
     assert scheduler.num_retracted == before + 1
     rerouting.resume()
-    *_, last = news
+    *_, last = stream
     changed = sum(note.changed[:, 0].sum() for note in rerouting.registry.take())
     assert last["meta_info"]["completion_tokens"] == 50
     assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
@@ -409,15 +409,15 @@ def test_balancedness_is_that_of_the_rows(following):
                 held = np.flatnonzero(placement.physical_to_logical_map[layer] == expert)
                 for instance in held:
                     load[layer, instance // (placement.num_instances // 2)] += 1 / len(held)
-    told = stats.balance[1000]
-    assert told.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
-    assert told.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())
-    np.testing.assert_allclose(told.max_over_mean, load.max(axis=1) / load.mean(axis=1))
+    window = stats.balance[1000]
+    assert window.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
+    assert window.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())
+    np.testing.assert_allclose(window.max_over_mean, load.max(axis=1) / load.mean(axis=1))
     shown = metrics_of(following)
-    assert shown['eplb_balancedness{window="1000"}'] == pytest.approx(told.balancedness)
-    assert shown['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(told.weighted)
+    assert shown['eplb_balancedness{window="1000"}'] == pytest.approx(window.balancedness)
+    assert shown['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(window.weighted)
     by_layer = [shown[f'device_load_max_over_mean{{layer="{layer}"}}'] for layer in stats.layer_ids]
-    assert by_layer == pytest.approx(told.max_over_mean.tolist())
+    assert by_layer == pytest.approx(window.max_over_mean.tolist())
 
 
 def test_released_memory_is_no_failure(following):

@@ -53,7 +53,7 @@ def test_choices_parameters_and_prompts_of_every_kind(llm):
     assert [len(output.outputs) for output in both] == [2, 1]
     assert [choice.index for choice in both[0].outputs] == [0, 1]
     expected = llm.engine.generate(PROMPTS[0], {"n": 2, "seed": 5, "max_new_tokens": 4})
-    assert [choice.text for choice in both[0].outputs] == [one["text"] for one in expected]
+    assert [choice.text for choice in both[0].outputs] == [result["text"] for result in expected]
     assert both[1].outputs[0].text == llm.generate(ids, params[1])[0].outputs[0].text
     assert both[1].prompt is None and both[1].prompt_token_ids == tuple(ids)
     assert len(llm.generate("a", SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16, "the default length"
@@ -63,9 +63,9 @@ def test_logprobs_are_by_token_id(llm):
     (output,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1))
     (choice,) = output.outputs
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
-    for token, told in zip(choice.token_ids, choice.logprobs, strict=True):
-        assert told[token].rank == 1 and told[token].logprob == max(one.logprob for one in told.values())
-    chosen = [told[token].logprob for token, told in zip(choice.token_ids, choice.logprobs, strict=True)]
+    for token, by_id in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert by_id[token].rank == 1 and by_id[token].logprob == max(entry.logprob for entry in by_id.values())
+    chosen = [by_id[token].logprob for token, by_id in zip(choice.token_ids, choice.logprobs, strict=True)]
     assert choice.cumulative_logprob == pytest.approx(sum(chosen))
     assert llm.generate("a", GREEDY)[0].outputs[0].logprobs is None
 
@@ -74,8 +74,8 @@ def test_chat_is_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     text = llm.engine.tokenizer.apply_chat_template(messages)
     ids = llm.engine.tokenizer.encode(text, add_special_tokens=False)
-    one, two = llm.chat([messages, messages], GREEDY)
-    assert one.outputs[0].text == two.outputs[0].text == llm.generate(ids, GREEDY)[0].outputs[0].text
+    first, second = llm.chat([messages, messages], GREEDY)
+    assert first.outputs[0].text == second.outputs[0].text == llm.generate(ids, GREEDY)[0].outputs[0].text
     assert llm.chat(messages, GREEDY)[0].prompt == text
 
 
@@ -115,8 +115,8 @@ def test_scores_are_the_engines(llm):
     (choice,) = output.outputs
     ids = [*output.prompt_token_ids, *choice.token_ids]
     (scored,) = llm.score([ids], routed=[choice.record])
-    told = [logprob[token].logprob for logprob, token in zip(choice.logprobs, choice.token_ids, strict=True)]
-    assert scored.logprobs[len(output.prompt_token_ids) - 1 :] == pytest.approx(told, abs=1e-4)
+    sampled = [logprob[token].logprob for logprob, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    assert scored.logprobs[len(output.prompt_token_ids) - 1 :] == pytest.approx(sampled, abs=1e-4)
     assert np.array_equal(scored.routed_experts.ids[: choice.record.num_rows], choice.record.ids)
     with pytest.raises(InvalidRequestError):
         llm.score(ids)

@@ -68,8 +68,8 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
             on_engine_thread(engine, lambda core: core.num_steps),
         )
         assert engine.check_integrity() == []
-        given = {} if "weights" not in tags else {"state": served_at_first(), "version": before + 1}
-        engine.resume_memory_occupation(**given)
+        kwargs = {} if "weights" not in tags else {"state": served_at_first(), "version": before + 1}
+        engine.resume_memory_occupation(**kwargs)
         assert late.result(timeout=60)["meta_info"]["completion_tokens"] == 4
     (result,) = calls.results()
     assert engine.released == () and result["output_ids"] == whole["output_ids"]
@@ -115,8 +115,8 @@ def test_weights_may_come_by_an_update_and_the_rest_after_it(engine):
     assert engine.released == ("kv_cache",)
     engine.resume_memory_occupation()
     result = ask(engine, 8)
-    said = oracle.run([*PROMPT, *result["output_ids"]]).logits[len(PROMPT) - 1 : -1].argmax(-1)
-    assert result["output_ids"] == said.tolist() and result["meta_info"]["weight_version"] == str(version)
+    expected = oracle.run([*PROMPT, *result["output_ids"]]).logits[len(PROMPT) - 1 : -1].argmax(-1)
+    assert result["output_ids"] == expected.tolist() and result["meta_info"]["weight_version"] == str(version)
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(engine):
@@ -127,11 +127,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
     engine.resume_memory_occupation(served_at_first(), version=version + 1)
     assert version_of(engine) == version, "nothing was released, so nothing happens"
     engine.release_memory_occupation()
-    for door in (lambda: engine.score(PROMPT), lambda: engine.update_weight_version(10**6)):
+    for call in (lambda: engine.score(PROMPT), lambda: engine.update_weight_version(10**6)):
         with pytest.raises(
             InvalidRequestError, match=r"memory that is released \(kv_cache, weights\); call resume_memory_occupation"
         ):
-            door()
+            call()
     with pytest.raises(InvalidRequestError, match="the weights were released; give state= and version="):
         engine.resume_memory_occupation()
     with pytest.raises(InvalidRequestError, match="state and version come together"):
@@ -175,4 +175,4 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
 
     drive.run(*reqs, before_step=meddle)
     assert assert_all_faithful(drive) == sum(req.num_known - 1 for req in reqs)
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) > 1
+    assert max(len(output.end.routed_experts.version_spans) for output in drive.outputs.values()) > 1

@@ -118,9 +118,9 @@ def ask(engine):
 def logprobs_of(answer):
     """All of them by (place, token), those of the best five included."""
     meta = answer["meta_info"]
-    told = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
-    best = [entry for place in (*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]) for entry in place]
-    return np.array([value for value, *_ in (*told, *best)])
+    sampled = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    best = [entry for entries in (*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]) for entry in entries]
+    return np.array([value for value, *_ in (*sampled, *best)])
 
 
 def weights_of(folder):
@@ -133,10 +133,10 @@ def version_of(engine):
     return engine.components.core.runner.weight_version
 
 
-def exchange(engine, folder, version, *, given):
+def exchange(engine, folder, version, *, donated_state):
     """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or
     from disk."""
-    if not given:
+    if not donated_state:
         engine.update_weights_from_disk(folder, version=version)
         return
     state = weights_of(folder)
@@ -216,7 +216,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
             assert_same(ask(engine), undivided)
         gc.collect()  # what is left over of loading
         before = device_bytes()
-        exchange(engine, other, 5, given=num_resident % 2 == 0)
+        exchange(engine, other, 5, donated_state=num_resident % 2 == 0)
         assert device_bytes() == before, "the accelerator holds residents and the rest once"
         with compile_events() as seen:
             assert_served(engine, ask(engine), undivided_other, 5)
@@ -280,7 +280,7 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
     thread.start()
     try:
         for number in range(1, 5):
-            exchange(engine, (folder, other)[number % 2], version + number, given=number > 2)
+            exchange(engine, (folder, other)[number % 2], version + number, donated_state=number > 2)
             assert_same(ask(engine), expected[number % 2])
             scores.append(engine.score(PROMPTS[0]))
     finally:
@@ -301,12 +301,12 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
     """Tokens that it had are prefilled anew, or kept; each row is of the version that its span says."""
     version = version_of(engine)
     how = dict(sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=40, return_routed_experts=True)
-    news = engine.generate(input_ids=PROMPTS[1], stream=True, **how)
-    next(news)
+    stream = engine.generate(input_ids=PROMPTS[1], stream=True, **how)
+    next(stream)
     engine.pause(mode="in_place")
     engine.update_weights_from_disk(other, version=version + 1, cache=cache)
     engine.resume()
-    *_, last = news
+    *_, last = stream
     record, tokens = record_from_meta_info(last), [*PROMPTS[1], *last["output_ids"]]
     (first, changed, old), (again, end, new) = record.version_spans
     assert (first, changed, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= changed < end == len(
@@ -324,20 +324,20 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
 def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, other):
     runner, version = engine.components.core.runner, version_of(engine)
     key = next(key for key in runner._programs if key[0] == "write")
-    kept, written = runner._programs[key], []
+    program, written = runner._programs[key], []
 
     def fails_at_third(*args):
         written.append(args)
         if len(written) == 3:
             raise MemoryError("no room for an expert")
-        return kept(*args)
+        return program(*args)
 
     runner._programs[key] = fails_at_third
     try:
         with pytest.raises(MemoryError, match="no room for an expert"):
             engine.update_weights_from_disk(other, version=version + 1)
     finally:
-        runner._programs[key] = kept
+        runner._programs[key] = program
     assert len(written) == 3 + 2 * MOE_LAYERS, "all were written back"
     assert_served(engine, ask(engine), undivided, version)
 
@@ -368,11 +368,11 @@ def metrics_of(engine):
 def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = metrics_of(engine)
-    hits = [told[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
+    metrics = metrics_of(engine)
+    hits = [metrics[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
-    assert told["resident_swaps_total"] == engine.components.core.runner.num_swapped
-    assert told["deferred_slots_total"] == 0
+    assert metrics["resident_swaps_total"] == engine.components.core.runner.num_swapped
+    assert metrics["deferred_slots_total"] == 0
 
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):

@@ -16,9 +16,9 @@ PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True, logprobs=2,
 
 @pytest.fixture(scope="module")
 def whole(engine):
-    said = engine.generate(PROMPT, PARAMS)
-    assert len(said) == 2
-    return said
+    results = engine.generate(PROMPT, PARAMS)
+    assert len(results) == 2
+    return results
 
 
 def outputs(engine, prompt=PROMPT, params=PARAMS, **kwargs):
@@ -46,9 +46,9 @@ def test_the_final_output_is_the_answer(engine, whole):
 
 
 def test_cumulative_outputs_grow_to_the_answer(engine, whole):
-    told = outputs(engine, output_kind="cumulative")
+    received = outputs(engine, output_kind="cumulative")
     for index, expected in enumerate(whole):
-        own = [output for output in told if output.outputs[0].index == index]
+        own = [output for output in received if output.outputs[0].index == index]
         assert [output.finished for output in own] == [False] * (len(own) - 1) + [True] and len(own) == 12
         assert [len(output.outputs[0].token_ids) for output in own] == list(range(1, 13))
         assert all(output.outputs[0].record is None and output.outputs[0].finish_reason is None for output in own[:-1])
@@ -56,9 +56,9 @@ def test_cumulative_outputs_grow_to_the_answer(engine, whole):
 
 
 def test_deltas_join_to_the_answer(engine, whole):
-    told = outputs(engine)
+    received = outputs(engine)
     for index, expected in enumerate(whole):
-        own = [output.outputs[0] for output in told if output.outputs[0].index == index]
+        own = [output.outputs[0] for output in received if output.outputs[0].index == index]
         assert "".join(choice.text for choice in own) == expected["text"]
         assert [token for choice in own for token in choice.token_ids] == expected["output_ids"]
         assert sum(len(choice.logprobs) for choice in own) == 12

@@ -45,7 +45,9 @@ def cached(result):
 
 def assert_same(result, expected):
     assert result["output_ids"] == expected["output_ids"]
-    logprobs = [[value for value, _, _ in one["meta_info"]["output_token_logprobs"]] for one in (result, expected)]
+    logprobs = [
+        [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]] for answer in (result, expected)
+    ]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     record, other = record_from_meta_info(result), record_from_meta_info(expected)
     assert record.valid is None and np.array_equal(record.ids, other.ids)
@@ -136,19 +138,19 @@ def test_penalised_requests_read_nothing_from_the_cache_and_leave_their_pages(en
 def test_prompt_logprobs_take_only_what_lies_before_them(engine, plain):
     prompt = tokens(60)
     ask(engine, prompt)
-    for start, found in ((0, 0), (16, 0), (17, 16), (40, 32), (59, 48)):
-        result, expected = (ask(one, prompt, logprob_start_len=start) for one in (engine, plain))
-        assert cached(result) == found
-        told = [[value for value, _, _ in one["meta_info"]["input_token_logprobs"]] for one in (result, expected)]
-        assert told[0][1:] == pytest.approx(told[1][1:], abs=1e-4) and len(told[0]) == 60 - start
+    for start, num_cached in ((0, 0), (16, 0), (17, 16), (40, 32), (59, 48)):
+        result, expected = (ask(case, prompt, logprob_start_len=start) for case in (engine, plain))
+        assert cached(result) == num_cached
+        values = [[value for value, _, _ in case["meta_info"]["input_token_logprobs"]] for case in (result, expected)]
+        assert values[0][1:] == pytest.approx(values[1][1:], abs=1e-4) and len(values[0]) == 60 - start
 
 
 def test_a_pool_too_small_for_all_evicts_and_stays_right(cramped, plain):
     prompts = [tokens(50, seed=seed) for seed in range(8)]
     expected = [ask(plain, prompt) for prompt in prompts]
     for _ in range(2):
-        for prompt, one in zip(prompts, expected, strict=True):
-            assert_same(ask(cramped, prompt), one)
+        for prompt, reference in zip(prompts, expected, strict=True):
+            assert_same(ask(cramped, prompt), reference)
     assert cramped.check_integrity() == []
 
 
@@ -159,6 +161,6 @@ def test_sixteen_requests_on_pages_for_little_more_than_two_all_finish(cramped, 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         results = list(pool.map(lambda prompt: ask(cramped, prompt, max_new_tokens=44), prompts))
     assert on_engine_thread(cramped, lambda core: core.scheduler.num_retracted) > before, "pages never ran out"
-    for result, one in zip(results, expected, strict=True):
-        assert_same(result, one)
+    for result, reference in zip(results, expected, strict=True):
+        assert_same(result, reference)
     assert_idle(cramped)

@@ -48,10 +48,10 @@ def engine(folder):
 def recorded_looks(engine, monkeypatch):
     """What the follower is told at each look."""
     capturer, looks = engine.components.core.capturer, []
-    told = capturer.routing_stats
+    read_stats = capturer.routing_stats
 
     def noted(**how):
-        stats = told(**how)
+        stats = read_stats(**how)
         looks.append((stats.load, stats.num_tokens.sum()))
         return stats
 
@@ -159,10 +159,12 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
-    told = [
+    messages = [
         record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()
     ]
-    assert [line.split("; ")[1] for line in told] == ["the residents stay"] * 2 + ["residents follow the load no more"]
+    assert [line.split("; ")[1] for line in messages] == ["the residents stay"] * 2 + [
+        "residents follow the load no more"
+    ]
 
 
 def rate_of(engine):

@@ -43,8 +43,14 @@ def requests(seed, count=16, max_tokens=24, **options):
 def all_told(drive):
     """What each request was told, in comparable form."""
     return {
-        rid: (told.tokens, told.logprobs, told.prompt_logprobs, told.end.finish_reason, told.end.routed_experts)
-        for rid, told in drive.outputs.items()
+        rid: (
+            output.tokens,
+            output.logprobs,
+            output.prompt_logprobs,
+            output.end.finish_reason,
+            output.end.routed_experts,
+        )
+        for rid, output in drive.outputs.items()
     }
 
 
@@ -107,7 +113,7 @@ def test_weights_that_change_between_retractions_change_no_row_that_was_written(
 
     drive.run(*requests(40, count=10), before_step=meddle)
     assert assert_all_faithful(drive) > 100
-    assert max(len(told.end.routed_experts.version_spans) for told in drive.outputs.values()) > 2
+    assert max(len(output.end.routed_experts.version_spans) for output in drive.outputs.values()) > 2
 
 
 def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(testbed):

@@ -35,7 +35,7 @@ def log_softmax(scores):
 
 def ids_of(engine, params, *, prompt=PROMPT, **kwargs):
     result = engine.generate(input_ids=prompt, sampling_params=params, **kwargs)
-    return [one["output_ids"] for one in result] if isinstance(result, list) else result["output_ids"]
+    return [output["output_ids"] for output in result] if isinstance(result, list) else result["output_ids"]
 
 
 # --- greedy, penalties, bias
@@ -49,10 +49,10 @@ def decode_by_hand(
     tokens, margins = list(prompt), []
     for step in range(num_tokens):
         logits = oracle.run(tokens).logits[-1].copy()
-        spoken = collections.Counter(tokens[len(prompt) :])
+        generated = collections.Counter(tokens[len(prompt) :])
         for token in set(tokens):
             logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
-        for token, count in spoken.items():
+        for token, count in generated.items():
             logits[token] -= frequency * count + presence
         for token, value in dict(bias).items():
             logits[token] += value
@@ -110,9 +110,9 @@ def test_bias_forces_forbids_and_shifts(engine, oracle):
     assert ids_of(engine, GREEDY | {"max_tokens": 6, "logit_bias": {77: 100.0}}) == [77] * 6
     free = ids_of(engine, GREEDY | {"max_tokens": 12})
     forbidden = dict.fromkeys(set(free), -100.0)
-    said = ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": forbidden})
-    assert not set(said) & set(free)
-    assert said == decode_by_hand(oracle, PROMPT, 12, bias=forbidden)
+    ids = ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": forbidden})
+    assert not set(ids) & set(free)
+    assert ids == decode_by_hand(oracle, PROMPT, 12, bias=forbidden)
     gentle = {str(token): 0.8 for token in range(100, 140)}  # keys as JSON spells them
     assert ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": gentle}) == decode_by_hand(
         oracle, PROMPT, 12, bias={int(token): value for token, value in gentle.items()}
@@ -174,8 +174,10 @@ def test_large_and_small_seeds_are_different_seeds(engine):
 
 
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
-    doors = [InputProcessor(engine.input_processor.limits, engine.tokenizer, random_seed=7) for _ in range(2)]
-    seeds = [[door.process(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
+    processors = [InputProcessor(engine.input_processor.limits, engine.tokenizer, random_seed=7) for _ in range(2)]
+    seeds = [
+        [processor.process(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for processor in processors
+    ]
     assert seeds == [[(7 << 32) + (1 << 31) + i for i in range(3)]] * 2
 
 
@@ -247,10 +249,12 @@ def test_output_logprobs_are_those_of_the_oracle(request, engine, oracle, raw, t
         expected = logprobs_by_hand(row, temperature=0.7, top_k=top_k, raw=raw)
         assert value == pytest.approx(expected[token], abs=2e-4)
         best = np.argsort(-expected, kind="stable")[:12]
-        kept = [number for number, _, _ in top if number is not None]
-        assert kept == pytest.approx(expected[best][: len(kept)].tolist(), abs=2e-4)
-        assert len(kept) == (12 if raw or not top_k else top_k), "a dropped token has no logprob: null, never a number"
-        assert [one for _, one, _ in top][: len(kept)] == best[: len(kept)].tolist()
+        numbers = [number for number, _, _ in top if number is not None]
+        assert numbers == pytest.approx(expected[best][: len(numbers)].tolist(), abs=2e-4)
+        assert len(numbers) == (12 if raw or not top_k else top_k), (
+            "a dropped token has no logprob: null, never a number"
+        )
+        assert [token_id for _, token_id, _ in top][: len(numbers)] == best[: len(numbers)].tolist()
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["processed", "raw"])
@@ -269,14 +273,14 @@ def test_prompt_logprobs_are_those_of_the_oracle_across_chunks(engine, oracle, s
         input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked
     )["meta_info"]
     expected = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
-    told = meta["input_token_logprobs"]
-    assert [token for _, token, _ in told] == LONG_PROMPT[start:]
-    for place, (value, token, _) in enumerate(told, start=start):
-        if place == 0:
+    entries = meta["input_token_logprobs"]
+    assert [token for _, token, _ in entries] == LONG_PROMPT[start:]
+    for position, (value, token, _) in enumerate(entries, start=start):
+        if position == 0:
             assert value is None and meta["input_top_logprobs"][0] is None
             continue
-        assert value == pytest.approx(expected[place - 1][token], abs=2e-4)
-        top = meta["input_top_logprobs"][place - start]
-        best = np.argsort(-expected[place - 1], kind="stable")[:3]
-        assert [number for number, _, _ in top] == pytest.approx(expected[place - 1][best].tolist(), abs=2e-4)
-        assert [one for _, one, _ in top] == best.tolist()
+        assert value == pytest.approx(expected[position - 1][token], abs=2e-4)
+        top = meta["input_top_logprobs"][position - start]
+        best = np.argsort(-expected[position - 1], kind="stable")[:3]
+        assert [number for number, _, _ in top] == pytest.approx(expected[position - 1][best].tolist(), abs=2e-4)
+        assert [token_id for _, token_id, _ in top] == best.tolist()

@@ -99,8 +99,8 @@ def test_rows_of_a_rollout_give_back_its_logprobs(engine):
     )
     tokens = [*random_tokens(30), *result["output_ids"]]
     out = engine.score(tokens, routed=record_from_meta_info(result))
-    said = [value for value, _, _ in result["meta_info"]["output_token_logprobs"]]
-    np.testing.assert_allclose(out.logprobs[29:], said, atol=1e-4)
+    returned = [value for value, _, _ in result["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(out.logprobs[29:], returned, atol=1e-4)
 
 
 def test_scoring_leaves_pages_prefixes_and_requests_alone(engine):
@@ -141,10 +141,10 @@ def test_too_long_a_sequence_is_refused(engine):
         engine.score(random_tokens(513))
 
 
-def with_ids(place, ids):
+def with_ids(index, ids):
     record = drifted(40)
     changed = record.ids.copy()
-    changed[place] = ids
+    changed[index] = ids
     return dataclasses.replace(record, ids=changed)
 
 
@@ -163,8 +163,8 @@ MISFITS = {
 
 @pytest.mark.parametrize("kind", MISFITS)
 def test_routes_that_do_not_fit_name_sample_row_and_layer(engine, kind):
-    make, said = MISFITS[kind]
-    with pytest.raises(RoutingAlignmentError, match=said):
+    make, match = MISFITS[kind]
+    with pytest.raises(RoutingAlignmentError, match=match):
         engine.score([random_tokens(40), random_tokens(40)], routed=[None, make()])
 
 

@@ -11,17 +11,17 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    told = []
+    phases = []
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     with Engine(
-        str(folder), enable_return_routed_experts=True, self_check=True, on_phase=told.append, **SMALL
+        str(folder), enable_return_routed_experts=True, self_check=True, on_phase=phases.append, **SMALL
     ) as engine:
-        yield engine, told
+        yield engine, phases
 
 
 def test_it_is_the_last_phase_and_leaves_nothing(engine):
-    engine, told = engine
-    assert [phase.name for phase in told][-2:] == ["compile", "self-check"] and "15 rows" in told[-1].detail
+    engine, phases = engine
+    assert [phase.name for phase in phases][-2:] == ["compile", "self-check"] and "15 rows" in phases[-1].detail
     assert_idle(engine)
     assert on_engine_thread(engine, lambda core: core.request_table.accepted) == 0
     assert engine.routing_stats().num_tokens.sum() == 0, "what it fed counts for nobody"

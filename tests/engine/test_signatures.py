@@ -18,22 +18,22 @@ def keywords(function):
 
 
 def test_the_keywords_of_an_engine_are_the_fields_of_server_args_with_their_defaults():
-    given, fields = keywords(Engine.__init__), {field.name: field for field in dataclasses.fields(ServerArgs)}
-    assert given.keys() - OF_ENGINE_ALONE == fields.keys() and given.keys() >= OF_ENGINE_ALONE
+    params, fields = keywords(Engine.__init__), {field.name: field for field in dataclasses.fields(ServerArgs)}
+    assert params.keys() - OF_ENGINE_ALONE == fields.keys() and params.keys() >= OF_ENGINE_ALONE
     for name, field in fields.items():
-        assert given[name].default == field.default, name
+        assert params[name].default == field.default, name
     same = fields.keys() - {"model_path", "tokenizer_path", "precompile_bs_paddings", "precompile_token_paddings"}
     for name in same:  # the others also take a path, or a list
-        assert given[name].annotation == fields[name].type, name
+        assert params[name].annotation == fields[name].type, name
 
 
 @pytest.mark.parametrize("method", [Engine.generate, Engine.async_generate])
 def test_the_keywords_of_generate_are_the_fields_of_a_request_with_their_defaults(method):
-    given, fields = keywords(method), {field.name: field for field in dataclasses.fields(GenerateReqInput)}
-    given["text"] = given.pop("prompt")
-    assert given.keys() == fields.keys()
+    params, fields = keywords(method), {field.name: field for field in dataclasses.fields(GenerateReqInput)}
+    params["text"] = params.pop("prompt")
+    assert params.keys() == fields.keys()
     for name, field in fields.items():
-        assert given[name].default == field.default, name
+        assert params[name].default == field.default, name
 
 
 def test_an_unknown_keyword_of_llm_names_the_nearest():

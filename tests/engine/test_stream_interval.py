@@ -35,11 +35,11 @@ def run(clock, interval, *, rows=False, **options):
     req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True, **options)
     routed = dataclasses.replace(req.source.routed_experts, stream=rows)
     req.source = dataclasses.replace(req.source, stream_interval_s=interval, routed_experts=routed)
-    told = []
+    received = []
     take = drive._take
 
     def noted(batch):
-        told.extend((clock.now, out) for out in batch.outs)
+        received.extend((clock.now, out) for out in batch.outs)
         take(batch)
 
     drive._take = noted
@@ -48,39 +48,39 @@ def run(clock, interval, *, rows=False, **options):
         clock.now += 1
 
     drive.run(req, before_step=tick)
-    first = told[0][0]
-    return drive, [(when - first, out) for when, out in told]
+    first = received[0][0]
+    return drive, [(when - first, out) for when, out in received]
 
 
 def test_without_an_interval_each_token_is_news(clock):
-    _, told = run(clock, 0.0)
-    assert [(when, len(out.new_token_ids)) for when, out in told] == [(float(index), 1) for index in range(20)]
+    _, received = run(clock, 0.0)
+    assert [(when, len(out.new_token_ids)) for when, out in received] == [(float(index), 1) for index in range(20)]
 
 
 def test_tokens_of_an_interval_share_news_and_the_first_and_the_end_wait_for_nothing(clock):
     _, alone = run(clock, 0.0)
-    drive, told = run(clock, 6.0)
+    drive, received = run(clock, 6.0)
     first = clock.now - 19  # of the last step, which told the last of 20 tokens
     moments = [second for second in range(1, 19) if (first + second) % 6 == 0]  # multiples of the interval on the clock
-    assert [when for when, _ in told] == [0.0, *moments, 19.0] and len(moments) == 3
-    assert [len(out.new_token_ids) for _, out in told] == [1, *np.diff([0, *moments, 19])]
-    tokens = [token for _, out in told for token in out.new_token_ids]
+    assert [when for when, _ in received] == [0.0, *moments, 19.0] and len(moments) == 3
+    assert [len(out.new_token_ids) for _, out in received] == [1, *np.diff([0, *moments, 19])]
+    tokens = [token for _, out in received for token in out.new_token_ids]
     assert tokens == [token for _, out in alone for token in out.new_token_ids]
-    values = [value for _, out in told for value in out.output_logprobs.values]
+    values = [value for _, out in received for value in out.output_logprobs.values]
     assert values == [value for _, out in alone for value in out.output_logprobs.values]
     assert_all_faithful(drive)
 
 
 def test_rows_that_are_streamed_come_with_their_tokens(clock):
-    _, told = run(clock, 6.0, rows=True)
-    records = [out.routed_experts for _, out in told]
+    _, received = run(clock, 6.0, rows=True)
+    records = [out.routed_experts for _, out in received]
     assert [record.num_rows for record in records] == [9, 6, 6, 6, 1] and records[-1].num_tokens == 29
     assert [record.start for record in records] == [0, 9, 15, 21, 27]
 
 
 def test_slower_steps_tell_each_token(clock):
-    _, told = run(clock, 0.9)
-    assert [len(out.new_token_ids) for _, out in told] == [1] * 20
+    _, received = run(clock, 0.9)
+    assert [len(out.new_token_ids) for _, out in received] == [1] * 20
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiti
     book, req = request_table.RequestTable(), request("a", [5, 6], 20, stream=True)
     req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
     running = [request(f"b{number}", [5 + number], 20, stream=stream) for number in range(others)]
-    for one in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:
-        book.add(one, None)
+    for added in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:
+        book.add(added, None)
     book.mark_scheduled([req, *running])
     book.make_output(req, record=None, error=None, weight_version=0)
     assert (
@@ -127,8 +127,8 @@ def test_streams_are_told_at_the_same_moments(clock):
 
     drive.run(reqs["a"], before_step=tick)
     between = {
-        name: told[1:-1] for name, told in moments.items()
+        name: times[1:-1] for name, times in moments.items()
     }  # the first token and the end have moments of their own
-    assert moments["a"][0] < moments["b"][0] and all(len(told) >= 3 for told in between.values())
-    assert all(now % 6 == 0 for told in between.values() for now in told)
+    assert moments["a"][0] < moments["b"][0] and all(len(times) >= 3 for times in between.values())
+    assert all(now % 6 == 0 for times in between.values() for now in times)
     assert set(between["a"]) & set(between["b"])
