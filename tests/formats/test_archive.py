@@ -28,27 +28,27 @@ def filed(seed, *, with_record=True):
 
 
 def test_what_was_filed_comes_back():
-    given = [filed(1), filed(2, with_record=False), filed(3)]
-    for some in (given, given[1:2], []):
+    archived = [filed(1), filed(2, with_record=False), filed(3)]
+    for some in (archived, archived[1:2], []):
         encoded = encode_answers(some)
         assert holds_answers(encoded)
-        for one, back in zip(some, decode_answers(encoded), strict=True):
-            assert back.record == one.record and np.array_equal(back.token_ids, one.token_ids)
+        for answer, back in zip(some, decode_answers(encoded), strict=True):
+            assert back.record == answer.record and np.array_equal(back.token_ids, answer.token_ids)
             meta = {name: value for name, value in back.answer["meta_info"].items() if name != "routed_experts_info"}
             assert {**back.answer, "meta_info": meta} == {
-                **one.answer,
+                **answer.answer,
                 "meta_info": {"id": meta["id"], "prompt_tokens": 5},
             }
-    assert not holds_answers(encode_record(given[0].record))
+    assert not holds_answers(encode_record(archived[0].record))
 
 
 def test_the_tensors_are_readable_by_safetensors_alone():
-    given = [filed(1), filed(2)]
-    tensors = load(encode_answers(given))
+    archived = [filed(1), filed(2)]
+    tensors = load(encode_answers(archived))
     begin, end = tensors["row_offsets"][1:3]
-    assert np.array_equal(tensors["routed_experts"][begin:end], given[1].record.ids)
+    assert np.array_equal(tensors["routed_experts"][begin:end], archived[1].record.ids)
     begin, end = tensors["token_offsets"][1:3]
-    assert np.array_equal(tensors["token_ids"][begin:end], given[1].token_ids)
+    assert np.array_equal(tensors["token_ids"][begin:end], archived[1].token_ids)
     assert [json.loads(line)["prompt"] for line in tensors["answers"].tobytes().split(b"\n")[:-1]] == [
         "ü 1\n\u2028",
         "ü 2\n\u2028",
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_refused(name, change):
 
 
 def test_records_of_two_models_are_refused():
-    one, other = filed(1), filed(2)
+    first, second = filed(1), filed(2)
     narrow = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 22, prompt_len=5)
     with pytest.raises(RoutingFormatError, match="2 models"):
-        encode_answers([one, ArchivedAnswer(answer=other.answer, token_ids=other.token_ids, record=narrow)])
+        encode_answers([first, ArchivedAnswer(answer=second.answer, token_ids=second.token_ids, record=narrow)])

@@ -245,10 +245,10 @@ def batch_of(*records, lost=()):
     return align(samples, layout="pad_both", seq_len=20, spec=SPEC, prompt_width=8)
 
 
-def same(one, other):
-    known = np.asarray(one.valid)
-    assert np.array_equal(known, other.valid) and np.array_equal(one.pad, other.pad)
-    np.testing.assert_array_equal(np.asarray(one.ids)[known], np.asarray(other.ids)[known])
+def same(left, right):
+    known = np.asarray(left.valid)
+    assert np.array_equal(known, right.valid) and np.array_equal(left.pad, right.pad)
+    np.testing.assert_array_equal(np.asarray(left.ids)[known], np.asarray(right.ids)[known])
 
 
 @pytest.mark.parametrize("columns", ["all", "moe"])
@@ -364,24 +364,24 @@ def test_sglang_and_vllm_are_the_worked_example():
 
 
 def test_forms_of_whole_sequences_by_hand():
-    one = whole()
-    prompt, generated = formats.vllm021.encode(one)
+    record = whole()
+    prompt, generated = formats.vllm021.encode(record)
     assert (
         prompt.dtype == np.int16
-        and prompt.tolist() == one.ids[:3].tolist()
-        and generated.tolist() == one.ids[3:].tolist()
+        and prompt.tolist() == record.ids[:3].tolist()
+        and generated.tolist() == record.ids[3:].tolist()
     )
-    tunix, maxtext = formats.tunix.encode(one), formats.maxtext.encode(one)
+    tunix, maxtext = formats.tunix.encode(record), formats.maxtext.encode(record)
     assert (tunix.dtype, maxtext.dtype) == (np.int16, np.int32)
-    assert tunix.tolist() == maxtext.tolist() == [*one.ids.tolist(), [[-1, -1], [-1, -1]]]
-    layers, mask = formats.megatron.encode(one)
+    assert tunix.tolist() == maxtext.tolist() == [*record.ids.tolist(), [[-1, -1], [-1, -1]]]
+    layers, mask = formats.megatron.encode(record)
     assert [layer.dtype for layer in layers] == [np.int64, np.int64] and mask.tolist() == [True] * 4 + [False]
-    assert layers[1].tolist() == [*one.ids[:, 1].tolist(), [0, 1]], "token 4 of top-2 over 8 experts: (4*2+k) % 8"
-    verl = formats.verl.encode(one)
+    assert layers[1].tolist() == [*record.ids[:, 1].tolist(), [0, 1]], "token 4 of top-2 over 8 experts: (4*2+k) % 8"
+    verl = formats.verl.encode(record)
     assert (
         verl.dtype == np.int16
         and verl.flags.writeable
-        and verl.tolist() == [[[0, 0], *row] for row in one.ids.tolist()]
+        and verl.tolist() == [[[0, 0], *row] for row in record.ids.tolist()]
     )
 
 
@@ -402,7 +402,7 @@ def test_every_layout_comes_back(name):
         ids = np.argsort(rng.random((rows, len(layer_ids), experts)), axis=2)[:, :, :top_k].astype(
             expert_id_dtype(experts)
         )
-        one = RoutedExperts(
+        record = RoutedExperts(
             ids=ids,
             start=start,
             num_tokens=tokens,
@@ -413,33 +413,33 @@ def test_every_layout_comes_back(name):
             version_spans=((start, start + rows, 3),),
             router="r",
         )
-        assert decode(name, layout_of(name).encode(one), one) == one
+        assert decode(name, layout_of(name).encode(record), record) == record
         if name != "vllm021":  # nested lists, as JSON has them
-            written = layout_of(name).encode(one)
+            written = layout_of(name).encode(record)
             plain = (
                 ([layer.tolist() for layer in written[0]], written[1].tolist())
                 if name == "megatron"
                 else written.tolist()
             )
             again = json.loads(json.dumps(plain))
-            assert decode(name, tuple(again) if name == "megatron" else again, one) == one
+            assert decode(name, tuple(again) if name == "megatron" else again, record) == record
 
 
 @pytest.mark.parametrize("name", formats.FRAMEWORKS)
 def test_an_unknown_row_is_marked_where_the_form_has_a_mark_and_refused_elsewhere(name):
-    one = whole(valid=np.array([True, False, True, True]))
+    record = whole(valid=np.array([True, False, True, True]))
     with pytest.raises(RoutingFormatError, match="token 1"):
-        layout_of(name).encode(one)
+        layout_of(name).encode(record)
     if name in formats.WITH_MARK:
-        back = decode(name, layout_of(name).encode(one, missing="gate"), one)
-        assert back == one and back.valid.tolist() == [True, False, True, True]
+        back = decode(name, layout_of(name).encode(record, missing="gate"), record)
+        assert back == record and back.valid.tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("name", [name for name in formats.FRAMEWORKS if name != "slime"])
 @pytest.mark.parametrize("filler", [0, -1, 8])
 def test_a_filler_never_passes_for_experts(name, filler):
-    one = whole()
-    written = layout_of(name).encode(one)
+    record = whole()
+    written = layout_of(name).encode(record)
     if name == "megatron":
         for layer in written[0]:
             layer[1] = filler
@@ -448,7 +448,7 @@ def test_a_filler_never_passes_for_experts(name, filler):
     else:
         written = written.astype(np.int64)
         written[1] = filler
-    assert decode(name, written, one).valid.tolist() == [True, False, True, True]
+    assert decode(name, written, record).valid.tolist() == [True, False, True, True]
 
 
 def test_dense_columns_are_dropped_whatever_they_hold():
@@ -458,12 +458,12 @@ def test_dense_columns_are_dropped_whatever_they_hold():
 
 
 def test_a_generation_may_have_its_last_row():
-    one = whole()
-    prompt, generated = formats.vllm021.encode(one)
+    record = whole()
+    prompt, generated = formats.vllm021.encode(record)
     padded = np.concatenate([generated, np.full((1, 2, 2), -1, np.int16)])
-    assert decode("vllm021", (prompt, padded), one) == one
+    assert decode("vllm021", (prompt, padded), record) == record
     fed = np.concatenate([generated, np.array([[[3, 2], [6, 0]]], np.int16)])
-    assert decode("vllm021", (prompt, fed), one, version=((0, 5, 0),)).num_rows == 5
+    assert decode("vllm021", (prompt, fed), record, version=((0, 5, 0),)).num_rows == 5
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ def make_step(
         own = [rng.standard_normal((length, groups, HEAD_DIM)).astype(np.float32) for _ in range(2)]
         own[0][before:], own[1][before:] = new_keys[at : at + new], new_values[at : at + new]
         for t in range(length):
-            place = LAYER * num_pages + pages[t // page_size], t % page_size
-            owned.add(place)
+            slot = LAYER * num_pages + pages[t // page_size], t % page_size
+            owned.add(slot)
             if t < before:
-                pool[place][0::2], pool[place][1::2] = own[0][t], own[1][t]
+                pool[slot][0::2], pool[slot][1::2] = own[0][t], own[1][t]
         keys.append(own[0])
         values.append(own[1])
         positions[at : at + new], token_rows[at : at + new] = np.arange(before, length), row
@@ -140,8 +140,8 @@ def test_a_pool_wider_than_the_heads_gives_the_same_and_holds_zeros_beside_them(
     pool = np.asarray(
         WRITE(jnp.asarray(wide.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch)
     )
-    page, place = int(step.batch.page_table[2, 2]), 37 % 16
-    assert not np.any(pool[step.first_page + page, place, :, HEAD_DIM:])
+    page, offset = int(step.batch.page_table[2, 2]), 37 % 16
+    assert not np.any(pool[step.first_page + page, offset, :, HEAD_DIM:])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -205,8 +205,8 @@ def test_what_a_request_does_not_own_changes_nothing_by_a_bit(name, decode):
     step = make_step([(130, 1), (14, 1), (31, 1)], page_size=16, decode=decode)
     clean = attend(name, step)
     mask = np.zeros(step.pool.shape[:2], bool)
-    for place in step.owned:
-        mask[place] = True
+    for slot in step.owned:
+        mask[slot] = True
     for filler in (0.0, -POISON, np.nan, np.inf):
         step.pool = np.where(mask[..., None, None], step.pool, np.float32(filler))
         assert np.array_equal(attend(name, step), clean)
@@ -248,8 +248,8 @@ def test_write_kv_writes_the_slots_of_its_tokens_and_no_other(page_size):
     expected, table = step.pool.copy(), np.asarray(step.batch.page_table)
     for n in range(step.num_tokens):
         row, position = int(step.batch.token_rows[n]), int(step.batch.positions[n])
-        place = step.first_page + table[row, position // page_size], position % page_size
-        expected[place][0::2], expected[place][1::2] = step.new_keys[n], step.new_values[n]
+        slot = step.first_page + table[row, position // page_size], position % page_size
+        expected[slot][0::2], expected[slot][1::2] = step.new_keys[n], step.new_values[n]
     differs = np.any(written != expected, axis=(1, 2, 3))
     assert not np.any(np.delete(differs, step.first_page)), "only the padding page of the layer may take padding"
 

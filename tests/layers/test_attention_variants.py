@@ -46,15 +46,15 @@ def step_of(name, *, latent, seed=0):
     rows = 1 if latent else 2 * GROUPS
     pool = np.full((2 * PAGES, PAGE, rows, DIM), np.nan, np.float32)
     table, order = np.zeros((padded, WIDTH), np.int32), rng.permutation(np.arange(1, PAGES))
-    kept, per_token = [], {key: np.zeros(total, np.int32) for key in ("positions", "token_rows")}
+    histories, per_token = [], {key: np.zeros(total, np.int32) for key in ("positions", "token_rows")}
     starts, lens, at = np.zeros(padded + 1, np.int32), np.zeros(padded, np.int32), 0
     for row, (length, new) in enumerate(requests):
         used = -(-length // PAGE)
         table[row, :used], order = order[:used], order[used:]
         stored = rng.standard_normal((length, rows, DIM)).astype(np.float32)
-        for place in range(length):
-            pool[PAGES + table[row, place // PAGE], place % PAGE] = stored[place]
-        kept.append(stored)
+        for position in range(length):
+            pool[PAGES + table[row, position // PAGE], position % PAGE] = stored[position]
+        histories.append(stored)
         per_token["positions"][at : at + new] = np.arange(length - new, length)
         per_token["token_rows"][at : at + new] = row
         at += new
@@ -68,7 +68,7 @@ def step_of(name, *, latent, seed=0):
         decode=decode,
     )
     queries = rng.standard_normal((total, HEADS, DIM)).astype(np.float32)
-    return queries, pool, batch, kept, num_tokens
+    return queries, pool, batch, histories, num_tokens
 
 
 def attend(query, stored, at, head, features):
@@ -90,14 +90,16 @@ def attend(query, stored, at, head, features):
 @pytest.mark.parametrize("step", STEPS)
 def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name, backend):
     features = TRAITS[name]
-    queries, pool, batch, kept, num_tokens = step_of(step, latent=bool(features.latent))
+    queries, pool, batch, histories, num_tokens = step_of(step, latent=bool(features.latent))
     out = np.asarray(
         RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, features)
     )
     for token in range(num_tokens):
         at, row = int(batch.positions[token]), int(batch.token_rows[token])
         for head in range(HEADS):
-            expected = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, features)
+            expected = attend(
+                queries[token, head].astype(np.float64), histories[row].astype(np.float64), at, head, features
+            )
             np.testing.assert_allclose(out[token, head], expected, atol=2e-5)
 
 
@@ -138,14 +140,14 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
     queries, pool, batch, _, num_tokens = step_of(step, latent=bool(features.latent))
     run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
     expected = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
-    row, place = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
-    pool[PAGES + int(batch.page_table[row, place // PAGE]), place % PAGE, -1] = np.nan
+    row, position = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
+    pool[PAGES + int(batch.page_table[row, position // PAGE]), position % PAGE, -1] = np.nan
     out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
     at, mine = np.asarray(batch.positions), np.asarray(batch.token_rows) == row
     sees = (
-        (at >= place)
-        & (not features.window or at - features.window < place)
-        & (not features.chunk or at // features.chunk == place // features.chunk)
+        (at >= position)
+        & (not features.window or at - features.window < position)
+        & (not features.chunk or at // features.chunk == position // features.chunk)
     )
     hit = (mine & sees)[:num_tokens]
     assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()

@@ -31,7 +31,7 @@ def layer():
     )
 
 
-def by_loop(x, slots, weights, table, place):
+def by_loop(x, slots, weights, table, layer):
     """The sum, token by token and slot by slot, in float64."""
     wide = [np.asarray(array, np.float64) for array in (x, weights, table.gate_up, table.down)]
     x, weights, gate_up, down = wide
@@ -39,14 +39,14 @@ def by_loop(x, slots, weights, table, place):
     for n, row in enumerate(np.asarray(slots)):
         for k, slot in enumerate(row):
             if slot >= 0:
-                gate, up = np.split(x[n] @ gate_up[place * E + slot], 2)
-                y[n] += weights[n, k] * ((gate / (1 + np.exp(-gate)) * up) @ down[place * E + slot])
+                gate, up = np.split(x[n] @ gate_up[layer * E + slot], 2)
+                y[n] += weights[n, k] * ((gate / (1 + np.exp(-gate)) * up) @ down[layer * E + slot])
     return y
 
 
-def run(x, slots, weights, table, place, backend, size=E):
+def run(x, slots, weights, table, layer, backend, size=E):
     how = {"size": size, "backend": KERNELS[backend].load().moe}
-    return np.asarray(jax.jit(lambda *arrays: run_slots(*arrays, **how))(x, slots, weights, table, np.int32(place)))
+    return np.asarray(jax.jit(lambda *arrays: run_slots(*arrays, **how))(x, slots, weights, table, np.int32(layer)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,8 +63,8 @@ def test_slots_of_a_table_equal_a_loop(layer, backend):
 def test_a_table_of_another_format_is_computed_in_its_own(layer, backend):
     x, ids, weights, table = layer
     half = jax.tree.map(lambda array: array.astype(jnp.bfloat16), table)
-    found, expected = run(x, ids, weights, half, 0, backend), by_loop(x.astype(jnp.bfloat16), ids, weights, half, 0)
-    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    actual, expected = run(x, ids, weights, half, 0, backend), by_loop(x.astype(jnp.bfloat16), ids, weights, half, 0)
+    np.testing.assert_allclose(actual, expected, atol=0.02 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,10 +72,10 @@ def test_a_slot_of_nobody_adds_nothing_even_to_a_row_of_nan(layer, backend):
     x, ids, weights, table = layer
     slots = ids.copy()
     slots[4] = -1
-    found = run(x.at[4].set(jnp.nan), slots, weights, table, 0, backend)
-    assert (found[4] == 0).all()
+    actual = run(x.at[4].set(jnp.nan), slots, weights, table, 0, backend)
+    assert (actual[4] == 0).all()
     others = np.arange(N) != 4
-    np.testing.assert_array_equal(found[others], run(x, slots, weights, table, 0, backend)[others])
+    np.testing.assert_array_equal(actual[others], run(x, slots, weights, table, 0, backend)[others])
 
 
 def test_two_tables_add_up_to_the_layer(layer):

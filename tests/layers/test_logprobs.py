@@ -27,12 +27,12 @@ def test_token_logprobs_are_scipy_s() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("vocab", "k", "given"), [(313, 20, 20), (7, 20, 7), (313, 1, 1), (313, 0, 0)])
-def test_top_logprobs_are_the_best_in_order(vocab: int, k: int, given: int) -> None:
+@pytest.mark.parametrize(("vocab", "k", "num_finite"), [(313, 20, 20), (7, 20, 7), (313, 1, 1), (313, 0, 0)])
+def test_top_logprobs_are_the_best_in_order(vocab: int, k: int, num_finite: int) -> None:
     logits = logits_of(9, vocab)
     values, ids = jax.jit(top_logprobs, static_argnums=1)(jnp.asarray(logits), k)
     expected = log_softmax(logits.astype(np.float64), axis=-1)
-    order = np.argsort(-expected, axis=-1, kind="stable")[:, :given]
+    order = np.argsort(-expected, axis=-1, kind="stable")[:, :num_finite]
     assert ids.dtype == jnp.int32
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(values, np.take_along_axis(expected, order, -1), rtol=1e-6, atol=1e-6)

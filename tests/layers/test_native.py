@@ -151,7 +151,8 @@ def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
         jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize)
     )
     (routing, none), (recorded, written) = (
-        route(logits, top_k=top_k, renormalize=renormalize, block=given, layer=1) for given in (None, block)
+        route(logits, top_k=top_k, renormalize=renormalize, block=capture_block, layer=1)
+        for capture_block in (None, block)
     )
     assert none is None
     for got in (routing, recorded):
@@ -214,14 +215,16 @@ def test_deterministic_mode_refuses_it_by_name(field):
 def test_router_replays_what_it_is_given_and_writes_that_down():
     rng = np.random.default_rng(20)
     logits = rng.standard_normal((6, 8)).astype(np.float32)
-    given = np.stack([rng.permutation(8)[:2] for _ in range(6)]).astype(np.int32)
+    replayed_ids = np.stack([rng.permutation(8)[:2] for _ in range(6)]).astype(np.int32)
     valid = np.array([True, False] * 3)
-    replayed = LayerRouting(jnp.asarray(given), jnp.asarray(valid))
+    replayed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(valid))
     plain = replay_topk(jnp.asarray(logits), replayed, spec=RouterSpec(num_experts=8, top_k=2, renormalize=True))
     routing, block = route(
         logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed
     )
-    assert np.array_equal(routing.ids, plain.ids) and np.array_equal(np.asarray(routing.ids)[valid], given[valid])
+    assert np.array_equal(routing.ids, plain.ids) and np.array_equal(
+        np.asarray(routing.ids)[valid], replayed_ids[valid]
+    )
     assert np.array_equal(block[2:], plain.ids.T) and not np.any(block[:2])
 
 

@@ -95,20 +95,20 @@ def test_a_queue_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
     call = expert_call(dtype, shape)
     store, rng = ExpertTable(call.gate_up, call.down), np.random.default_rng(5)
     for fed in dict.fromkeys([dtype, "float32"]):
-        x, told = call.x.astype(fed), []
+        x, results = call.x.astype(fed), []
         for num_threads in (1, 2, 3):
             queue = HostExpertQueue([store], num_experts=4, num_threads=num_threads)
             send = functools.partial(run_job, queue)
-            told.append(bits(send(x, call.ids, call.weights)))
+            results.append(bits(send(x, call.ids, call.weights)))
             for count in (1, 5, 20):
                 rows = rng.permutation(ROWS)[:count]
-                np.testing.assert_array_equal(bits(send(x[rows], call.ids[rows], call.weights[rows])), told[0][rows])
-        for other in told[1:]:
-            np.testing.assert_array_equal(other, told[0])
+                np.testing.assert_array_equal(bits(send(x[rows], call.ids[rows], call.weights[rows])), results[0][rows])
+        for other in results[1:]:
+            np.testing.assert_array_equal(other, results[0])
 
 
 def run_job(queue, x, ids, weights):
-    return jax.jit(lambda *given: queue.wait(queue.submit(given[0], jnp.int32(0), *given[1:], store=0))[1])(
+    return jax.jit(lambda *inputs: queue.wait(queue.submit(inputs[0], jnp.int32(0), *inputs[1:], store=0))[1])(
         x, ids, weights
     )
 
@@ -135,8 +135,8 @@ class Served:
     def _traced(self, x, pool, angles, batch):
         step = StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid)
         attend = PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=self.num_pages)
-        places = StackOffsets(first_layer=0, first_moe_layer=1)
-        return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
+        offsets = StackOffsets(first_layer=0, first_moe_layer=1)
+        return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, offsets, self.case.spec)
 
     def step(self, asked, pool=None):
         """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the
@@ -183,18 +183,18 @@ def test_a_request_of_a_run_is_its_own(case):
     run, rng = served(case), np.random.default_rng(7)
     tokens = [(request, request % 40, 1) for request in range(ROWS)]
     expected, pool = run.step(tokens)
-    kept = [run.kept(pool, request) for request in range(ROWS)]
+    pages = [run.kept(pool, request) for request in range(ROWS)]
     for count, rows in zip(COUNTS, groups(), strict=True):
         asked = [tokens[row] for row in rows]
         if count <= 20:
             others = rng.permutation(np.setdiff1d(np.arange(ROWS), rows))[:2]
             asked[count // 2 : count // 2] = [(request, 3, 7 + request % 19) for request in others]
-        told, pool = run.step(asked)
-        for (request, _, number), outs in zip(asked, told, strict=True):
+        results, pool = run.step(asked)
+        for (request, _, number), outs in zip(asked, results, strict=True):
             if number == 1:
                 for ours, alone in zip(outs, expected[request], strict=True):
                     np.testing.assert_array_equal(ours, alone)
-                np.testing.assert_array_equal(run.kept(pool, request), kept[request])
+                np.testing.assert_array_equal(run.kept(pool, request), pages[request])
 
 
 @pytest.mark.parametrize("case", RUNS, ids=str)
@@ -202,28 +202,28 @@ def test_how_a_prompt_is_cut_changes_no_bit(case):
     """Few queries of a request meet its keys in another loop than many, and few rows the weights."""
     run, length = served(case), 45
     (whole,), pool = run.step([(9, 0, length)])
-    kept = run.kept(pool, 9)
+    pages = run.kept(pool, 9)
     for cuts in ((20, 25), (9, 8, 7, 21), (1, 44), (44, 1), (2, 3, 4, 5, 6, 25), (1,) * length):
         pool, start, parts = None, 0, []
         for count in cuts:
-            told, pool = run.step([(17, 5, 1), (9, start, count), (30, 0, 11)], pool)
-            parts.append(told[1])
+            results, pool = run.step([(17, 5, 1), (9, start, count), (30, 0, 11)], pool)
+            parts.append(results[1])
             start += count
         for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
             np.testing.assert_array_equal(np.concatenate(ours), expected)
-        np.testing.assert_array_equal(run.kept(pool, 9), kept)
+        np.testing.assert_array_equal(run.kept(pool, 9), pages)
 
 
 def everything():
     """Sums of each kind, in each dtype, as bits by name."""
-    told = {}
+    arrays = {}
     for dtype in DTYPES:
         x, weights = matrix(dtype, MATRICES[0])
-        told |= {f"{dtype} product {n}": bits(LINEAR(x[:n], weights, 0, dtype=jnp.float32)) for n in (1, 7, 64)}
-        told |= {f"{dtype} experts {shape}": bits(EXPERT_SUMS(expert_call(dtype, shape))) for shape in EXPERTS[:2]}
+        arrays |= {f"{dtype} product {n}": bits(LINEAR(x[:n], weights, 0, dtype=jnp.float32)) for n in (1, 7, 64)}
+        arrays |= {f"{dtype} experts {shape}": bits(EXPERT_SUMS(expert_call(dtype, shape))) for shape in EXPERTS[:2]}
         outs, _ = served((dtype, 64, 48)).step([(9, 0, 45), (17, 5, 1)])
-        told |= {f"{dtype} run {place}": array for place, array in enumerate(outs[0] + outs[1])}
-    return told
+        arrays |= {f"{dtype} run {index}": array for index, array in enumerate(outs[0] + outs[1])}
+    return arrays
 
 
 ON_ONE_CORE = """
@@ -293,13 +293,13 @@ def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
     multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 3 + (ctypes.c_void_p,) * 3, None
     x, weights = (np.ascontiguousarray(array) for array in matrix("bfloat16", (1040, 112)))
     wide, matrix_wide = x.astype(np.float64), weights[0].astype(np.float64)
-    bound, told = 1040 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix_wide)), []
+    bound, products = 1040 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix_wide)), []
     for rows in (1, 5, 9, 64):
-        told.append(np.empty((rows, 112), np.float32))
-        multiply(rows, 1040, 112, x.ctypes.data, weights.ctypes.data, told[-1].ctypes.data)
-    assert np.all(np.abs(told[-1] - wide @ matrix_wide) <= bound)
-    for few in told[:-1]:
-        np.testing.assert_array_equal(bits(few), bits(told[-1])[: len(few)])
+        products.append(np.empty((rows, 112), np.float32))
+        multiply(rows, 1040, 112, x.ctypes.data, weights.ctypes.data, products[-1].ctypes.data)
+    assert np.all(np.abs(products[-1] - wide @ matrix_wide) <= bound)
+    for few in products[:-1]:
+        np.testing.assert_array_equal(bits(few), bits(products[-1])[: len(few)])
 
 
 def rounded(array):

@@ -95,12 +95,12 @@ class Given:
     routed: RunRouting | None = None
 
     def call(self, x, pool, block):
-        places = StackOffsets(first_layer=0, first_moe_layer=1)
-        return native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
+        offsets = StackOffsets(first_layer=0, first_moe_layer=1)
+        return native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, offsets, self.spec)
 
     def run(self, **changes):
-        given = dataclasses.replace(self, **changes)
-        return jax.block_until_ready(jax.jit(given.call)(given.x, given.pool, given.block))
+        case = dataclasses.replace(self, **changes)
+        return jax.block_until_ready(jax.jit(case.call)(case.x, case.pool, case.block))
 
 
 def given(

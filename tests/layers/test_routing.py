@@ -28,9 +28,9 @@ def oracle(logits, replayed, valid, spec):
         scores = [s / sum(scores) for s in scores]
         live = sorted(range(spec.num_experts), key=lambda e: (-row[e], e))[: spec.top_k]
         chosen = [int(e) for e in replayed[n]] if valid is not None and valid[n] else live
-        kept = [scores[e] for e in chosen]
+        chosen_scores = [scores[e] for e in chosen]
         ids.append(chosen)
-        weights.append([w / sum(kept) for w in kept] if spec.renormalize else kept)
+        weights.append([w / sum(chosen_scores) for w in chosen_scores] if spec.renormalize else chosen_scores)
     return np.array(ids), np.array(weights)
 
 

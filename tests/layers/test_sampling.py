@@ -44,28 +44,28 @@ def take(batch: SamplingBatch, rows) -> SamplingBatch:
 def kept_by_loop(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """One row, float64, one token at a time: the order of the docstring, ties kept or dropped together."""
     scaled = logits.astype(np.float64) / temperature
-    kept = np.isfinite(scaled)
+    mask = np.isfinite(scaled)
     if 0 < top_k < len(scaled):
-        kept &= scaled >= sorted(scaled, reverse=True)[top_k - 1]
-    weights = np.where(kept, np.exp(scaled - scaled.max()), 0.0)
+        mask &= scaled >= sorted(scaled, reverse=True)[top_k - 1]
+    weights = np.where(mask, np.exp(scaled - scaled.max()), 0.0)
     probabilities = weights / weights.sum()
     if top_p < 1:
         nucleus, mass = np.zeros(len(scaled), bool), 0.0
-        for value in sorted(set(scaled[kept]), reverse=True):
-            group = kept & (scaled == value)
+        for value in sorted(set(scaled[mask]), reverse=True):
+            group = mask & (scaled == value)
             nucleus |= group
             mass += probabilities[group].sum()
             if mass >= top_p:
                 break
-        kept = nucleus
+        mask = nucleus
     if min_p > 0:
-        kept &= probabilities >= min_p * probabilities.max() * (1 - 1e-12)
-    return kept
+        mask &= probabilities >= min_p * probabilities.max() * (1 - 1e-12)
+    return mask
 
 
 def expected_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    kept = kept_by_loop(logits, temperature, top_k, top_p, min_p)
-    weights = np.where(kept, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0.0)
+    mask = kept_by_loop(logits, temperature, top_k, top_p, min_p)
+    weights = np.where(mask, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0.0)
     return weights / weights.sum()
 
 
@@ -74,16 +74,20 @@ def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
     counts = np.bincount(tokens, minlength=len(expected))
     if counts[expected == 0].any():
         return 0.0
-    wanted = expected * len(tokens)
-    rare = wanted < 5
+    expected_counts = expected * len(tokens)
+    rare = expected_counts < 5
     observed = np.append(counts[~rare], counts[rare].sum())
-    wanted = np.append(wanted[~rare], wanted[rare].sum())
-    if wanted[-1] < 5:  # the pool itself is rare: fold it into the most likely token
-        best = int(np.argmax(wanted[:-1]))
+    expected_counts = np.append(expected_counts[~rare], expected_counts[rare].sum())
+    if expected_counts[-1] < 5:  # the pool itself is rare: fold it into the most likely token
+        best = int(np.argmax(expected_counts[:-1]))
         observed[best] += observed[-1]
-        wanted[best] += wanted[-1]
-        observed, wanted = observed[:-1], wanted[:-1]
-    return 1.0 if len(wanted) < 2 else float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+        expected_counts[best] += expected_counts[-1]
+        observed, expected_counts = observed[:-1], expected_counts[:-1]
+    return (
+        1.0
+        if len(expected_counts) < 2
+        else float(stats.chisquare(observed, expected_counts * observed.sum() / expected_counts.sum()).pvalue)
+    )
 
 
 def draw(logits: np.ndarray, seed: int, mode: SamplingMode, **values) -> np.ndarray:
@@ -136,8 +140,8 @@ def test_draws_over_seeds_and_over_choices_are_independent_too(varied: str) -> N
     tokens = np.asarray(DRAWS(rows, batch_of(NUM_DRAWS, **{varied: np.arange(NUM_DRAWS)}), SamplingMode.RANDOM)[0])
     assert p_value(tokens, expected_distribution(logits, 1.0)) > 1e-3
     pairs = tokens[:-1] * 4 + tokens[1:]  # neighbours in seed or choice
-    one = expected_distribution(logits, 1.0)
-    assert p_value(pairs, np.outer(one, one).ravel()) > 1e-3
+    distribution = expected_distribution(logits, 1.0)
+    assert p_value(pairs, np.outer(distribution, distribution).ravel()) > 1e-3
 
 
 def filter_cases() -> Iterator[tuple[np.ndarray, float, int, float, float]]:
@@ -166,19 +170,19 @@ def test_filters_keep_what_the_loop_keeps() -> None:
     logits = np.stack([case[0] for case in cases])
     temperature, top_k, top_p, min_p = (np.array(column) for column in list(zip(*cases, strict=True))[1:])
     batch = batch_of(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = np.isfinite(np.asarray(PROCESSED(jnp.asarray(logits), batch, SamplingMode.FILTERED)))
+    mask = np.isfinite(np.asarray(PROCESSED(jnp.asarray(logits), batch, SamplingMode.FILTERED)))
     expected = np.stack([kept_by_loop(*case) for case in cases])
-    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(mask, expected)
     assert 300 < expected.sum() < 0.7 * expected.size
 
 
 def test_filtered_scores_are_the_scaled_logits_up_to_a_constant() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (4, 30)).astype(np.float32)
-    kept = np.asarray(PROCESSED(jnp.asarray(logits), batch_of(4, temperature=0.7, top_k=9), SamplingMode.FILTERED))
-    finite = np.isfinite(kept)
+    filtered = np.asarray(PROCESSED(jnp.asarray(logits), batch_of(4, temperature=0.7, top_k=9), SamplingMode.FILTERED))
+    finite = np.isfinite(filtered)
     assert (finite.sum(-1) == 9).all()
     np.testing.assert_allclose(
-        kept[finite], ((logits - logits.max(-1, keepdims=True)) / 0.7)[finite], rtol=1e-5, atol=1e-6
+        filtered[finite], ((logits - logits.max(-1, keepdims=True)) / 0.7)[finite], rtol=1e-5, atol=1e-6
     )
 
 
@@ -194,8 +198,8 @@ def test_the_tightest_values_leave_the_best_token(values: dict[str, float]) -> N
 
 def test_top_k_equal_scores_at_the_border_are_all_kept() -> None:
     logits = jnp.asarray([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]], jnp.float32)
-    kept = np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=2), SamplingMode.FILTERED)))
-    np.testing.assert_array_equal(kept, [[True, False, True, True, False, True]])
+    mask = np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=2), SamplingMode.FILTERED)))
+    np.testing.assert_array_equal(mask, [[True, False, True, True, False, True]])
 
 
 def test_negative_zero_ties_with_zero() -> None:

@@ -52,8 +52,8 @@ def live_ids(z, bias, spec):
     size = spec.num_experts // spec.num_groups
     groups = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
     worth = [sum(sorted((chosen_by[e] for e in group), reverse=True)[: spec.group_score_topk]) for group in groups]
-    kept = [e for g in ranked(worth, range(spec.num_groups))[: spec.topk_group] for e in groups[g]]
-    return scores, ranked(chosen_by, kept)[: spec.top_k]
+    candidates = [e for g in ranked(worth, range(spec.num_groups))[: spec.topk_group] for e in groups[g]]
+    return scores, ranked(chosen_by, candidates)[: spec.top_k]
 
 
 def weights_of(z, scores, ids, spec):
@@ -135,8 +135,8 @@ def test_a_selection_bias_moves_the_choice_and_never_a_weight():
     spec = SPECS["Moonlight, GLM-4.5"]
     logits, bias, replayed, valid = inputs(spec, seed=4)
     routed = LayerRouting(jnp.asarray(replayed), jnp.ones(len(valid), bool))
-    one, other = (run(spec, logits, b, routed).weights for b in (bias, -bias))
-    assert np.array_equal(one, other)
+    left, right = (run(spec, logits, b, routed).weights for b in (bias, -bias))
+    assert np.array_equal(left, right)
     assert not np.array_equal(run(spec, logits, bias, None).ids, run(spec, logits, -bias, None).ids)
 
 

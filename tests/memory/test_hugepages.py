@@ -16,13 +16,13 @@ from routed_experts.models.sharding import buffers_of
 def mappings(low, high):
     """Those of this process that hold a part of [low, high), by /proc/self/smaps: where each begins and ends, its bytes
     of large pages."""
-    found = []
+    spans = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(place, 16) for place in span.groups())
+            begin, end = (int(address, 16) for address in span.groups())
         elif line.startswith("AnonHugePages:") and begin < high and low < end:
-            found.append((begin, end, int(line.split()[1]) * 1024))
-    return found
+            spans.append((begin, end, int(line.split()[1]) * 1024))
+    return spans
 
 
 def whole_pages(low, high):
@@ -42,9 +42,9 @@ def assert_on_large_pages(array):
 
 def asked_for(array):
     """Bytes that were moved, of an array 0, 1, 2 ..., which keeps its place and contents."""
-    place = buffers_of(array)
+    buffers = buffers_of(array)
     moved = advise_hugepages([array])
-    assert buffers_of(array) == place
+    assert buffers_of(array) == buffers
     np.testing.assert_array_equal(array, np.arange(array.size))
     assert 0 <= moved <= array.nbytes
     return moved

@@ -205,7 +205,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         locks = Counter(holder.node for holder in self.holders)
         assert self.cache.check_integrity(locks) == []
-        owners = {f"request {place}": array(holder.pages[holder.locked :]) for place, holder in enumerate(self.holders)}
+        owners = {f"request {index}": array(holder.pages[holder.locked :]) for index, holder in enumerate(self.holders)}
         assert self.allocator.check_integrity({"cache": self.cache.owned_pages(), **owners}) == []
         locked = self.locked_keys()
         assert self.cache.num_cached == len(self.cached)

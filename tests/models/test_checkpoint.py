@@ -25,13 +25,15 @@ KNOWN = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 def write_shards(folder, tensors, *, num_shards=2):
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)
-    placed = {name: f"model-{i % num_shards + 1:05}-of-{num_shards:05}.safetensors" for i, name in enumerate(names)}
-    for file in set(placed.values()):
+    weight_map = {name: f"model-{i % num_shards + 1:05}-of-{num_shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
         save_file(
-            {name: tensors[name] for name in names if placed[name] == file}, folder / file, metadata={"format": "pt"}
+            {name: tensors[name] for name in names if weight_map[name] == file},
+            folder / file,
+            metadata={"format": "pt"},
         )
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    return placed
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
 
 
 def expert_table(layers, experts, dim, width):
@@ -290,13 +292,13 @@ def test_bad_index_is_named(tmp_path, text):
 
 def test_index_and_shards_must_agree(tmp_path):
     tensors = {name: np.zeros(2, np.float32) for name in "abcd"}
-    placed = write_shards(tmp_path, tensors)
+    weight_map = write_shards(tmp_path, tensors)
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {**placed, "ghost": placed["a"]}}))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "ghost": weight_map["a"]}}))
     with pytest.raises(CheckpointError, match="lacks ghost"):
         Checkpoint(tmp_path)
-    index.write_text(json.dumps({"weight_map": placed}))
-    save_file(tensors, tmp_path / placed["b"])
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    save_file(tensors, tmp_path / weight_map["b"])
     with pytest.raises(CheckpointError, match="another shard holds too"):
         Checkpoint(tmp_path)
 
@@ -315,12 +317,12 @@ def test_every_fault_is_told_at_once(tmp_path):
     checkpoint = Checkpoint(save(tmp_path, {}, tensors))
     with pytest.raises(CheckpointError) as caught:
         check(table, checkpoint, ignore=("*.rotary_emb.inv_freq",))
-    told = str(caught.value)
-    assert f"11 missing ({', '.join(missing[:8])}, and 3 more)" in told
-    assert "1 unexpected (stray)" in told
-    assert "1 misshapen (1.norm is [5], expected [4])" in told
-    assert "embed is I8" in told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert f"11 missing ({', '.join(missing[:8])}, and 3 more)" in message
+    assert "1 unexpected (stray)" in message
+    assert "1 misshapen (1.norm is [5], expected [4])" in message
+    assert "embed is I8" in message
+    assert "\n" not in message
 
 
 def test_transposed_tensor_of_the_wrong_way_round_is_misshapen(tmp_path):
@@ -334,11 +336,11 @@ def test_transposed_tensor_of_the_wrong_way_round_is_misshapen(tmp_path):
 def test_tied_head_may_be_there_or_not(tmp_path):
     embed = WeightSource(name="embed", shape=(3, 2), target="embed")
     head = WeightSource(name="lm_head.weight", shape=(3, 2), target="head", transpose=True, optional=True)
-    one = np.arange(6, dtype=np.float32).reshape(3, 2)
+    embedding = np.arange(6, dtype=np.float32).reshape(3, 2)
     targets = {"embed": jax.ShapeDtypeStruct((3, 2), jnp.float32), "head": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     without, with_head = (
-        save(tmp_path / "a", {}, {"embed": one}),
-        save(tmp_path / "b", {}, {"embed": one, "lm_head.weight": one + 1}),
+        save(tmp_path / "a", {}, {"embed": embedding}),
+        save(tmp_path / "b", {}, {"embed": embedding, "lm_head.weight": embedding + 1}),
     )
     for folder, names in ((without, {"embed"}), (with_head, {"embed", "head"})):
         checkpoint = Checkpoint(folder)
@@ -346,7 +348,7 @@ def test_tied_head_may_be_there_or_not(tmp_path):
         check([embed], checkpoint, ignore=("lm_head.weight",))
         loaded = load(checkpoint, [embed, head], targets)
         assert loaded.keys() == names
-    assert np.array_equal(loaded["head"], one.T + 1)
+    assert np.array_equal(loaded["head"], embedding.T + 1)
 
 
 # loading
@@ -400,12 +402,12 @@ def test_progress_counts_all_bytes_once(tmp_path):
     tensors = random_tensors(table, np.float16)
     checkpoint = Checkpoint(save(tmp_path, {}, tensors))
     for host_bytes in (1 << 20, 40):
-        told = []
+        calls = []
         targets = targets_of(2, 3, 4, 3, "float32")
-        load(checkpoint, table, targets, progress=lambda *pair, told=told: told.append(pair), host_bytes=host_bytes)
+        load(checkpoint, table, targets, progress=lambda *pair, calls=calls: calls.append(pair), host_bytes=host_bytes)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        assert told[-1] == (size, size)
-        assert [done for done, _ in told] == sorted({done for done, _ in told})
+        assert calls[-1] == (size, size)
+        assert [done for done, _ in calls] == sorted({done for done, _ in calls})
 
 
 def test_stacks_of_one_kind_compile_once(tmp_path):

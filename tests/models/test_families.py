@@ -95,14 +95,14 @@ def compare(oracle, prompt, result, tally, *, prompt_logprobs):
         tally.tokens += 1
         tally.near_tokens += int(best - second <= MARGIN)
         assert best - second <= MARGIN or token == int(np.argmax(logits)), (step, token, int(np.argmax(logits)))
-    told = [(len(prompt), meta["output_token_logprobs"])] + (
+    groups = [(len(prompt), meta["output_token_logprobs"])] + (
         [(0, meta["input_token_logprobs"])] if prompt_logprobs else []
     )
-    for first, entries in told:
-        for place, (value, token, _) in enumerate(entries, start=first):
-            assert token == tokens[place] and (value is None) == (place == 0)
+    for first, entries in groups:
+        for position, (value, token, _) in enumerate(entries, start=first):
+            assert token == tokens[position] and (value is None) == (position == 0)
             if value is not None:
-                tally.logprob = max(tally.logprob, abs(value - judged.logprobs[place - 1, token]))
+                tally.logprob = max(tally.logprob, abs(value - judged.logprobs[position - 1, token]))
     layer_ids = oracle.case.layer_ids
     if not layer_ids:
         return
@@ -164,14 +164,14 @@ def programs(name, monkeypatch):
     """What is compiled: where a family has nothing of its own after the last layer, of the four ways to choose a token
     the greedy one."""
 
-    def wanted(runner):
+    def selected_jobs(runner):
         jobs = lowerings(runner.state, runner.spec, runner.config)
         needed = {
             key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplingMode.GREEDY
         }
         return jobs if name in ALL_FORMS else needed
 
-    monkeypatch.setattr(ModelRunner, "_jobs", wanted)
+    monkeypatch.setattr(ModelRunner, "_jobs", selected_jobs)
 
 
 @pytest.mark.usefixtures("programs")

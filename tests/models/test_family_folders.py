@@ -139,8 +139,8 @@ def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name
         for at in layers:
             parts = {part: [] for part in ("gate", "up", "down")}
             for expert in range(16):
-                for part, found in parts.items():
-                    found.append(tensors.pop(f"{at}.experts.{expert}.{part}_proj.weight"))
+                for part, weights in parts.items():
+                    weights.append(tensors.pop(f"{at}.experts.{expert}.{part}_proj.weight"))
             tensors[f"{at}.experts.gate_up_proj"] = np.concatenate(
                 [np.stack(parts["gate"]), np.stack(parts["up"])], axis=1
             )
@@ -215,8 +215,8 @@ def lowered_size(values, num_layers):
     graphdef, state = nnx.split(
         nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
     )
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
     cache = {field.name: getattr(config.cache, field.name) for field in dataclasses.fields(config.cache)}
     pool = KVPoolSpec(num_pages=9, page_size=8, dtype=jnp.dtype(jnp.float32), num_requests=5, **cache)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs)
@@ -267,7 +267,9 @@ def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_th
     wild = bench.drive()
     wild.add(*(request(str(i), prompt, 12) for i, prompt in enumerate(prompts)))
     retracted = sum(wild.retract_victim() for _ in range(6) if [wild.steps(2)])
-    told = wild.run()
+    outputs = wild.run()
     assert retracted >= 3
-    assert {rid: one.tokens for rid, one in told.items()} == {rid: one.tokens for rid, one in calm_told.items()}
+    assert {rid: output.tokens for rid, output in outputs.items()} == {
+        rid: output.tokens for rid, output in calm_told.items()
+    }
     assert assert_all_faithful(wild) > 100

@@ -77,9 +77,9 @@ def test_a_config_that_contradicts_its_tensors_is_told_by_name(tmp_path, keys, w
     rewrite_config(folder, **keys)
     with pytest.raises(CheckpointError) as caught:
         ModelFolder.open(folder)
-    told = str(caught.value)
-    assert all(word in told for word in words), told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
 def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too(tmp_path):
@@ -92,19 +92,19 @@ def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too
     }
     tensors["lm_head.weight"] = np.zeros((313, 16), np.int8)
     folder = save(tmp_path, config, tensors)
-    told = []
+    messages = []
     for call in (lambda: ModelFolder.open(folder), lambda: Engine(str(folder), skip_tokenizer_init=True)):
         with pytest.raises(CheckpointError) as caught:
             call()
-        told.append(str(caught.value))
-    assert told[0] == told[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     for words in (
         "2 missing (model.norm.weight, model.layers.1.mlp.experts.2.up_proj.weight)",
         "1 unexpected (model.layers.0.self_attn.q_proj.bias)",
         "1 misshapen (model.layers.1.mlp.gate.weight is [16, 4], expected [4, 16])",
         "lm_head.weight is I8",
     ):
-        assert words in told[0], told[0]
+        assert words in messages[0], messages[0]
 
 
 def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(tmp_path):
@@ -152,11 +152,11 @@ def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
                 assert np.array_equal(array(f"{x}_norm")[row], own[f"self_attn.{x}_norm"])
             experts = ["mlp"] if layer == 1 else [f"mlp.experts.{expert}" for expert in range(4)]
             for expert, mlp in enumerate(experts):
-                place = row * len(experts) + expert
+                index = row * len(experts) + expert
                 assert np.array_equal(
-                    array("gate_up")[place], np.concatenate([own[f"{mlp}.gate_proj"], own[f"{mlp}.up_proj"]]).T
+                    array("gate_up")[index], np.concatenate([own[f"{mlp}.gate_proj"], own[f"{mlp}.up_proj"]]).T
                 )
-                assert np.array_equal(array("down")[place], own[f"{mlp}.down_proj"].T)
+                assert np.array_equal(array("down")[index], own[f"{mlp}.down_proj"].T)
             if layer != 1:
                 assert np.array_equal(array("router")[row], own["mlp.gate"].T)
 
@@ -166,16 +166,18 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
     tensors = tiny_tensors(tiny_config(**SMALL))
     folder = tmp_path / "sharded"
     folder.mkdir()
-    placed = {name: f"model-{at % 3 + 1:05}-of-00003.safetensors" for at, name in enumerate(tensors)}
-    for file in sorted(set(placed.values())):
+    weight_map = {name: f"model-{at % 3 + 1:05}-of-00003.safetensors" for at, name in enumerate(tensors)}
+    for file in sorted(set(weight_map.values())):
         save_file(
-            {name: tensors[name] for name in tensors if placed[name] == file}, folder / file, metadata={"format": "pt"}
+            {name: tensors[name] for name in tensors if weight_map[name] == file},
+            folder / file,
+            metadata={"format": "pt"},
         )
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text((whole / "config.json").read_text())
-    one, other = arrays_of(whole), arrays_of(folder)
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    left, right = arrays_of(whole), arrays_of(folder)
+    assert left.keys() == right.keys()
+    assert all(np.array_equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -195,10 +197,10 @@ def test_auto_is_the_most_common_dtype(tmp_path):
 
 
 def test_progress_ends_at_the_size_of_the_checkpoint(tmp_path):
-    opened, told = ModelFolder.open(write_tiny_checkpoint(tmp_path, **PLAIN)), []
-    opened.load(jnp.dtype(jnp.float32), progress=lambda done, total: told.append((done, total)))
+    opened, calls = ModelFolder.open(write_tiny_checkpoint(tmp_path, **PLAIN)), []
+    opened.load(jnp.dtype(jnp.float32), progress=lambda done, total: calls.append((done, total)))
     size = sum(tensor.nbytes for tensor in tiny_tensors(tiny_config(**SMALL)).values())
-    assert told[-1] == (size, size) and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert calls[-1] == (size, size) and [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 def test_opening_reads_headers_and_loading_says_what_is_damaged(tmp_path):

@@ -175,9 +175,9 @@ def find(hub, tmp_path):
 
 
 def settings(hub, tmp_path, environment):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
-    return {**kept, **own, "PYTHONPATH": str(SRC), **environment}
+    return {**inherited, **own, "PYTHONPATH": str(SRC), **environment}
 
 
 def test_a_folder_the_demo_and_an_id_are_told_apart(tmp_path, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_revision_is_another_folder_and_weights_may_be_left_out(find):
 
 
 @pytest.mark.parametrize(
-    ("model", "revision", "told"),
+    ("model", "revision", "match"),
     [
         (
             "org/missing",
@@ -245,10 +245,10 @@ def test_a_revision_is_another_folder_and_weights_may_be_left_out(find):
         ("org/a..b", "", r"CheckpointError: org/a..b is neither a folder nor the id of a repository"),
     ],
 )
-def test_a_repository_that_cannot_be_had_is_one_error(hub, find, model, revision, told):
+def test_a_repository_that_cannot_be_had_is_one_error(hub, find, model, revision, match):
     hub.gated.add("org/gated")
-    assert re.match(told, find(model, revision=revision))
-    assert re.match(told, find(model, revision=revision))
+    assert re.match(match, find(model, revision=revision))
+    assert re.match(match, find(model, revision=revision))
 
 
 def test_without_a_network_only_a_whole_cache_will_do(hub, find):
@@ -274,8 +274,8 @@ def test_a_connection_that_ends_early_is_resumed_where_it_ended(hub, find):
 def test_an_interrupted_download_is_no_checkpoint_and_goes_on(hub, find):
     hub.cut_at = 1000
     hub.repositories["org/shards"]["model-00001-of-00002.safetensors"] = b"arrives"
-    told = r"CheckpointError: fetching org/shards was interrupted \(.*\); start again: what was fetched is kept"
-    assert re.match(told, find("org/shards"))
+    match = r"CheckpointError: fetching org/shards was interrupted \(.*\); start again: what was fetched is kept"
+    assert re.match(match, find("org/shards"))
     assert find("org/shards", HF_HUB_OFFLINE="1").startswith("CheckpointError: org/shards is not whole in ")
     hub.cut_at = None
     hub.requests.clear()

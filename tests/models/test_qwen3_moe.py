@@ -168,11 +168,11 @@ def test_a_model_that_was_not_loaded_has_the_shapes_of_the_checkpoint_table(mode
 def test_asking_for_the_ids_does_not_change_the_logits(model):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 313, (2, 9)), jnp.int32)
     run = nnx.jit(forward, static_argnames=("return_routed",))
-    silent, told = run(model, tokens), run(model, tokens, return_routed=True)
-    assert silent.ids is None
-    assert told.ids.shape == (2, 9, 2, 4)
-    assert np.array_equal(silent.logits, told.logits)
-    assert silent.logits.dtype == jnp.float32
+    without, captured = run(model, tokens), run(model, tokens, return_routed=True)
+    assert without.ids is None
+    assert captured.ids.shape == (2, 9, 2, 4)
+    assert np.array_equal(without.logits, captured.logits)
+    assert without.logits.dtype == jnp.float32
 
 
 def test_a_dense_model_has_no_ids(model):

@@ -125,13 +125,13 @@ def compare_tokens(judged, prompt, answer, tally):
         tally.exceptions += int(token != int(np.argmax(logits)))
 
 
-def compare_logprobs(judged, told, tokens, first, tally):
+def compare_logprobs(judged, entries, tokens, first, tally):
     """`told` holds [value, token, text] for tokens[first:]; the first token of a sequence has no value."""
-    assert [entry[1] for entry in told] == list(tokens[first : first + len(told)])
-    for place, (value, token, _) in enumerate(told, start=first):
-        assert (value is None) == (place == 0)
+    assert [entry[1] for entry in entries] == list(tokens[first : first + len(entries)])
+    for position, (value, token, _) in enumerate(entries, start=first):
+        assert (value is None) == (position == 0)
         if value is not None:
-            tally.logprob = max(tally.logprob, abs(value - judged.logprobs[place - 1, token]))
+            tally.logprob = max(tally.logprob, abs(value - judged.logprobs[position - 1, token]))
 
 
 def compare(model, prompt, result, tally, *, prompt_logprobs=True):
@@ -217,8 +217,8 @@ def test_half_precision_checkpoints_are_served_in_their_own_dtype(tmp_path, dtyp
         rows = extract_routed_experts_from_meta_info(result).reshape(-1, 4, 4)[:, 1:]
         flipped += int(np.sum(np.any(np.sort(rows, axis=-1) != np.sort(judged.ids[:-1], axis=-1), axis=-1)))
         total += rows.shape[0] * rows.shape[1]
-        for place, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"], start=len(prompt)):
-            differences.append(abs(value - judged.logprobs[place - 1, token]))
+        for position, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"], start=len(prompt)):
+            differences.append(abs(value - judged.logprobs[position - 1, token]))
     print(
         f"{dtype}: {flipped} of {total} routers flipped ({flipped / total:.2%}), mean logprob difference "
         f"{np.mean(differences):.1e}"

@@ -123,9 +123,9 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
         if not change:
             continue
         (folder / "config.json").write_text(json.dumps(values | change))
-        told = refusal(folder)
-        if not all(word in told for word in (*words, str(folder), "expected")) or "\n" in told:
-            wrong.append((change, told))
+        message = refusal(folder)
+        if not all(word in message for word in (*words, str(folder), "expected")) or "\n" in message:
+            wrong.append((change, message))
         checked += 1
     assert not wrong, wrong
     assert len(jax.live_arrays()) <= held, "memory was taken"

@@ -33,8 +33,8 @@ def test_a_variation_is_what_transformers_makes_of_it(tmp_path, start):
 
 def test_the_command_that_runs_them_all_prints_a_line_each(capsys):
     assert main(["Llama: linear"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("Llama: linear, tie_word_embeddings=True: Verdict(") and told[-1].startswith(
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Llama: linear, tie_word_embeddings=True: Verdict(") and lines[-1].startswith(
         "1 variations, 0 differ"
     )
 

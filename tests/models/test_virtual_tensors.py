@@ -77,9 +77,9 @@ def test_a_packed_checkpoint_loads_the_numbers_of_an_unpacked_one(tmp_path):
         )
         (folder / "config.json").write_text(json.dumps(config | extra))
         folders.append(folder)
-    one, other = (state_of(folder) for folder in folders)
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    left, right = (state_of(folder) for folder in folders)
+    assert left.keys() == right.keys()
+    assert all(np.array_equal(left[name], right[name]) for name in left)
 
 
 def resized(name, tensor):

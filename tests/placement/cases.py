@@ -19,7 +19,7 @@ def greedy_row(load, *, num_instances, num_groups, num_nodes, num_devices, max_r
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
     size = len(load) // groups
     sums = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
-    placed, loads = [], load
+    instances, loads = [], load
     for node in serial_pack(sums, nodes):
         experts = [g * size + e for g in node for e in range(size)]
         load = loads if any(loads[e] for e in experts) else [1] * len(loads)  # nothing is known of this node's
@@ -29,10 +29,10 @@ def greedy_row(load, *, num_instances, num_groups, num_nodes, num_devices, max_r
             dearest = next(e for e in experts if counts[e] < max_replicas and load[e] / counts[e] == most)
             counts[dearest] += 1
             made.append(dearest)
-        placed += [
+        instances += [
             made[i] for pack in serial_pack([load[e] / counts[e] for e in made], num_devices // nodes) for i in pack
         ]
-    return placed
+    return instances
 
 
 def serial_pack(weights, num_packs):

@@ -64,8 +64,8 @@ def test_the_published_example_comes_out_exactly(refined):
 @given(placement_cases())
 def test_the_placement_is_that_of_the_serial_algorithm(case):
     loads, sizes = case
-    placed = rebalance(loads, **sizes, refined=False).physical_to_logical_map
-    for load, row in zip(loads, placed.tolist(), strict=True):
+    layout = rebalance(loads, **sizes, refined=False).physical_to_logical_map
+    for load, row in zip(loads, layout.tolist(), strict=True):
         assert row == greedy_row(load.tolist(), **sizes)
 
 
@@ -83,8 +83,8 @@ def test_a_refined_placement_is_whole_within_its_limits_and_no_worse(case):
     if sizes["num_groups"] % sizes["num_nodes"] == 0:  # an expert's instances stay on the node of its group
         node = placement.physical_to_logical_map.reshape(len(loads), sizes["num_nodes"], -1)
         published = plain.physical_to_logical_map.reshape(node.shape)
-        assert [[set(one) for one in layer] for layer in node.tolist()] == [
-            [set(one) for one in layer] for layer in published.tolist()
+        assert [[set(group) for group in layer] for layer in node.tolist()] == [
+            [set(group) for group in layer] for layer in published.tolist()
         ]
 
 

@@ -44,9 +44,9 @@ def test_no_other_names_for_the_devices_move_fewer_experts(seed, num_nodes):
     orders = [[v for node in order for v in node] for order in itertools.product(*node_orders)]
     for layer in range(2):
         before, after = by_device(old, layer), by_device(new, layer)
-        kept = [sum(len({*after[v]} & {*before[place]}) for place, v in enumerate(order)) for order in orders]
-        found = sum(len({*a} & {*b}) for a, b in zip(by_device(named, layer), before, strict=True))
-        assert found == max(kept)
+        retained = [sum(len({*after[v]} & {*before[index]}) for index, v in enumerate(order)) for order in orders]
+        num_retained = sum(len({*a} & {*b}) for a, b in zip(by_device(named, layer), before, strict=True))
+        assert num_retained == max(retained)
         assert num_copies(old, named)[layer] == copies_of(before, by_device(named, layer))
         assert sorted(map(sorted, by_device(named, layer))) == sorted(map(sorted, after))
     assert np.allclose(np.sort(device_load(load, named)), np.sort(device_load(load, new)))
@@ -118,9 +118,12 @@ def test_a_placement_is_applied_when_its_gain_pays_for_its_copies():
     skewed = np.array([[4.0, 4, 1, 1, 1, 1, 1, 3]])  # devices 8 2 2 4: balance 16 / 4 / 8 = 1 / 2
     new = rebalance(skewed, num_instances=8, num_devices=4)  # 5 5 4 2: 4 / 5
     moved = int(num_copies(now, new).sum())
-    told = estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10, link_bytes_per_s=1000)
-    assert (told.balancedness_now, told.balancedness_new) == (pytest.approx(1 / 2), pytest.approx(4 / 5))
-    assert (told.gain_s, told.cost_s) == (pytest.approx(2 * (1 - 5 / 8)), pytest.approx(moved / 100)) and told.pays_off
+    estimate = estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10, link_bytes_per_s=1000)
+    assert (estimate.balancedness_now, estimate.balancedness_new) == (pytest.approx(1 / 2), pytest.approx(4 / 5))
+    assert (estimate.gain_s, estimate.cost_s) == (
+        pytest.approx(2 * (1 - 5 / 8)),
+        pytest.approx(moved / 100),
+    ) and estimate.pays_off
     assert not estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10**6, link_bytes_per_s=1000).pays_off
     level = np.array([[1.06, 1, 1, 1, 1, 1, 1, 1]])  # nothing to gain worth a change, were it free
     best = rebalance(level, num_instances=8, num_devices=4)

@@ -107,17 +107,17 @@ def test_coverage_is_that_of_caches_of_every_size():
     for layer in range(3):
         accesses = record.ids[:, layer].ravel().tolist()
         for size in range(33):
-            kept, hits = OrderedDict(), 0
+            cache, hits = OrderedDict(), 0
             for expert in accesses:
-                hits += expert in kept
-                kept[expert] = None
-                kept.move_to_end(expert)
-                if len(kept) > size:
-                    kept.popitem(last=False)
+                hits += expert in cache
+                cache[expert] = None
+                cache.move_to_end(expert)
+                if len(cache) > size:
+                    cache.popitem(last=False)
             assert lru.hits[layer, size] == pytest.approx(hits / len(accesses))
             assert lru.copies_per_token[layer, size] == pytest.approx((len(accesses) - hits) / 60)
-            found = np.isin(accesses, resident(load, per_layer=size).experts[layer]).mean()
-            assert static[layer, size] == pytest.approx(found)
+            coverage = np.isin(accesses, resident(load, per_layer=size).experts[layer]).mean()
+            assert static[layer, size] == pytest.approx(coverage)
 
 
 def test_concentration_is_one_where_load_is_even_and_e_where_one_expert_has_all():

@@ -17,7 +17,7 @@ LENGTH = 24
 
 def places_of(samples, layout, seq_len, width):
     """{(row, column): (sample, token)} by the words of the layouts."""
-    placed, offset = {}, 0
+    positions, offset = {}, 0
     for index, sample in enumerate(samples):
         for token in range(sample.num_tokens):
             row, column = index, token
@@ -28,16 +28,16 @@ def places_of(samples, layout, seq_len, width):
             elif layout == "packed":
                 row, column = 0, offset + token
             if 0 <= column < seq_len and (layout != "pad_both" or column >= 0):
-                placed[row, column] = (index, token)
+                positions[row, column] = (index, token)
         offset += sample.num_tokens
-    return placed
+    return positions
 
 
-def check_batch(batch, samples, placed):
+def check_batch(batch, samples, positions):
     shape = batch.ids.shape
     assert batch.ids.dtype == SPEC.dtype and batch.valid.dtype == batch.pad.dtype == np.bool_
     for row, column in np.ndindex(*shape[:2]):
-        index, token = placed.get((row, column), (None, None))
+        index, token = positions.get((row, column), (None, None))
         assert batch.pad[row, column] == (index is None)
         record = None if index is None else samples[index].record
         known = record is not None and 0 <= token - record.start < record.num_rows
@@ -84,8 +84,8 @@ def test_rows_are_cut_with_their_tokens(layout):
     rng, width = np.random.default_rng(5), 5 if layout == "pad_both" else None
     samples = [Sample(random_record(rng, 30, prompt_len=14), 30, 14)]
     batch = align(samples, layout=layout, seq_len=13, spec=SPEC, prompt_width=width)
-    placed = {(0, column): (0, (9 if layout == "pad_both" else 0) + column) for column in range(13)}
-    check_batch(batch, samples, placed)
+    positions = {(0, column): (0, (9 if layout == "pad_both" else 0) + column) for column in range(13)}
+    check_batch(batch, samples, positions)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -122,11 +122,11 @@ def test_weights_travel_with_their_ids():
 # --- what does not fit
 
 
-def changed(place=None, ids=None, **fields):
+def changed(index=None, ids=None, **fields):
     record = random_record(np.random.default_rng(1), 10)
-    if place is not None:
+    if index is not None:
         array = record.ids.copy()
-        array[place] = ids
+        array[index] = ids
         fields["ids"] = array
     return dataclasses.replace(record, **fields)
 
@@ -157,9 +157,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_record_that_does_not_fit_is_named(kind):
-    record, said = FAULTS[kind]
+    record, match = FAULTS[kind]
     good = Sample(changed(), 10)
-    with pytest.raises(RoutingAlignmentError, match=said):
+    with pytest.raises(RoutingAlignmentError, match=match):
         align([good, Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC)
 
 
@@ -216,9 +216,9 @@ WORDS = {
 
 @pytest.mark.parametrize("kind", WORDS)
 def test_words_that_say_nothing_are_refused(kind):
-    said, text = WORDS[kind]
+    kwargs, text = WORDS[kind]
     with pytest.raises(RoutingAlignmentError, match=text):
-        align(**dict(samples=[Sample(None, 10)], layout="pad_right", seq_len=12, spec=SPEC) | said)
+        align(**dict(samples=[Sample(None, 10)], layout="pad_right", seq_len=12, spec=SPEC) | kwargs)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8])

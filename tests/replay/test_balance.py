@@ -41,10 +41,14 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
 
     def run(logits, bias, replayed, valid, counted):
         recorder = RoutingRecorder.start(len(logits), capture, BalanceRecorder.start(counted, capture, on))
-        given = {"spec": spec, "kernels": Kernels(moe=MOE_BACKENDS["reference"]), "bias": bias if spec.biased else None}
-        return route(logits, LayerRouting(replayed, valid), jnp.int32(1), recorder, **given)[1].balance.result()
+        kwargs = {
+            "spec": spec,
+            "kernels": Kernels(moe=MOE_BACKENDS["reference"]),
+            "bias": bias if spec.biased else None,
+        }
+        return route(logits, LayerRouting(replayed, valid), jnp.int32(1), recorder, **kwargs)[1].balance.result()
 
-    told = jax.jit(run)(logits, bias.astype(np.float32), replayed, valid, counted)
+    actual = jax.jit(run)(logits, bias.astype(np.float32), replayed, valid, counted)
     counts, sums = np.zeros(spec.num_experts, int), np.zeros(spec.num_experts)
     for n in np.flatnonzero(counted):
         for expert in (
@@ -54,11 +58,11 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
         ):
             counts[expert] += 1
         sums += spread(logits[n].astype(np.float64), spec)
-    np.testing.assert_array_equal(told.counts, [0 * counts, counts])
-    np.testing.assert_allclose(told.probabilities, [0 * sums, sums / counted.sum()], atol=1e-6)
-    assert int(told.num_tokens) == counted.sum()
+    np.testing.assert_array_equal(actual.counts, [0 * counts, counts])
+    np.testing.assert_allclose(actual.probabilities, [0 * sums, sums / counted.sum()], atol=1e-6)
+    assert int(actual.num_tokens) == counted.sum()
     loss = spec.num_experts * sum(counts[e] / counts.sum() * sums[e] / counted.sum() for e in range(spec.num_experts))
-    np.testing.assert_allclose(balance_loss(told), [0, loss], atol=1e-5)
+    np.testing.assert_allclose(balance_loss(actual), [0, loss], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +102,8 @@ def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_route
         np.any(plain["blocks"][1]["router"][...] != 0, axis=(1, 2))
     )
     assert not np.any(plain["head"][...]), "nothing of the logits is in it"
-    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
 
 
 def test_another_choice_of_what_is_counted_is_refused(parts):

@@ -143,8 +143,8 @@ def value_and_grad(parts):
     return compute
 
 
-def assert_close(one, other, atol):
-    leaves = jax.tree_util.tree_leaves_with_path(one)
+def assert_close(actual, other, atol):
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
     for (path, leaf), expected in zip(leaves, jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(leaf, expected, atol=atol, err_msg=jax.tree_util.keystr(path))
 
@@ -195,13 +195,13 @@ def test_drifted_ids_give_every_router_a_gradient_that_is_a_finite_difference(pa
 
 
 def test_packed_segments_are_the_sequences_on_their_own(run):
-    one, two = random_tokens(1, 6, seed=10), random_tokens(1, 6, seed=11)
-    ids = [drifted_ids(tokens, seed) for seed, tokens in enumerate((one, two))]
-    valid = [some_rows(tokens, seed) for seed, tokens in enumerate((one, two))]
-    apart = [run(tokens, routed_batch(i, valid=v)) for tokens, i, v in zip((one, two), ids, valid, strict=True)]
+    first, second = random_tokens(1, 6, seed=10), random_tokens(1, 6, seed=11)
+    ids = [drifted_ids(tokens, seed) for seed, tokens in enumerate((first, second))]
+    valid = [some_rows(tokens, seed) for seed, tokens in enumerate((first, second))]
+    apart = [run(tokens, routed_batch(i, valid=v)) for tokens, i, v in zip((first, second), ids, valid, strict=True)]
     segments, positions = (jnp.asarray([row], jnp.int32) for row in ([*[0] * 6, *[1] * 6], [*range(6), *range(6)]))
     packed_batch = routed_batch(np.concatenate(ids, axis=1), valid=np.concatenate(valid, axis=1))
-    packed = run(jnp.concatenate([one, two], axis=1), packed_batch, segment_ids=segments, positions=positions)
+    packed = run(jnp.concatenate([first, second], axis=1), packed_batch, segment_ids=segments, positions=positions)
     np.testing.assert_allclose(packed.logits, np.concatenate([part.logits for part in apart], axis=1), atol=1e-4)
     assert np.array_equal(packed.ids, np.concatenate([part.ids for part in apart], axis=1))
 
@@ -274,10 +274,10 @@ def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
         live = run(padded)
         assert np.mean(np.asarray(live.ids)[0, : len(rows)] == rows) > 0.98  # the same weights, but for near ties
         prompt_logprobs = jax.nn.log_softmax(trained.logits[0])
-        for place, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
-            assert value == pytest.approx(float(prompt_logprobs[place, token]), abs=1e-4)
+        for index, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
+            assert value == pytest.approx(float(prompt_logprobs[index, token]), abs=1e-4)
         sampled = jax.nn.log_softmax(trained.logits[0] / 0.9)
-        for place, (value, token, _) in enumerate(meta["output_token_logprobs"], start=len(prompt) - 1):
-            assert value == pytest.approx(float(sampled[place, token]), abs=1e-4)
+        for index, (value, token, _) in enumerate(meta["output_token_logprobs"], start=len(prompt) - 1):
+            assert value == pytest.approx(float(sampled[index, token]), abs=1e-4)
             processed.append(value)
     assert len(processed) == 24 and meta["logprobs_mode"] == "processed"

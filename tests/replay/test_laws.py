@@ -154,8 +154,8 @@ def test_remat_changes_no_gradient_and_drifted_ids_give_the_router_one(law):
     params, x = params_of(spec), inputs(5)
     for routed in (drifted(spec, valid=some()), drifted(spec, 6)):
         plain, remat = world.gradient(params, x, routed), world.remat_gradient(params, x, routed)
-        for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6, rtol=1e-6)
+        for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-6, rtol=1e-6)
         router = np.asarray(plain["router"])
         assert np.all(np.isfinite(router)) and np.all(np.linalg.norm(router, axis=(1, 2)) > 1e-3)
         assert not np.any(plain["bias"]), "a selection bias is no part of a weight"

@@ -60,8 +60,8 @@ class World:
     def _traced(self, state, routed):
         out = forward(nnx.merge(self._graphdef, state), self._tokens, routed=routed)
         logprobs = jax.nn.log_softmax(out.logits[:, :-1])
-        told = jnp.take_along_axis(logprobs, self._tokens[:, 1:, None], axis=-1)[..., 0]
-        return told, out.slot_miss, None if routed is None else canary(out.slot_miss, routed)
+        token_logprobs = jnp.take_along_axis(logprobs, self._tokens[:, 1:, None], axis=-1)[..., 0]
+        return token_logprobs, out.slot_miss, None if routed is None else canary(out.slot_miss, routed)
 
     def aligned(self, records):
         samples = [Sample(record, LENGTH, PROMPT_LEN) for record in records]
@@ -73,9 +73,9 @@ class World:
         return self.judge_batch(routed)
 
     def judge_batch(self, routed):
-        told, missed, value = self._score(self._state, routed)
+        token_logprobs, missed, value = self._score(self._state, routed)
         mask = np.ones(self._said.shape, bool)
-        report = mismatch_report(self._said, np.asarray(told)[:, PROMPT_LEN - 1 :], mask)
+        report = mismatch_report(self._said, np.asarray(token_logprobs)[:, PROMPT_LEN - 1 :], mask)
         if routed is None:
             return report, None
         same = np.full(routed.valid.shape, -1.0)
@@ -112,8 +112,8 @@ def replayed(demo):
 
 
 def shown(live, report, value):
-    for name, one in (("live", live), ("replayed", report)):
-        print(f"{name}: k3 {one.k3:.2e} [{one.k3_low:.1e}, {one.k3_high:.1e}]")
+    for name, result in (("live", live), ("replayed", report)):
+        print(f"{name}: k3 {result.k3:.2e} [{result.k3_low:.1e}, {result.k3_high:.1e}]")
     print(
         f"max |d| {live.max_abs:.3f} -> {report.max_abs:.3f}, F(1.1) {live.f_1_1:.2%} -> {report.f_1_1:.2%}, canary "
         f"{value:.2%}"
@@ -167,8 +167,8 @@ def of_another_sample(records):
 
 def physical(records):
     """Ids after a placement has moved the experts about."""
-    place = np.random.default_rng(0).permutation(records[0].num_experts).astype(records[0].ids.dtype)
-    return [dataclasses.replace(record, ids=place[record.ids]) for record in records]
+    permutation = np.random.default_rng(0).permutation(records[0].num_experts).astype(records[0].ids.dtype)
+    return [dataclasses.replace(record, ids=permutation[record.ids]) for record in records]
 
 
 def filled(rows, filler):
@@ -213,8 +213,8 @@ RAISE = {
 
 @pytest.mark.parametrize("fault", RAISE)
 def test_rows_that_cannot_be_are_refused(demo, fault):
-    change, said = RAISE[fault]
-    with pytest.raises(RoutingAlignmentError, match=said):
+    change, match = RAISE[fault]
+    with pytest.raises(RoutingAlignmentError, match=match):
         demo.aligned(change(demo.records))
 
 

@@ -80,7 +80,7 @@ def test_scores_are_one_program_and_the_same_by_the_bit(tmp_path, dtype):
         programs = engine.scorer._forward._cache_size()
         rows = [out.routed_experts for out in live]
         for records in (rows, [None] * 3, [rows[0], None, rows[2]]):
-            for one, other in zip(live, engine.score(sequences, routed=records), strict=True):
-                np.testing.assert_array_equal(one.logprobs, other.logprobs)
-                assert one.routed_experts == other.routed_experts
+            for left, right in zip(live, engine.score(sequences, routed=records), strict=True):
+                np.testing.assert_array_equal(left.logprobs, right.logprobs)
+                assert left.routed_experts == right.routed_experts
         assert engine.scorer._forward._cache_size() == programs

@@ -17,11 +17,11 @@ def expected(turns, tokens):
     rows = {}
     for own, record in turns:
         versions = {t: version for low, high, version in record.version_spans for t in range(low, high)}
-        for place in range(record.num_rows):
-            token = record.start + place
-            known = record.valid is None or record.valid[place]
+        for index in range(record.num_rows):
+            token = record.start + index
+            known = record.valid is None or record.valid[index]
             if known and token < len(tokens) and own[: token + 1].tolist() == tokens[: token + 1].tolist():
-                rows.setdefault(token, (record.ids[place].tolist(), versions[token]))
+                rows.setdefault(token, (record.ids[index].tolist(), versions[token]))
     return rows
 
 
@@ -52,7 +52,7 @@ def test_the_first_writer_of_each_token_wins(conversation):
         tokens.size - 1, *(record.start for _, record in turns)
     )
     valid = np.ones(merged.num_rows, bool) if merged.valid is None else merged.valid
-    assert {merged.start + place for place in np.flatnonzero(valid)} == set(rows)
+    assert {merged.start + index for index in np.flatnonzero(valid)} == set(rows)
     versions = {t: version for low, high, version in merged.version_spans for t in range(low, high)}
     for token, (ids, version) in rows.items():
         assert merged.ids[token - merged.start].tolist() == ids and versions[token] == version
@@ -61,19 +61,19 @@ def test_the_first_writer_of_each_token_wins(conversation):
 def test_the_row_that_a_turn_lacks_comes_from_the_next_prefill():
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 300, 20)
-    one, two = random_record(rng, 12, version=4), random_record(rng, 20, start=11, version=5)
-    merged = merge_turns([(tokens[:12], one), (tokens, two)], tokens)
+    first, second = random_record(rng, 12, version=4), random_record(rng, 20, start=11, version=5)
+    merged = merge_turns([(tokens[:12], first), (tokens, second)], tokens)
     assert merged.valid is None and merged.num_rows == 19
-    np.testing.assert_array_equal(merged.ids, np.concatenate([one.ids, two.ids]))
+    np.testing.assert_array_equal(merged.ids, np.concatenate([first.ids, second.ids]))
     assert merged.version_spans == ((0, 11, 4), (11, 19, 5))
 
 
 def test_a_history_that_was_told_otherwise_loses_exactly_the_rows_after_the_change():
     rng = np.random.default_rng(4)
-    told, kept = rng.integers(0, 300, 12), None
-    kept = told.copy()
-    kept[7] = (kept[7] + 1) % 300
-    merged = merge_turns([(told, random_record(rng, 12))], kept)
+    original, edited = rng.integers(0, 300, 12), None
+    edited = original.copy()
+    edited[7] = (edited[7] + 1) % 300
+    merged = merge_turns([(original, random_record(rng, 12))], edited)
     assert merged.valid.tolist() == [True] * 7 + [False] * 4
 
 
@@ -81,7 +81,7 @@ def test_turns_that_do_not_fit_are_named():
     rng = np.random.default_rng(5)
     tokens, record = np.arange(9), random_record(rng, 9)
     other = dataclasses.replace(record, num_hidden_layers=9)
-    for turns, given, said in (
+    for turns, given, match in (
         ([], tokens, "turns is empty"),
         ([(tokens, record), (tokens[:8], record)], tokens, "turn 1: the record is of 9 tokens, and 8 are given"),
         ([(tokens, record), (tokens, other)], tokens, "turn 1: num_hidden_layers=9, but turn 0 has 4"),
@@ -90,5 +90,5 @@ def test_turns_that_do_not_fit_are_named():
         ([(tokens, record)], [[1]], "expected a row of at least one integer"),
         ([(tokens / 2, record)], tokens, "turn 0: tokens are float64"),
     ):
-        with pytest.raises(RoutingAlignmentError, match=said):
+        with pytest.raises(RoutingAlignmentError, match=match):
             merge_turns(turns, given)

@@ -109,20 +109,20 @@ def test_no_step_is_dispatched_for_a_last_token():
 
 
 def test_a_stop_token_ends_a_request_and_is_kept():
-    said = says(prompt(6), 12)
-    stop = said[4]
+    outputs = says(prompt(6), 12)
+    stop = outputs[4]
     bench = Bench()
     req = bench.add(source(prompt(6), max_tokens=12, stops=[stop]))
-    assert bench.finish(req) == said[: said.index(stop) + 1]
+    assert bench.finish(req) == outputs[: outputs.index(stop) + 1]
     assert req.finish_reason == FinishReason(type="stop", matched=stop)
 
 
 def test_a_stop_token_before_min_tokens_does_not_end_a_request():
-    said = says(prompt(6), 12)
+    outputs = says(prompt(6), 12)
     bench = Bench()
-    req = bench.add(source(prompt(6), max_tokens=12, min_tokens=12, stops=[said[0], said[-1]]))
-    assert bench.finish(req) == said
-    assert req.finish_reason == FinishReason(type="stop", matched=said[-1])
+    req = bench.add(source(prompt(6), max_tokens=12, min_tokens=12, stops=[outputs[0], outputs[-1]]))
+    assert bench.finish(req) == outputs
+    assert req.finish_reason == FinishReason(type="stop", matched=outputs[-1])
 
 
 def test_the_queue_takes_a_call_whole_or_not_at_all():
@@ -236,8 +236,8 @@ def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
     for start in (0, 1, 4, 5, 8, 13):
         req = bench.add(source(tokens, rid="b", logprob_start=start))
         bench.finish(req)
-        expected = {place: logprob_of(tokens[:place], tokens[place]) for place in range(max(start, 1), 14)}
-        assert {place: value for place, (value, _) in req.input_logprobs.items() if place >= start} == expected
+        expected = {position: logprob_of(tokens[:position], tokens[position]) for position in range(max(start, 1), 14)}
+        assert {position: value for position, (value, _) in req.input_logprobs.items() if position >= start} == expected
         assert req.cached_tokens <= max(start - 1, 0)
         assert req.output_logprobs == [logprob_of(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)]
 

@@ -206,9 +206,9 @@ def test_every_request_ends_with_exactly_its_tokens(life):
     while tick <= 45 or machine.live or machine.pending is not None:
         for index, arrival in enumerate(life.arrivals):
             if arrival[0] == tick:
-                made, said = sources_of(index, arrival)
-                expected |= dict.fromkeys((one.rid for one in made), said)
-                machine.scheduler.add([Req(one) for one in made])
+                made, tokens = sources_of(index, arrival)
+                expected |= dict.fromkeys((source.rid for source in made), tokens)
+                machine.scheduler.add([Req(source) for source in made])
         for at, kind, pick in life.events:
             if at == tick:
                 machine.happen(kind, pick)
@@ -217,11 +217,11 @@ def test_every_request_ends_with_exactly_its_tokens(life):
         assert tick < limit, f"{len(machine.live)} requests starve"
     assert Counter(req.rid for req in machine.ended) == Counter(list(expected)), "each request has exactly one end"
     for req in machine.ended:
-        said = req.output_ids.tolist()
+        tokens = req.output_ids.tolist()
         assert req.finish_reason is not None
-        assert said == expected[req.rid][: len(said)]
+        assert tokens == expected[req.rid][: len(tokens)]
         if req.finish_reason.type != "abort":
-            assert said == expected[req.rid]
+            assert tokens == expected[req.rid]
     pages = machine.scheduler.pages
     assert pages.num_available == pages.allocator.num_total
     assert pages.table.num_free == pages.table.num_total

@@ -75,10 +75,10 @@ def weights_of(spec, logits, ids):
         1 / (1 + np.exp(-z)) if spec.scoring_func == "sigmoid" else np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
     )
     filled = ids >= 0
-    found = np.where(filled, np.take_along_axis(scores, np.maximum(ids, 0), axis=1), 0.0)
+    weights = np.where(filled, np.take_along_axis(scores, np.maximum(ids, 0), axis=1), 0.0)
     if spec.renormalize or spec.scoring_func == "logits":
-        found = found / np.maximum(found.sum(axis=1, keepdims=True), 1e-30)
-    return found * spec.scale
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
+    return weights * spec.scale
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -32,7 +32,7 @@ def test_a_layer_of_a_placement_is_a_sound_table():
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "match"),
+    ("index", "value", "match"),
     [
         ((2, 1), -1, r"replica_order\[2\] has a gap at position 1: \[2, -1, 5\]"),
         ((1, 0), -1, r"expert 1 has no instance \(1 such experts\)"),
@@ -43,9 +43,9 @@ def test_a_layer_of_a_placement_is_a_sound_table():
         ((0, 1), -2, r"replica_order\[0, 1\] = -2"),
     ],
 )
-def test_unsound_tables_are_refused_with_their_place(place, value, match):
+def test_unsound_tables_are_refused_with_their_place(index, value, match):
     table = np.array(TABLE)
-    table[place] = value
+    table[index] = value
     with pytest.raises(PlacementError, match=match):
         check_replica_order(table, 6)
 

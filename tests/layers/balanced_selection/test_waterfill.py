@@ -53,8 +53,8 @@ def test_the_fullest_device_is_within_5_percent_of_the_linear_programmes(num_ins
 def test_no_tokens_one_token_and_one_device():
     table = replica_table(np.random.default_rng(0), 4, 6, 3)
     assert np.all(np.asarray(FILL(np.full((5, 2), -1, np.int32), table, num_devices=3, num_instances=6)) == -1)
-    one = np.asarray(FILL(np.array([[2, 0]], np.int32), table, num_devices=6, num_instances=6))
-    assert one[0, 0] in table[2] and one[0, 1] in table[0]
+    instances = np.asarray(FILL(np.array([[2, 0]], np.int32), table, num_devices=6, num_instances=6))
+    assert instances[0, 0] in table[2] and instances[0, 1] in table[0]
     assert np.all(np.asarray(FILL(np.array([[3, 1]] * 9, np.int32), table, num_devices=1, num_instances=6)) >= 0)
 
 

@@ -53,9 +53,9 @@ def test_no_rows_that_are_valid_are_the_live_step_by_a_bit():
     pool, outs = on_gpu_kernels(capture=True)
     nothing = (np.full((16, 2, 2), 255, np.uint8), np.zeros(16, bool))
     kernels = (gpu_kernels(interpret=True), gpu_attention_backend(interpret=True))
-    pool_given, given = run_steps(tiny_model(), *kernels, capture=True, routed=nothing)
+    pool_given, replayed = run_steps(tiny_model(), *kernels, capture=True, routed=nothing)
     np.testing.assert_array_equal(pool, pool_given)
-    for (hidden, rows), (hidden_given, rows_given) in zip(outs, given, strict=True):
+    for (hidden, rows), (hidden_given, rows_given) in zip(outs, replayed, strict=True):
         np.testing.assert_array_equal(rows, rows_given)
         np.testing.assert_array_equal(hidden, hidden_given)
 

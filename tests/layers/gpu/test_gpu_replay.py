@@ -22,8 +22,8 @@ MAX_REMAT_DISTANCE = 4e-2  # relative, bfloat16: an H200 rounds sums of the two 
 over_models = pytest.mark.parametrize("sizes", LARGE.values(), ids=LARGE)
 
 
-def same_bits(one, other):
-    return np.array_equal(np.asarray(one), np.asarray(other))
+def same_bits(left, right):
+    return np.array_equal(np.asarray(left), np.asarray(right))
 
 
 @over_models
@@ -89,9 +89,9 @@ def test_gradients_of_replayed_routes(sizes):
     shape = (*training.tokens.shape, sizes.config.num_layers, sizes.config.router.top_k)
     ids = jnp.asarray(random_routes(training.rng, shape, sizes.config.router.num_experts))
     plain, remat = (training.gradient(training.state, training.batch(ids, True), remat) for remat in (False, True))
-    for one, other in zip(*map(jax.tree.leaves, (plain, remat)), strict=True):
-        one, other = (np.asarray(leaf, np.float32) for leaf in (one, other))
-        distance = np.linalg.norm(one - other) / max(np.linalg.norm(one), 1e-30)
+    for left, right in zip(*map(jax.tree.leaves, (plain, remat)), strict=True):
+        left, right = (np.asarray(leaf, np.float32) for leaf in (left, right))
+        distance = np.linalg.norm(left - right) / max(np.linalg.norm(left), 1e-30)
         assert distance < MAX_REMAT_DISTANCE, f"C4: remat moves a gradient by {distance:.2g}"
     router = np.asarray(plain["blocks"][0]["router"][...], np.float32)
     assert np.isfinite(router).all() and np.any(router), "C5: the router's gradient is finite and not 0"

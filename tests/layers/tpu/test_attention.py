@@ -50,8 +50,8 @@ def make_step(requests, *, heads=4, groups=2, head_dim=16, page_size=16, padded=
         table[row, : len(pages)] = pages
         own = [rng.standard_normal((length, groups, head_dim)).astype(np.float32) for _ in range(2)]
         for t in range(length):
-            place = LAYER * num_pages + pages[t // page_size], t % page_size
-            pool[place][0::2], pool[place][1::2] = own[0][t], own[1][t]
+            slot = LAYER * num_pages + pages[t // page_size], t % page_size
+            pool[slot][0::2], pool[slot][1::2] = own[0][t], own[1][t]
         keys.append(own[0])
         values.append(own[1])
         positions[at : at + new], token_rows[at : at + new] = np.arange(before, length), row

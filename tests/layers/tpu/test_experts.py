@@ -150,15 +150,15 @@ def test_bfloat16_keeps_its_dtype(path):
 
 def visits_of(keys, num_experts, tile):
     """The oracle of a plan: (expert, tile, first place, end) in order, by counting."""
-    found, at = [], 0
+    visits, at = [], 0
     for expert in range(num_experts):
         count = int(np.sum(keys == expert))
         if count and not tile:
-            found.append((expert, 0, at, at + count))
+            visits.append((expert, 0, at, at + count))
         if count and tile:
-            found += [(expert, index, at, at + count) for index in range(at // tile, (at + count - 1) // tile + 1)]
+            visits += [(expert, index, at, at + count) for index in range(at // tile, (at + count - 1) // tile + 1)]
         at += count
-    return found
+    return visits
 
 
 @pytest.mark.parametrize("tile", [0, 16])

@@ -36,9 +36,9 @@ def oracle(logits, spec, replayed=None, valid=None):
         scores = np.exp(row - row.max()) / np.sum(np.exp(row - row.max()))
         live = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[: spec.top_k]
         chosen = [int(expert) for expert in replayed[n]] if valid is not None and valid[n] else live
-        kept = scores[chosen]
+        chosen_scores = scores[chosen]
         ids.append(chosen)
-        weights.append(kept / kept.sum() if spec.renormalize else kept)
+        weights.append(chosen_scores / chosen_scores.sum() if spec.renormalize else chosen_scores)
     return np.array(ids), np.array(weights)
 
 
