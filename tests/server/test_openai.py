@@ -52,7 +52,7 @@ def test_text_ids_and_lists_of_them_are_the_same_prompts(engine, server):
 
 def test_choices_are_those_of_the_seed(engine, server):
     params = {"temperature": 1.0, "seed": 7, "n": 3}
-    expected = [one["text"] for one in engine.generate(PROMPT, {"max_new_tokens": 8, **params})]
+    expected = [result["text"] for result in engine.generate(PROMPT, {"max_new_tokens": 8, **params})]
     output = completion(server, **params)
     assert [choice["text"] for choice in output["choices"]] == expected
     assert len(set(expected)) > 1, "the choices must differ for this to say anything"
@@ -78,12 +78,12 @@ def test_a_stream_says_what_the_answer_says_at_once(server, echo):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert all(chunk["usage"] is None and chunk["object"] == "text_completion" for chunk in chunks)
     for choice in whole["choices"]:
-        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
-        assert "".join(one["text"] for one in mine) == choice["text"]
-        assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
+        mine = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [piece["finish_reason"] for piece in mine[:-1]] == [None] * (len(mine) - 1)
         assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
         joined = {
-            key: list(chain.from_iterable(one["logprobs"][key] for one in mine[:-1])) for key in choice["logprobs"]
+            key: list(chain.from_iterable(piece["logprobs"][key] for piece in mine[:-1])) for key in choice["logprobs"]
         }
         assert (
             joined["tokens"] == choice["logprobs"]["tokens"]
@@ -209,10 +209,10 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
         server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 8}
     )
     for choice in whole["choices"]:
-        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        mine = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
         assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, choice["finish_reason"])
-        assert "".join(one["delta"]["content"] for one in mine[:-1]) == choice["message"]["content"]
+        assert "".join(piece["delta"]["content"] for piece in mine[:-1]) == choice["message"]["content"]
     assert all("usage" not in chunk and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     options = {"continuous_usage_stats": True, "include_usage": True}
     chunks = stream(
@@ -225,14 +225,14 @@ def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
     output = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
     content = output["logprobs"]["content"]
     assert (
-        b"".join(bytes(one["bytes"]) for one in content)
+        b"".join(bytes(entry["bytes"]) for entry in content)
         .decode("utf-8", "replace")
         .startswith(output["message"]["content"])
     )
-    for one in content:
-        assert len(one["top_logprobs"]) == 3 and one["logprob"] <= 0 and math.isfinite(one["logprob"])
-        assert one["top_logprobs"][0]["logprob"] == pytest.approx(one["logprob"]), "greedy takes the best"
-        assert one["token"] == one["top_logprobs"][0]["token"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0 and math.isfinite(entry["logprob"])
+        assert entry["top_logprobs"][0]["logprob"] == pytest.approx(entry["logprob"]), "greedy takes the best"
+        assert entry["token"] == entry["top_logprobs"][0]["token"]
     assert chat(server, logprobs=False)["choices"][0]["logprobs"] is None
 
 

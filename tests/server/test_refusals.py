@@ -183,7 +183,7 @@ def test_bodies_beyond_the_limits_are_refused(engine):
 def depth_of(text):
     """The deepest nesting of a decoded JSON text."""
     if isinstance(text, dict | list):
-        return 1 + max((depth_of(one) for one in (text.values() if isinstance(text, dict) else text)), default=0)
+        return 1 + max((depth_of(child) for child in (text.values() if isinstance(text, dict) else text)), default=0)
     return 0
 
 
@@ -194,7 +194,7 @@ def test_the_depth_is_that_of_the_json():
         kind = rng.randrange(4) if level else 2
         if kind < 2:
             listed = [value(level - 1) for _ in range(rng.randrange(1, 3))]
-            return listed if kind else {'k"[\\' + str(number): one for number, one in enumerate(listed)}
+            return listed if kind else {'k"[\\' + str(number): item for number, item in enumerate(listed)}
         return "".join(rng.choices('[]{}"\\ab\n', k=rng.randrange(12)))
 
     seen = set()

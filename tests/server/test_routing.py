@@ -54,12 +54,16 @@ def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
     }
     if streamed:
         chunks = stream(server, "/v1/completions", body)
-        holders = [chunk for chunk in chunks if any("routed_experts" in json.dumps(one) for one in chunk["choices"])]
+        holders = [
+            chunk
+            for chunk in chunks
+            if any("routed_experts" in json.dumps(choice_body) for choice_body in chunk["choices"])
+        ]
         assert len(holders) == 3, "rows come with the last chunk of each choice alone"
         assert sum("prompt_routed_experts" in chunk for chunk in chunks) == (1 if form == "list" else 0)
         prompt = next((chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk), None)
         whole = {"prompt_routed_experts": prompt, "choices": [chunk["choices"][0] for chunk in holders]}
-        assert all(one["finish_reason"] == "length" for one in whole["choices"])
+        assert all(choice_body["finish_reason"] == "length" for choice_body in whole["choices"])
     else:
         whole = server.post("/v1/completions", body).json()
     for choice, expected in enumerate(records):
@@ -395,14 +399,16 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("routed_experts.server.routing.response.MAX_EVENT_PAYLOAD", 8 * 1024)
             events = stream(server, path, {**output, **wish})
-        holders = [one for one in events if "routed_experts_info" in json.dumps(one)]
-        pieces = [record_from_response(one) for one in holders]
+        holders = [event for event in events if "routed_experts_info" in json.dumps(event)]
+        pieces = [record_from_response(event) for event in holders]
         assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)
-        payloads = [one["meta_info"] if path == "/generate" else one["choices"][0]["meta_info"] for one in holders]
-        assert max(len(one["routed_experts"]) for one in payloads) <= 8 * 1024
+        payloads = [
+            event["meta_info"] if path == "/generate" else event["choices"][0]["meta_info"] for event in holders
+        ]
+        assert max(len(event["routed_experts"]) for event in payloads) <= 8 * 1024
         ends = [
-            one["meta_info"]["finish_reason"] if path == "/generate" else one["choices"][0]["finish_reason"]
-            for one in events
+            event["meta_info"]["finish_reason"] if path == "/generate" else event["choices"][0]["finish_reason"]
+            for event in events
         ]
         assert [end is not None for end in ends] == [False] * (len(ends) - 1) + [True]
 

@@ -21,18 +21,20 @@ def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
     for streamed in (False, True):
         output = stream(server, path, {**body, **asked}) if streamed else server.post(path, {**body, **asked}).json()
         if path == "/generate":
-            ended = [one for one in output if one["meta_info"]["finish_reason"]]
+            ended = [event for event in output if event["meta_info"]["finish_reason"]]
         else:
             ended = [
                 {"choices": [choice]}
-                for one in (output if streamed else [output])
-                for choice in one["choices"]
+                for event in (output if streamed else [output])
+                for choice in event["choices"]
                 if "meta_info" in choice
             ]
-        records = [record_from_response(one, one["choices"][0]["index"] if "choices" in one else 0) for one in ended]
+        records = [
+            record_from_response(event, event["choices"][0]["index"] if "choices" in event else 0) for event in ended
+        ]
         assert len(records) == 2
-        for one, record in zip(ended, records, strict=True):
-            meta = one.get("meta_info") or one["choices"][0]["meta_info"]
+        for event, record in zip(ended, records, strict=True):
+            meta = event.get("meta_info") or event["choices"][0]["meta_info"]
             assert record.num_rows == record.num_tokens == record.num_prompt_tokens + max_tokens
             assert meta["routed_experts_info"]["include_last"] is True
 

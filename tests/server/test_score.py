@@ -26,10 +26,10 @@ def score(server, **body):
 def test_scores_are_the_engines(engine, server):
     response = score(server, token_ids=[TOKENS, OTHERS, [4]])
     expected = engine.score([TOKENS, OTHERS, [4]])
-    assert [one["index"] for one in response["data"]] == [0, 1, 2] and response["usage"]["total_tokens"] == 12
-    for one, output in zip(response["data"], expected, strict=True):
-        assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
-        assert one["meta_info"] == {
+    assert [entry["index"] for entry in response["data"]] == [0, 1, 2] and response["usage"]["total_tokens"] == 12
+    for entry, output in zip(response["data"], expected, strict=True):
+        assert np.array_equal(np.asarray(entry["logprobs"], np.float32), output.logprobs)
+        assert entry["meta_info"] == {
             "prompt_tokens": output.token_ids.size,
             "weight_version": str(output.weight_version),
         }
@@ -77,8 +77,8 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
     payload = encode_routed_experts(drifted, payload_format="npy", layers="moe")
     response = score(server, token_ids=[TOKENS, OTHERS], routed_experts=[payload, None], return_routed_experts=True)
     expected = engine.score([TOKENS, OTHERS], routed=[drifted, None])
-    for one, output in zip(response["data"], expected, strict=True):
-        assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
+    for entry, output in zip(response["data"], expected, strict=True):
+        assert np.array_equal(np.asarray(entry["logprobs"], np.float32), output.logprobs)
     assert np.array_equal(record_from_response({"choices": response["data"]}, 0).ids, drifted.ids), (
         "what ran is what was given"
     )
@@ -88,8 +88,8 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
 def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatch):
     monkeypatch.setattr("routed_experts.server.routing.score.SCORE_CHUNK_TOKENS", len(TOKENS))
     scores = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
-    for one, alone in zip(scores, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
-        np.testing.assert_allclose(one["logprobs"], alone.logprobs, atol=1e-5)
+    for entry, alone in zip(scores, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
+        np.testing.assert_allclose(entry["logprobs"], alone.logprobs, atol=1e-5)
     monkeypatch.setattr("routed_experts.server.routing.score.MAX_SCORED_TOKENS", 10)
     assert "at most 10 a call" in error_of(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
 

@@ -31,8 +31,8 @@ def test_an_answer_is_the_engines_own(engine, server):
     assert output["meta_info"].keys() == expected["meta_info"].keys()
     for key in ("output_token_logprobs", "input_token_logprobs"):
         logprobs, mine = output["meta_info"][key], expected["meta_info"][key]
-        assert [one[1:] for one in logprobs] == [one[1:] for one in mine]
-        assert [one[0] for one in logprobs[1:]] == pytest.approx([one[0] for one in mine[1:]], abs=1e-4)
+        assert [entry[1:] for entry in logprobs] == [entry[1:] for entry in mine]
+        assert [entry[0] for entry in logprobs[1:]] == pytest.approx([entry[0] for entry in mine[1:]], abs=1e-4)
     assert output["text"] == expected["text"] and output["output_ids"] == expected["output_ids"]
     assert output["meta_info"]["routed_experts"] == expected["meta_info"]["routed_experts"]
 
@@ -40,16 +40,16 @@ def test_an_answer_is_the_engines_own(engine, server):
 def test_many_prompts_and_choices_come_in_order(engine, server):
     prompts = [PROMPT, "The cat", "One two"]
     output = server.post("/generate", {"text": prompts, "sampling_params": GREEDY}).json()
-    assert [one["text"] for one in output] == [engine.generate(prompt, GREEDY)["text"] for prompt in prompts]
+    assert [result["text"] for result in output] == [engine.generate(prompt, GREEDY)["text"] for prompt in prompts]
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
-    assert [one["text"] for one in server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()] == [
-        one["text"] for one in output
-    ]
+    assert [
+        result["text"] for result in server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()
+    ] == [result["text"] for result in output]
     assert isinstance(server.post("/generate", {"input_ids": ids[0], "sampling_params": GREEDY}).json(), dict)
     sampled = {"n": 2, "sampling_seed": 4, "max_new_tokens": 5}
     expected = engine.generate(PROMPT, {"n": 2, "seed": 4, "max_new_tokens": 5})
     two = server.client.put("/generate", json={"text": PROMPT, "sampling_params": sampled}).json()
-    assert [one["text"] for one in two] == [one["text"] for one in expected]
+    assert [result["text"] for result in two] == [result["text"] for result in expected]
 
 
 def test_rows_of_some_prompts_only(server):
