@@ -165,8 +165,8 @@ def overlapped(core: EngineCore, batch: int, turn: int) -> float:
 
 def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **labels: object) -> list[dict[str, object]]:
     """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
-    step = statistics.median(one["step"] for one in steps)
-    times = {name: statistics.median(one[name] for one in steps) * 1e3 for name in COLUMNS}
+    step = statistics.median(step_times["step"] for step_times in steps)
+    times = {name: statistics.median(step_times[name] for step_times in steps) * 1e3 for name in COLUMNS}
     floors = {}
     for name in steps[0]["work"]:
         held, operations = (statistics.median(step["work"][name][index] for step in steps) for index in (0, 1))

@@ -130,7 +130,7 @@ def look(engine: Engine, prompts: list[list[int]], new: int, first: First | None
     live = engine.score(sequences)
     first = first or First(answers=answers, sequences=sequences, scores=live)
     same = np.mean(
-        [a == b for one, other in zip(answers, first.answers, strict=True) for a, b in zip(one, other, strict=True)]
+        [a == b for left, right in zip(answers, first.answers, strict=True) for a, b in zip(left, right, strict=True)]
     )
     far = compare(live, engine.score(sequences, routed=first.records), first.scores)
     return first, {"tokens/s": rate, "same tokens": float(same), **far}
@@ -158,15 +158,20 @@ def main() -> int:
     first: First | None = None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        for tp, ep, placed in ((1, 1, False), (args.tp, 1, False), (args.tp, args.tp, False), (args.tp, args.tp, True)):
+        for tp, ep, with_spares in (
+            (1, 1, False),
+            (args.tp, 1, False),
+            (args.tp, args.tp, False),
+            (args.tp, args.tp, True),
+        ):
             start = time.perf_counter()
-            placement = spare_instances(first.records, args.tp) if placed and first is not None else None
+            placement = spare_instances(first.records, args.tp) if with_spares and first is not None else None
             with Engine(
                 folder, tp_size=tp, ep_size=ep, placement=placement, mem_fraction_static=0.6, **sizes
             ) as engine:
                 ready = time.perf_counter() - start
                 first, row = look(engine, prompts, args.new, first)
-            rows.append({"tp": tp, "ep": ep, "placed": placed, **row})
+            rows.append({"tp": tp, "ep": ep, "placed": with_spares, **row})
             print(f"{ready:.1f} s to ready, {time.perf_counter() - start:.1f} s in all: {rows[-1]}", flush=True)
     print_table(rows)
     print(write_result(args.name, rows))

@@ -129,8 +129,8 @@ class Bench:
             len(np.unique(layer[layer >= 0])) for step in np.moveaxis(slots, 1, 0) for layer in np.moveaxis(step, 1, 0)
         ]
         (table, *_) = runner.model.host.values()
-        one = sum(array.nbytes for array in (table.gate_up, table.down)) / table.down.shape[0]
-        return sum(read) / rows.shape[1] * one / self.args.bandwidth * 1e3
+        expert_bytes = sum(array.nbytes for array in (table.gate_up, table.down)) / table.down.shape[0]
+        return sum(read) / rows.shape[1] * expert_bytes / self.args.bandwidth * 1e3
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:

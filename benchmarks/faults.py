@@ -79,8 +79,8 @@ class Server:
 
     def end(self, *signals: signal.Signals) -> int:
         """Send these, wait, give the exit code."""
-        for one in signals:
-            self.process.send_signal(one)
+        for signal_number in signals:
+            self.process.send_signal(signal_number)
         self.process.communicate(timeout=60)
         return self.process.returncode
 

@@ -136,14 +136,14 @@ def ways(bench: Bench) -> list[Row]:
     for batch in args.batches:
         taken, rerouted = {name: list[float]() for name in built}, dict[str, float]()
         for turn in range(args.rounds + 1):
-            for name, one in built.items():
-                before = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
-                steps, _, tokens = decode(one, bench.domain(0, 100 + turn), batch, args)
+            for name, engine in built.items():
+                before = 0 if engine.core.rerouting is None else engine.core.rerouting.total.rerouted_slots
+                steps, _, tokens = decode(engine, bench.domain(0, 100 + turn), batch, args)
                 taken[name] += steps[3:-3] if turn else []  # the first one warms up
-                after = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
+                after = 0 if engine.core.rerouting is None else engine.core.rerouting.total.rerouted_slots
                 rerouted[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
-        for name, one in built.items():
-            balance = one.load_monitor.balance().get(100) if one.load_monitor is not None else None
+        for name, engine in built.items():
+            balance = engine.load_monitor.balance().get(100) if engine.load_monitor is not None else None
             even = float("nan") if balance is None else balance.weighted
             ratio = median_ms(taken[name]) / median_ms(taken["replicas"])
             row = {"way": name, "batch": batch, "step ms": median_ms(taken[name]), "ratio": ratio}
@@ -169,9 +169,9 @@ def moving(
     return move
 
 
-def equal(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
+def equal(left: list[tuple[int, ...]], right: list[tuple[int, ...]]) -> float:
     return float(
-        np.mean([a == b for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)])
+        np.mean([a == b for mine, theirs in zip(left, right, strict=True) for a, b in zip(mine, theirs, strict=True)])
     )
 
 

@@ -139,7 +139,7 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
         "decode_copies": held(lambda: record_from_npy(encoded, info)),
         "align_copies": held(lambda: aligned(read)),
     }
-    both = [one + other for one, other in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
+    both = [decode_ms + align_ms for decode_ms, align_ms in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
     medians = {name: statistics.median(values) for name, values in taken.items()}
     total = {"decode_and_align_ms": statistics.median(both), "best_ms": min(both)}
     return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total, **copies}

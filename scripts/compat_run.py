@@ -97,7 +97,7 @@ class Place:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [one.name for one in CLIENTS]
+    names = [client.name for client in CLIENTS]
     parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="and leave the page as it is")
     parser.add_argument(
         "--ci", action="store_true", help="those of continuous integration, two at a time, and leave the page as it is"
@@ -109,30 +109,40 @@ def main() -> int:
         help="where clients are installed, and stay (default: a temporary folder)",
     )
     options = parser.parse_args()
-    chosen = [one for one in CLIENTS if (one.name in options.only if options.only else one.in_ci or not options.ci)]
+    chosen = [
+        client
+        for client in CLIENTS
+        if (client.name in options.only if options.only else client.in_ci or not options.ci)
+    ]
     with contextlib.ExitStack() as stack:
         folder = (options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        place = Place(folder, CI_INSTALL_S if options.ci else INSTALL_S)
+        workspace = Place(folder, CI_INSTALL_S if options.ci else INSTALL_S)
         early = ThreadPoolExecutor(1)
         stack.callback(early.shutdown, cancel_futures=True)
         begun = {
-            one.name: early.submit(installed, one, place)
-            for one in chosen
-            if options.ci and not one.needs_what_is_missing
+            client.name: early.submit(installed, client, workspace)
+            for client in chosen
+            if options.ci and not client.needs_what_is_missing
         }
         url = stack.enter_context(serving(folder / "logs" / "server.log"))
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
-            together = (one for one in chosen if not one.alone)
-            ended = dict(pool.map(lambda one: (one.name, try_client(one, place, url, begun.get(one.name))), together))
-        ended |= {one.name: try_client(one, place, url, begun.get(one.name)) for one in chosen if one.alone}
-    results = [ended[one.name] for one in chosen]
+            together = (client for client in chosen if not client.alone)
+            ended = dict(
+                pool.map(
+                    lambda client: (client.name, try_client(client, workspace, url, begun.get(client.name))), together
+                )
+            )
+        ended |= {
+            client.name: try_client(client, workspace, url, begun.get(client.name)) for client in chosen if client.alone
+        }
+    results = [ended[client.name] for client in chosen]
     if options.only is None and not options.ci:
         (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
     # Without node some clients cannot run. Where a person asks for the quick ones, that is told and no more; in CI it
     # is a failure.
     forgiven = ("pass", "not run") if options.ci and not os.environ.get("CI") else ("pass",)
-    return 0 if all(one.verdict in forgiven for one in results) else 1
+    return 0 if all(client.verdict in forgiven for client in results) else 1
 
 
 @contextlib.contextmanager
@@ -152,9 +162,9 @@ def serving(log: Path) -> Iterator[str]:
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with (
-        log.open("w") as told,
+        log.open("w") as stderr,
         subprocess.Popen(
-            [*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=told, text=True, env=env
+            [*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
         ) as process,
     ):
         late = threading.Timer(START_S, process.kill)
@@ -170,27 +180,27 @@ def serving(log: Path) -> Iterator[str]:
             process.terminate()
 
 
-def try_client(client: Client, place: Place, url: str, begun: Future[str] | None) -> Result:
+def try_client(client: Client, workspace: Place, url: str, begun: Future[str] | None) -> Result:
     """Install a client, or wait for its installation that has begun, and run its program; a line on it is printed."""
-    began, log = time.monotonic(), place.log(client)
+    began, log = time.monotonic(), workspace.log(client)
     if client.needs_what_is_missing:
-        verdict, told = "not run", "there is no node with npm on this machine: install node 18 or newer"
-    elif told := installed(client, place) if begun is None else begun.result():
+        verdict, detail = "not run", "there is no node with npm on this machine: install node 18 or newer"
+    elif detail := installed(client, workspace) if begun is None else begun.result():
         verdict = "not installed"
     else:
         began = time.monotonic()
-        verdict, told = ran(client, place, url)
-    result = Result(client, verdict, told, time.monotonic() - began)
+        verdict, detail = ran(client, workspace, url)
+    result = Result(client, verdict, detail, time.monotonic() - began)
     shown = {"pass": "PASS", "not run": "NOT RUN"}.get(verdict, "FAIL")
-    print(f"{shown} {client.name}: {told}" + ("" if shown == "PASS" else f" ({verdict})"), flush=True)
+    print(f"{shown} {client.name}: {detail}" + ("" if shown == "PASS" else f" ({verdict})"), flush=True)
     if shown == "FAIL" and log.is_file():
         print("    " + "\n    ".join(log.read_text(encoding="utf-8").splitlines()[-25:]), flush=True)
     return result
 
 
-def installed(client: Client, place: Place) -> str:
+def installed(client: Client, workspace: Place) -> str:
     """Install a client's packages unless they are there; why that cannot be, or nothing."""
-    folder, expected, log = place.folder / client.name, " ".join(client.requirements), place.log(client)
+    folder, expected, log = workspace.folder / client.name, " ".join(client.requirements), workspace.log(client)
     stamp, output = folder / "installed", ""
     if stamp.is_file() and stamp.read_text() == expected:
         return ""
@@ -202,7 +212,7 @@ def installed(client: Client, place: Place) -> str:
             command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *client.requirements]
         else:  # our pip installs into it: a pip of its own would take longer than most clients
             status, output = run(
-                [sys.executable, "-m", "venv", "--without-pip", str(folder)], folder, log, limit_s=place.install_s
+                [sys.executable, "-m", "venv", "--without-pip", str(folder)], folder, log, limit_s=workspace.install_s
             )
             if status != 0:
                 break
@@ -216,7 +226,7 @@ def installed(client: Client, place: Place) -> str:
                 "--disable-pip-version-check",
             ]
             command = [*pip, "--no-input", "--no-compile", *client.requirements]
-        status, output = run(command, folder, log, limit_s=place.install_s)
+        status, output = run(command, folder, log, limit_s=workspace.install_s)
         if status == 0:
             stamp.write_text(expected)
             return ""
@@ -225,11 +235,11 @@ def installed(client: Client, place: Place) -> str:
     return last_line(output, folder)
 
 
-def ran(client: Client, place: Place, url: str) -> tuple[str, str]:
+def ran(client: Client, workspace: Place, url: str) -> tuple[str, str]:
     """Run a client's program; the verdict and its last line."""
-    folder, program, log = place.folder / client.name, PROGRAMS / client.program, place.log(client)
+    folder, program, log = workspace.folder / client.name, PROGRAMS / client.program, workspace.log(client)
     if client.is_node:  # node looks for packages beside the program
-        program = [Path(shutil.copy(one, folder)) for one in (PROGRAMS / "rows.mjs", program)][-1]
+        program = [Path(shutil.copy(source, folder)) for source in (PROGRAMS / "rows.mjs", program)][-1]
     command = ["node", str(program)] if client.is_node else [str(folder / "bin" / "python"), str(program)]
     env = {
         "COMPAT_URL": url,
@@ -262,15 +272,15 @@ def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **kw
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
         status, output = LATE, f"it took longer than {limit_s:g} s"
-    with log.open("a", encoding="utf-8") as told:
-        told.write(f"$ {' '.join(command)}\n{output}\n[{status}]\n")
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write(f"$ {' '.join(command)}\n{output}\n[{status}]\n")
     return status, output
 
 
 def last_line(output: str, folder: Path) -> str:
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
-    said = [line for line in lines if line]
-    return (said[-1] if said else "it said nothing").replace(str(folder), "FOLDER")[:300]
+    filled = [line for line in lines if line]
+    return (filled[-1] if filled else "it said nothing").replace(str(folder), "FOLDER")[:300]
 
 
 def page(results: Sequence[Result]) -> str:

@@ -50,9 +50,9 @@ class Source:
 def _tar_texts(archive: Path, pattern: str) -> Iterator[tuple[str, str]]:
     with tarfile.open(archive) as tar:
         for member in sorted(tar.getmembers(), key=lambda m: m.name):
-            found = tar.extractfile(member) if re.search(pattern, member.name) else None
-            if found is not None:
-                yield Path(member.name).name, found.read().decode("utf-8").translate(TO_ASCII)
+            member_file = tar.extractfile(member) if re.search(pattern, member.name) else None
+            if member_file is not None:
+                yield Path(member.name).name, member_file.read().decode("utf-8").translate(TO_ASCII)
 
 
 def _paragraphs(text: str) -> str:

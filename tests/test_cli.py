@@ -75,23 +75,23 @@ def test_nothing_said_leaves_every_field_to_its_default():
 @pytest.mark.parametrize("field", dataclasses.fields(ServerArgs), ids=lambda field: field.name)
 def test_every_field_has_a_flag_that_sets_it(field):
     flag = f"--{field.name.replace('_', '-')}"
-    said = [] if isinstance(field.default, bool) else OTHER.get(field.name, "64").split()
-    given = parse(flag, *said)
-    assert given.keys() == {field.name}
-    value = given[field.name]
+    values = [] if isinstance(field.default, bool) else OTHER.get(field.name, "64").split()
+    parsed = parse(flag, *values)
+    assert parsed.keys() == {field.name}
+    value = parsed[field.name]
     assert value != field.default
-    assert [str(x) for x in (value if isinstance(value, tuple) else [value])] == (said or ["True"])
+    assert [str(x) for x in (value if isinstance(value, tuple) else [value])] == (values or ["True"])
 
 
 def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
     words = {"kt_method": "f32", "residency": "adaptive"}
-    said = {field.name: words.get(field.name, "1") for field in dataclasses.fields(ExpertOffloadConfig)}
+    values = {field.name: words.get(field.name, "1") for field in dataclasses.fields(ExpertOffloadConfig)}
     parser = argparse.ArgumentParser()
     add_expert_flags(parser)
     assert expert_args(parser.parse_args([])) == ExpertOffloadConfig()
-    argv = [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
-    given = dataclasses.asdict(expert_args(parser.parse_args(argv)))
-    assert {name: str(given[name]) for name in said} == said
+    argv = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
+    parsed = dataclasses.asdict(expert_args(parser.parse_args(argv)))
+    assert {name: str(parsed[name]) for name in values} == values
 
 
 def test_spellings_of_vllm_and_sglang_are_known():
@@ -108,7 +108,7 @@ def test_spellings_of_vllm_and_sglang_are_known():
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         ((), "COMMAND"),
         (("dance",), "dance"),
@@ -129,22 +129,22 @@ def test_spellings_of_vllm_and_sglang_are_known():
         ),
     ],
 )
-def test_a_wrong_use_is_refused_before_anything_starts(argv, told, capsys):
+def test_a_wrong_use_is_refused_before_anything_starts(argv, message, capsys):
     try:
         code = main(argv)
     except SystemExit as exit_:
         code = exit_.code
     out, err = capsys.readouterr()
     assert_refused(code, err)
-    assert told in err
+    assert message in err
     assert out == ""
 
 
 def test_version_and_help_need_no_jax():
     assert run("--version", blocked=True).stdout.startswith("routed-experts ")
-    told = run("generate", "--help", blocked=True)
-    assert told.returncode == 0
-    assert "--enable-return-routed-experts" in told.stdout
+    result = run("generate", "--help", blocked=True)
+    assert result.returncode == 0
+    assert "--enable-return-routed-experts" in result.stdout
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
@@ -204,11 +204,11 @@ def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
 
 
 def test_the_engine_tells_how_far_loading_is():
-    told = []
+    calls = []
     sizes = dict(
         precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True
     )
-    with Engine(str(demo_model_path()), on_load=lambda *pair: told.append(pair), **sizes):
+    with Engine(str(demo_model_path()), on_load=lambda *pair: calls.append(pair), **sizes):
         pass
-    assert told[-1][0] == told[-1][1] > 5_000_000  # bytes of the demo model's tensors
-    assert [done for done, _ in told] == sorted(done for done, _ in told) and len({total for _, total in told}) == 1
+    assert calls[-1][0] == calls[-1][1] > 5_000_000  # bytes of the demo model's tensors
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len({total for _, total in calls}) == 1

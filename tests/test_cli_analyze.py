@@ -44,30 +44,30 @@ def records(files):
 
 def test_stats_are_those_of_a_loop(files, records, capsys):
     code, out, _ = run(capsys, "stats", files / "out.jsonl", "--json")
-    told = json.loads(out)
+    stats = json.loads(out)
     rows = [row for record in records for row in record.ids.tolist()]
     assert (
         code == 0
-        and told["layers"] == [1, 2, 3]
-        and (told["records"], told["rows"], told["num_experts"]) == (3, len(rows), 16)
+        and stats["layers"] == [1, 2, 3]
+        and (stats["records"], stats["rows"], stats["num_experts"]) == (3, len(rows), 16)
     )
     for layer in range(3):
         counts = Counter(expert for row in rows for expert in row[layer])
         shares = [counts[expert] / (len(rows) * 4) for expert in range(16)]
-        assert told["dead experts"][layer] == shares.count(0)
-        assert told["max / mean load"][layer] == pytest.approx(max(shares) * 16)
-        assert told["entropy"][layer] == pytest.approx(
+        assert stats["dead experts"][layer] == shares.count(0)
+        assert stats["max / mean load"][layer] == pytest.approx(max(shares) * 16)
+        assert stats["entropy"][layer] == pytest.approx(
             -sum(share * math.log(share) for share in shares if share) / math.log(16)
         )
-        assert told["std / mean"][layer] == pytest.approx(np.std(shares) / np.mean(shares))
+        assert stats["std / mean"][layer] == pytest.approx(np.std(shares) / np.mean(shares))
 
 
 def test_tables_and_csv_tell_the_same(files, capsys):
     _, out, _ = run(capsys, "stats", files / "out.jsonl", "--csv")
     rows = list(csv.DictReader(out.splitlines()))
-    _, said, _ = run(capsys, "stats", files / "out.jsonl", "--json")
+    _, printed, _ = run(capsys, "stats", files / "out.jsonl", "--json")
     assert [int(row["layer"]) for row in rows] == [1, 2, 3]
-    assert [float(row["gini"]) for row in rows] == json.loads(said)["gini"]
+    assert [float(row["gini"]) for row in rows] == json.loads(printed)["gini"]
     _, table, _ = run(capsys, "stats", files / "out.jsonl")
     lines = table.splitlines()
     assert len(lines) == 6 and lines[-1].split()[0] == "mean" and f"{float(rows[0]['gini']):.4g}" in lines[2]
@@ -81,11 +81,11 @@ def test_a_difference_is_where_it_was_made(files, records, capsys, tmp_path):
     ids[4, 2, :2] = ids[4, 2, 1::-1]  # the same experts in another order
     (tmp_path / "b.safetensors").write_bytes(encode_record(dataclasses.replace(first, ids=ids)))
     code, out, _ = run(capsys, "diff", files / "one.safetensors", tmp_path / "b.safetensors", "--json")
-    told, rows = json.loads(out), first.num_rows
-    assert code == 0 and (told["tokens"], told["tokens that differ"]) == (rows, 1)
-    assert told["flip rate"] == pytest.approx([0, 1 / rows, 0])
-    assert told["overlap"] == pytest.approx([1, 1 - 0.25 / rows, 1])
-    assert told["rank-1 agreement"] == pytest.approx([1, 1, 1 - 1 / rows])
+    report, rows = json.loads(out), first.num_rows
+    assert code == 0 and (report["tokens"], report["tokens that differ"]) == (rows, 1)
+    assert report["flip rate"] == pytest.approx([0, 1 / rows, 0])
+    assert report["overlap"] == pytest.approx([1, 1 - 0.25 / rows, 1])
+    assert report["rank-1 agreement"] == pytest.approx([1, 1, 1 - 1 / rows])
     assert "1 tokens that differ" in run(capsys, "diff", files / "one.safetensors", tmp_path / "b.safetensors")[1]
     same = json.loads(run(capsys, "diff", files / "out.jsonl", files / "out.jsonl", "--json")[1])
     assert same["tokens that differ"] == 0 and same["records"] == 3 and same["overlap"] == [1, 1, 1]
@@ -96,10 +96,10 @@ def test_tokens_stand_beside_their_experts(files, records, capsys):
     blocks = out.split("# ")[1:]
     assert code == 0 and len(blocks) == 3
     for block, record, line in zip(blocks, records, (files / "out.jsonl").read_text().splitlines(), strict=True):
-        lines = [one.split(maxsplit=5) for one in block.splitlines()[1:]]  # token, four experts, text
-        assert [[int(word) for word in one[1:5]] for one in lines[:-1]] == record.ids[:, 1].tolist()
+        lines = [cells.split(maxsplit=5) for cells in block.splitlines()[1:]]  # token, four experts, text
+        assert [[int(word) for word in cells[1:5]] for cells in lines[:-1]] == record.ids[:, 1].tolist()
         assert lines[-1][1:3] == ["no", "row"], "the last token was never fed"
-        assert "".join(ast.literal_eval(one[5]) for one in lines[:-1]).startswith(json.loads(line)["prompt"])
+        assert "".join(ast.literal_eval(cells[5]) for cells in lines[:-1]).startswith(json.loads(line)["prompt"])
     squares = run(capsys, "tokens", files / "one.safetensors")[1]
     assert squares.count("▪") == records[0].num_tokens and "layer 2" in squares
 

@@ -23,11 +23,11 @@ def run(capsys, *argv):
 def test_throughput_compares_capture_on_off_and_on_again(tmp_path, capsys):
     model, file = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "told.json"
     code, out, _ = run(capsys, "throughput", model, *SMALL, *SIZES, "--output", file)
-    told = json.loads(file.read_text())
-    assert code == 0 and told["command"]["kind"] == "throughput" and told["command"]["output_len"] == "6"
-    ways = [(row["capture"], row["rows asked"]) for row in told["rows"]]
+    report = json.loads(file.read_text())
+    assert code == 0 and report["command"]["kind"] == "throughput" and report["command"]["output_len"] == "6"
+    ways = [(row["capture"], row["rows asked"]) for row in report["rows"]]
     assert ways == [("on", False), ("on", True), ("off", False), ("on", False), ("on", True)]
-    assert all(0 < row["lowest"] <= row["output tokens/s"] <= row["highest"] for row in told["rows"])
+    assert all(0 < row["lowest"] <= row["output tokens/s"] <= row["highest"] for row in report["rows"])
     assert len(out.splitlines()) == 6 and out.split()[0] == "capture"
 
 
@@ -70,7 +70,7 @@ def test_a_start_tells_its_phases(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["throughput", "/no/such/model"], "/no/such/model"),
         (["serve", "--base-url", "file:///etc/passwd"], "--base-url"),
@@ -78,9 +78,9 @@ def test_a_start_tells_its_phases(tmp_path):
         (["serve", "--base-url", "http://127.0.0.1:1"], "refused"),
     ],
 )
-def test_what_cannot_be_measured_ends_with_a_sentence(argv, told, capsys):
+def test_what_cannot_be_measured_ends_with_a_sentence(argv, message, capsys):
     code, out, err = run(capsys, *argv)
-    assert code in (1, 2) and told in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
+    assert code in (1, 2) and message in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
 
 
 def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
@@ -98,22 +98,22 @@ def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
     assert pairs == decode | {("extend", 4, 16), ("extend", 16, 16)}
     assert all(row["ms"] > 0 for row in rows) and code == 0 and len(out.splitlines()) == len(rows) + 1
     for step, largest in (("decode", 2), ("extend", 16)):
-        given, best = (row for row in rows if row["step"] == step and row["list"] != "measured")
-        assert given["buckets"] == str(largest) and best["list"] == "best of 2" and best["ms"] <= given["ms"]
+        single, best = (row for row in rows if row["step"] == step and row["list"] != "measured")
+        assert single["buckets"] == str(largest) and best["list"] == "best of 2" and best["ms"] <= single["ms"]
         assert len(best["buckets"].split()) <= 2 and best["buckets"].split()[-1] == str(largest)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--most", "0"], "--most 0 must be at least 1"),
         (["--load", "normal"], "load 'normal' is unknown; choose one of uniform"),
         (["--load", "no_such.json"], "no_such.json"),
     ],
 )
-def test_buckets_that_cannot_be_chosen_end_with_a_sentence(flags, told, tmp_path, capsys):
+def test_buckets_that_cannot_be_chosen_end_with_a_sentence(flags, message, tmp_path, capsys):
     code, out, err = run(capsys, "buckets", write_tiny_checkpoint(tmp_path / "model"), *SIZES, *flags)
-    assert code in (1, 2) and told in err and err.count("\n") == 1 and out == ""
+    assert code in (1, 2) and message in err and err.count("\n") == 1 and out == ""
 
 
 @pytest.mark.parametrize(

@@ -26,18 +26,23 @@ def run(capsys, *argv):
 def test_inspect_reads_shapes_without_weights(tmp_path, capsys, engine_factory):
     folder = write_tiny_checkpoint(tmp_path / "model")
     code, out, _ = run(capsys, "inspect", folder, "--json", "--enable-return-routed-experts", *SIZES)
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert (found["num_layers"], found["moe_layer_ids"], found["num_experts"], found["top_k"]) == (4, [1, 2, 3], 16, 4)
-    assert (found["vocab_size"], found["context_length"], found["row_bytes"], found["dtype"]) == (
+    assert (report["num_layers"], report["moe_layer_ids"], report["num_experts"], report["top_k"]) == (
+        4,
+        [1, 2, 3],
+        16,
+        4,
+    )
+    assert (report["vocab_size"], report["context_length"], report["row_bytes"], report["dtype"]) == (
         313,
         512,
         12,
         "float32",
     )
     with engine_factory(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
-        assert found["memory_plan"] == engine.memory_plan
-        assert found["kv_tokens"] == (engine.components.plan.pool.num_pages - 1) * engine.server_args.page_size
+        assert report["memory_plan"] == engine.memory_plan
+        assert report["kv_tokens"] == (engine.components.plan.pool.num_pages - 1) * engine.server_args.page_size
     (folder / "model.safetensors").unlink()
     code, out, _ = run(capsys, "inspect", folder, "--config-only")
     assert code == 0 and "3 MoE (1-3) × 16 experts top-4" in out and "bfloat16" in out
@@ -89,26 +94,26 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
     ]
     code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
     assert code == 0, err
-    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line.get("prompt") for line in said] == ["The cat", None, "One two"] and said[1]["tag"] == 1
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line.get("prompt") for line in answers] == ["The cat", None, "One two"] and answers[1]["tag"] == 1
     with engine_factory() as engine:
-        for line, answer in zip(lines, said, strict=True):
+        for line, answer in zip(lines, answers, strict=True):
             prompt = line.get("prompt", line.get("text"))
             expected = engine.generate(prompt, {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
             assert answer["output_ids"] == expected["output_ids"]
     rows = ["--return-routed-experts", "--output", tmp_path / "out.safetensors"]
     assert run(capsys, "generate", folder, *flags, *SIZES, *rows)[0] == 0
-    kept = read_answers([tmp_path / "out.safetensors"])
-    for one, answer in zip(kept, said, strict=True):
-        assert {name: one.answer[name] for name in ("text", "output_ids")} == {
+    archived = read_answers([tmp_path / "out.safetensors"])
+    for entry, answer in zip(archived, answers, strict=True):
+        assert {name: entry.answer[name] for name in ("text", "output_ids")} == {
             name: answer[name] for name in ("text", "output_ids")
         }
-        tokens = [*one.answer["input_ids"], *one.answer["output_ids"]]
+        tokens = [*entry.answer["input_ids"], *entry.answer["output_ids"]]
         with engine_factory(enable_return_routed_experts=True) as engine:
-            assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == one.record.ids.tolist()
-    assert kept[1].answer["tag"] == 1 and kept[1].answer["input_ids"] == [5, 6, 7]
+            assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == entry.record.ids.tolist()
+    assert archived[1].answer["tag"] == 1 and archived[1].answer["input_ids"] == [5, 6, 7]
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 2)[0] == 0
-    assert decode_record((tmp_path / "b.safetensors").read_bytes()) == kept[1].record
+    assert decode_record((tmp_path / "b.safetensors").read_bytes()) == archived[1].record
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 4)[0] == 2
     code, out, _ = run(capsys, "analyze", "tokens", tmp_path / "out.safetensors", "--tokenizer", folder)
     assert code == 0 and "'The'" in out and out.count("# answer") == 3
@@ -117,12 +122,16 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
         code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
         assert code == 2 and "line 2 must be an object with prompt (or text) or input_ids" in err
     half = '{"prompt": "a", "tag": "\\ud800"}'
-    for bad, told in ((half, "half a character"), ('{"prompt": 5}', "as text"), ('{"input_ids": ["a"]}', "token ids")):
+    for bad, message in (
+        (half, "half a character"),
+        ('{"prompt": 5}', "as text"),
+        ('{"input_ids": ["a"]}', "token ids"),
+    ):
         (tmp_path / "bad.jsonl").write_text(bad + "\n", encoding="utf-8")
         code, _, err = run(
             capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", "--output", tmp_path / "never.jsonl", *SIZES
         )
-        assert code == 2 and told in err and "line 1" in err and "ready" not in err
+        assert code == 2 and message in err and "line 1" in err and "ready" not in err
 
 
 def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatch):
@@ -132,9 +141,9 @@ def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatc
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2]
     code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
-    (kept,) = tmp_path.glob(".*.part.jsonl")
-    assert code == 2 and f"2 answers so far are kept, a line each, in {kept}" in err
-    assert [len(json.loads(line)["output_ids"]) for line in kept.read_text(encoding="utf-8").splitlines()] == [2, 2]
+    (partial,) = tmp_path.glob(".*.part.jsonl")
+    assert code == 2 and f"2 answers so far are kept, a line each, in {partial}" in err
+    assert [len(json.loads(line)["output_ids"]) for line in partial.read_text(encoding="utf-8").splitlines()] == [2, 2]
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -147,24 +156,26 @@ def test_an_interrupt_leaves_whole_lines(tmp_path, capsys, written, left):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    kept = list(tmp_path.iterdir())
-    assert [file.read_text() for file in kept] == ([] if left is None else [left])
+    partial = list(tmp_path.iterdir())
+    assert [file.read_text() for file in partial] == ([] if left is None else [left])
     err = capsys.readouterr().err
-    assert all(f"1 answers so far are kept, a line each, in {file}" in err for file in kept) and bool(err) == bool(kept)
+    assert all(f"1 answers so far are kept, a line each, in {file}" in err for file in partial) and bool(err) == bool(
+        partial
+    )
 
 
 def test_lines_end_at_line_feeds_alone(answers, capsys, tmp_path):
     folder, record = answers
-    said = json.loads((folder / "a.json").read_text(encoding="utf-8"))
+    parsed = json.loads((folder / "a.json").read_text(encoding="utf-8"))
     first = {"text": "a\u2028 b\u2029 c\x85 d", "meta_info": {}}
-    text = "\r\n".join(json.dumps(one, ensure_ascii=False) for one in (first, said)) + "\n"
+    text = "\r\n".join(json.dumps(answer, ensure_ascii=False) for answer in (first, parsed)) + "\n"
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
     assert run(capsys, "convert", tmp_path / "a.jsonl", tmp_path / "b.safetensors", "--line", 2)[0] == 0
     assert decode_record((tmp_path / "b.safetensors").read_bytes()) == record
     (tmp_path / "one.jsonl").write_text(
-        json.dumps({**said, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8"
+        json.dumps({**parsed, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    assert [one.record for one in read_answers([tmp_path / "one.jsonl"])] == [record]
+    assert [answer.record for answer in read_answers([tmp_path / "one.jsonl"])] == [record]
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +183,14 @@ def answers(tmp_path_factory, engine_factory):
     """A folder with one answer of /generate, and one with a choice of OpenAI's form."""
     folder = tmp_path_factory.mktemp("answers")
     with engine_factory(enable_return_routed_experts=True) as engine:
-        said = engine.generate("The cat sat", {"max_new_tokens": 5, "seed": 1}, return_routed_experts=True)
-    (folder / "a.json").write_text(json.dumps(said), encoding="utf-8")
+        result = engine.generate("The cat sat", {"max_new_tokens": 5, "seed": 1}, return_routed_experts=True)
+    (folder / "a.json").write_text(json.dumps(result), encoding="utf-8")
     (folder / "openai.json").write_text(
-        json.dumps({"choices": [{"index": 0, "meta_info": said["meta_info"]}]}), encoding="utf-8"
+        json.dumps({"choices": [{"index": 0, "meta_info": result["meta_info"]}]}), encoding="utf-8"
     )
-    (folder / "many.jsonl").write_text("\n".join([json.dumps({"meta_info": {}}), json.dumps(said)]), encoding="utf-8")
-    (folder / "listed.json").write_text(json.dumps([{"meta_info": {}}, said]), encoding="utf-8")
-    return folder, record_from_meta_info(said)
+    (folder / "many.jsonl").write_text("\n".join([json.dumps({"meta_info": {}}), json.dumps(result)]), encoding="utf-8")
+    (folder / "listed.json").write_text(json.dumps([{"meta_info": {}}, result]), encoding="utf-8")
+    return folder, record_from_meta_info(result)
 
 
 def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
@@ -222,12 +233,12 @@ def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
         (folder / "nowhere.json", "b.json", (), 1),
         (folder / "listed.json", "b.json", ("--choice", 5), 2),
     ):
-        came, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
-        assert came == code and err.count("\n") == 1, err
+        status, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
+        assert status == code and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "texts"),
     [
         (("generate",), ('{"prompt": "text"}', '"text"', '"input_ids"', "the answers: JSON lines, or an archive")),
         (("analyze", "report"), ("--output FILE.html", "the page to write")),
@@ -236,8 +247,8 @@ def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
         (("serve",), ("checkpoint folder, Hugging Face id (org/name), or demo", "--revision NAME")),
     ],
 )
-def test_help_names_files_and_their_forms(capsys, command, told):
+def test_help_names_files_and_their_forms(capsys, command, texts):
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(" ".join(text.split()) in shown for text in told), shown
+    assert all(" ".join(text.split()) in shown for text in texts), shown

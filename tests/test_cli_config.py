@@ -25,11 +25,11 @@ TYPED = {  # a value of each kind of flag, as typed
 SWITCHES = ("strict-fields", "enable-return-routed-experts", "no-enable-prefix-caching", "enable-expert-parallel")
 
 
-def read(tmp_path, said, *typed, name="serve.yaml"):
-    (tmp_path / name).write_text(said if isinstance(said, str) else json.dumps(said))
+def read(tmp_path, content, *typed, name="serve.yaml"):
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     options = make_parser().parse_args(["serve", *typed, "--config", str(tmp_path / name)])
-    found = vars(with_config(options, options.config, add_file_flags))
-    return {key: value for key, value in found.items() if key not in ("command", "run", "config")}
+    values = vars(with_config(options, options.config, add_file_flags))
+    return {key: value for key, value in values.items() if key not in ("command", "run", "config")}
 
 
 def typed(*words):
@@ -42,7 +42,7 @@ def typed(*words):
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
 def test_a_file_says_what_the_same_flags_say(tmp_path, name):
-    values = {key: [int(one) for one in value.split()] if " " in value else value for key, value in TYPED.items()}
+    values = {key: [int(number) for number in value.split()] if " " in value else value for key, value in TYPED.items()}
     words = [word for key, value in TYPED.items() for word in (f"--{key}", *value.split())]
     expected = typed("MODEL", *words, *(f"--{switch}" for switch in SWITCHES))
     assert read(tmp_path, {"model": "MODEL", **values, **dict.fromkeys(SWITCHES, True)}, name=name) == expected
@@ -62,17 +62,17 @@ def test_every_flag_of_serve_may_stand_in_a_file():
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_path):
-    said = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nlog-level: debug\n"
-    assert read(tmp_path, said) == typed(
+    content = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nlog-level: debug\n"
+    assert read(tmp_path, content) == typed(
         "OTHER", "--port", "1", "--precompile-bs-paddings", "2", "--log-level", "debug"
     )
-    found = read(tmp_path, said, "MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8")
-    assert found == typed("MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8", "--log-level", "debug")
+    values = read(tmp_path, content, "MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8")
+    assert values == typed("MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8", "--log-level", "debug")
     assert read(tmp_path, "# nothing\n", "MODEL") == typed("MODEL")
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("content", "message"),
     [
         ("prot: 1", "prot is no flag of serve; did you mean port?"),
         ("nonsense-of-mine: 1", "--help"),
@@ -98,10 +98,10 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_p
         ("port: &a [*a]", "port is ["),
     ],
 )
-def test_what_is_wrong_names_the_file_and_the_key(tmp_path, said, told):
+def test_what_is_wrong_names_the_file_and_the_key(tmp_path, content, message):
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, said, "MODEL")
-    assert told in str(caught.value) and str(tmp_path / "serve.yaml") in str(caught.value)
+        read(tmp_path, content, "MODEL")
+    assert message in str(caught.value) and str(tmp_path / "serve.yaml") in str(caught.value)
 
 
 def test_the_command_reads_it(tmp_path, capsys):
@@ -117,8 +117,8 @@ def test_the_command_reads_it(tmp_path, capsys):
 def test_values_are_taken_as_they_are_written(tmp_path):
     for text in ("0123456", "1.10", "12:30", "1_0", "0x10", "2026-01-01", "1e3"):
         assert read(tmp_path, f"api-key: {text}\nmodel: {text}\n") == typed(text, "--api-key", text)
-    said = '{\n\t"api-key": 1.10, "port": 80}'
-    assert read(tmp_path, said, name="b.json") == typed("--api-key", "1.10", "--port", "80")
+    content = '{\n\t"api-key": 1.10, "port": 80}'
+    assert read(tmp_path, content, name="b.json") == typed("--api-key", "1.10", "--port", "80")
 
 
 def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
@@ -132,16 +132,16 @@ def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
         ('{"port": null}', "no value"),
         ('{"port": true}', "port is True"),
     )
-    for said, told in cases:
+    for content, message in cases:
         with pytest.raises(ConfigError) as caught:
-            read(tmp_path, said, name="a.json")
-        assert told in str(caught.value) and "a.json" in str(caught.value)
+            read(tmp_path, content, name="a.json")
+        assert message in str(caught.value) and "a.json" in str(caught.value)
     with pytest.raises(ConfigError, match=r"yaml is not installed; run .*\[serve\]"):
         read(tmp_path, "port: 1")
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("content", "words"),
     [
         ("api-key: a", ("--api-key-file", "b")),
         ("api-key-file: a", ("--api-key", "b")),
@@ -151,5 +151,5 @@ def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
         ("enable-expert-parallel: true", ("--ep-size", "2")),
     ],
 )
-def test_what_is_typed_wins_over_another_name_of_the_same_thing(tmp_path, said, words):
-    assert read(tmp_path, said, *words) == typed(*words)
+def test_what_is_typed_wins_over_another_name_of_the_same_thing(tmp_path, content, words):
+    assert read(tmp_path, content, *words) == typed(*words)

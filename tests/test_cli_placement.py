@@ -54,9 +54,9 @@ def run(capsys, *argv):
 def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys, names):
     flags = ["--plan-from", files / "stats.npz", "--instances", 20, "--devices", 4, "--residents", 4, "--json"]
     code, out, _ = run(capsys, *(files / name for name in names), *flags)
-    told, records, learned = json.loads(out), records_of(2), RoutingStats.read(files / "stats.npz")
+    report, records, learned = json.loads(out), records_of(2), RoutingStats.read(files / "stats.npz")
     assert code == 0
-    assert [told[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [
+    assert [report[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [
         400,
         400,
         [0, 1, 2],
@@ -65,14 +65,16 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
     ]
     before = placement.simulate(records, ExpertPlacement.identity(3, 16, 4))
     after = placement.simulate(records, placement.eplb(learned, num_instances=20, num_devices=4))
-    assert told["instances"]["balance before"] == before.balancedness.tolist()
-    assert told["instances"]["balance planned"] == after.balancedness.tolist()
+    assert report["instances"]["balance before"] == before.balancedness.tolist()
+    assert report["instances"]["balance planned"] == after.balancedness.tolist()
     static = placement.resident(learned, per_layer=4)
     adaptive = placement.simulate(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
-    assert told["residents"]["first"] == placement.simulate(records, ResidencyMap.first_n(3, 16, 4)).hit_ratio.tolist()
-    assert told["residents"]["static"] == placement.simulate(records, static).hit_ratio.tolist()
-    assert told["residents"]["adaptive"] == adaptive.hit_ratio.tolist()
-    assert told["residents"]["LRU"] == placement.lru_coverage(*records).hits[:, 4].tolist()
+    assert (
+        report["residents"]["first"] == placement.simulate(records, ResidencyMap.first_n(3, 16, 4)).hit_ratio.tolist()
+    )
+    assert report["residents"]["static"] == placement.simulate(records, static).hit_ratio.tolist()
+    assert report["residents"]["adaptive"] == adaptive.hit_ratio.tolist()
+    assert report["residents"]["LRU"] == placement.lru_coverage(*records).hits[:, 4].tolist()
 
 
 def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
@@ -94,12 +96,12 @@ def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
 def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
     flags = ["--instances", 20, "--devices", 4, "--dispatch", dispatch, "--step-tokens", 100, "--json"]
     code, out, _ = run(capsys, files / "out.jsonl", *flags)
-    told, records = json.loads(out)["instances"], records_of(2)
+    report, records = json.loads(out)["instances"], records_of(2)
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
     after = placement.simulate(records, plan, dispatch=dispatch, step_tokens=100)
-    assert code == 0 and told["balance planned"] == after.balancedness.tolist()
+    assert code == 0 and report["balance planned"] == after.balancedness.tolist()
     share = (after.rerouted_slots / (400 * 4)).tolist()
-    assert told.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5
+    assert report.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5
 
 
 def test_a_picture_is_written(files, capsys, tmp_path):
@@ -149,18 +151,18 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
 
 
 def test_residents_may_be_told_to_follow_the_load():
-    said = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
-    assert expert_args(said) == ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
+    options = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
+    assert expert_args(options) == ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
     with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
 
 
 def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
-    told = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
-    assert told.num_resident == 5
+    config = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
+    assert config.num_resident == 5
     expected = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
-    assert (told.residents_of(3, 16).slot_of == expected.slot_of).all()
+    assert (config.residents_of(3, 16).slot_of == expected.slot_of).all()
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
     assert (
@@ -177,11 +179,11 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
 def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
     """By its file alone, and with how it is to be served."""
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
-    given = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
-    told = placement_args(make_parser().parse_args(given))
+    argv = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
+    config = placement_args(make_parser().parse_args(argv))
     expected = ExpertPlacement.read(tmp_path / "plan.npz")
-    np.testing.assert_array_equal(told.initial.physical_to_logical_map, expected.physical_to_logical_map)
-    assert (told.mode, told.rebalance_every) == ("replicas", 0)
+    np.testing.assert_array_equal(config.initial.physical_to_logical_map, expected.physical_to_logical_map)
+    assert (config.mode, config.rebalance_every) == ("replicas", 0)
     more = [
         "--placement-mode",
         "reroute",
@@ -192,9 +194,9 @@ def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
         "--layers-per-step",
         "2",
     ]
-    told = placement_args(make_parser().parse_args([*given, *more]))
-    assert (told.mode, told.capacity_factor, told.on_exhausted) == ("reroute", "5/4", "overflow")
-    assert (told.rebalance_every, told.layers_per_step) == (64, 2)
+    config = placement_args(make_parser().parse_args([*argv, *more]))
+    assert (config.mode, config.capacity_factor, config.on_exhausted) == ("reroute", "5/4", "overflow")
+    assert (config.rebalance_every, config.layers_per_step) == (64, 2)
     assert placement_args(make_parser().parse_args(["generate", "model", "--prompt", "x"])) is None
     with pytest.raises(ConfigError, match=r"--placement-mode, --capacity-factor without --placement FILE.npz"):
         placement_args(make_parser().parse_args(["serve", "model", *more[:4]]))

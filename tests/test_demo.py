@@ -51,8 +51,8 @@ def shown(request, tmp_path_factory):
 def test_every_phase_of_start_up_is_timed(shown):
     for phase in ("import", "kernels", "config", "load", "plan", "allocate", "compile", "ready"):
         assert re.search(rf"^  {phase} +\d+\.\d\d s  ", shown[1], re.MULTILINE), phase
-    told = r"trace N\.N · lower N\.N · XLA N\.N · read cache N\.N s \(N programs from the cache, N compiled\)"
-    assert re.search(told.replace("N", r"\d+"), shown[1])
+    pattern = r"trace N\.N · lower N\.N · XLA N\.N · read cache N\.N s \(N programs from the cache, N compiled\)"
+    assert re.search(pattern.replace("N", r"\d+"), shown[1])
 
 
 def test_the_second_prompt_is_a_cache_hit_of_whole_pages(shown):
@@ -68,9 +68,9 @@ def test_shapes_follow_the_row_law(shown):
     wire = re.findall(r"routed_experts \((\d+), (\d+), (\d+)\) int32", shown[1])
     record = re.findall(r"record.ids \((\d+), (\d+), (\d+)\) uint8", shown[1])
     assert len(tokens) == len(wire) == len(record) == 3
-    for (prompt, generated), (rows, layers, top_k), kept in zip(tokens, wire, record, strict=True):
+    for (prompt, generated), (rows, layers, top_k), recorded in zip(tokens, wire, record, strict=True):
         assert int(rows) == int(prompt) + int(generated) - 1
-        assert kept == (rows, str(int(layers) - 1), top_k)
+        assert recorded == (rows, str(int(layers) - 1), top_k)
 
 
 def test_the_replay_gives_back_what_the_engine_said_and_the_check_can_fail(shown):
@@ -84,10 +84,10 @@ def test_the_replay_gives_back_what_the_engine_said_and_the_check_can_fail(shown
 
 
 def test_every_moe_layer_has_a_line_of_load_with_a_bar_for_each_expert(shown):
-    told = page_of(shown[0])[1]
+    data = page_of(shown[0])[1]
     lines = re.findall(r"^ +(\d+) +\d+\.\d\d +[01]\.\d{3} +0\.\d\d +\d+ +([▁▂▃▄▅▆▇█·]+) *$", shown[1], re.MULTILINE)
-    assert [int(layer) for layer, _ in lines] == told["layers"]
-    assert {len(bars) for _, bars in lines} == {len(told["palette"])}
+    assert [int(layer) for layer, _ in lines] == data["layers"]
+    assert {len(bars) for _, bars in lines} == {len(data["palette"])}
     assert any("█" in bars for _, bars in lines)
 
 
@@ -97,10 +97,10 @@ def page_of(folder):
 
 
 def test_pictures_are_written_and_the_page_fetches_nothing(shown):
-    source, told = page_of(shown[0])
+    source, data = page_of(shown[0])
     assert not re.search(r"https?:|//[\w.]+\.", source)
-    assert told["inks"] == [text_color(colour) for colour in told["palette"]]
-    assert [text["rows"] for text in told["texts"]] == [
+    assert data["inks"] == [text_color(colour) for colour in data["palette"]]
+    assert [text["rows"] for text in data["texts"]] == [
         int(rows) for rows in re.findall(r"routed_experts \((\d+),", shown[1])
     ]
     assert (shown[0] / "demo-output" / "routing.png").read_bytes().startswith(b"\x89PNG")

@@ -90,15 +90,15 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path, engin
     with engine_factory(enable_return_routed_experts=True) as engine:
         expected = {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}
         stream = engine.generate("The cat sat", expected, return_routed_experts=True, stream=True)
-        news = [next(stream)]
+        events = [next(stream)]
         for trial in range(5):
             with room_for(50 + 40 * trial):
                 for export in exports:
                     with pytest.raises(WriteError, match="File too large"):
                         export()
             assert contents(tmp_path) == {}
-            news.append(next(stream))
-        *_, last = [*news, *stream]
+            events.append(next(stream))
+        *_, last = [*events, *stream]
         assert last["output_ids"] == said["output_ids"] and record_from_meta_info(last) == record
         for export in exports:
             export()
@@ -118,8 +118,8 @@ def test_generate_tells_a_disk_that_is_full_only_at_the_end(tmp_path, monkeypatc
     err = capsys.readouterr().err.splitlines()[-1]
     assert code == 1 and "out.jsonl could not be written: No space left on device, after" in err
     assert (tmp_path / "out.jsonl").read_text() == "yesterday's"
-    (kept,) = [file for file in tmp_path.iterdir() if file.name not in ("model", "out.jsonl")]
-    assert str(kept) in err and json.loads(kept.read_text())["prompt"] == "The cat"
+    (partial,) = [file for file in tmp_path.iterdir() if file.name not in ("model", "out.jsonl")]
+    assert str(partial) in err and json.loads(partial.read_text())["prompt"] == "The cat"
 
 
 def test_standard_output_on_a_full_disk_ends_with_a_sentence():

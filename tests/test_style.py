@@ -26,10 +26,10 @@ class Source:
 
     @functools.cached_property
     def _by_kind(self) -> dict[type, list[ast.AST]]:
-        found: dict[type, list[ast.AST]] = {}
+        nodes: dict[type, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
-            found.setdefault(type(node), []).append(node)
-        return found
+            nodes.setdefault(type(node), []).append(node)
+        return nodes
 
     def nodes(self, *kinds: type) -> Iterator[ast.AST]:
         return (node for kind, nodes in self._by_kind.items() if issubclass(kind, kinds) for node in nodes)

@@ -28,11 +28,11 @@ def main():
             name,
         ]
         subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *SAID.split()], check=True)
-        told = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
-        assert told["completed_request_count"]["avg"] == 8 and told["request_error_rate"]["avg"] == 0, told[
+        report = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
+        assert report["completed_request_count"]["avg"] == 8 and report["request_error_rate"]["avg"] == 0, report[
             "error_summary"
         ]
-        lengths = told["output_sequence_length"]
+        lengths = report["output_sequence_length"]
         assert lengths["min"] == lengths["max"] == 8, lengths
         scraped = (Path(name) / "server_metrics_export.json").read_text()
         assert "routed_experts_requests_accepted" in scraped

@@ -35,11 +35,11 @@ def main():
         ]
         subprocess.run([*command, "--outputs-dir", name], check=True)
         (summary,) = Path(name).rglob("benchmark_summary.json")
-        told = json.loads(summary.read_text())
-        failed = [value for key, value in told.items() if "failed" in key.lower()]
-        assert failed == [0], told
-        lengths = [value for key, value in told.items() if key == "Avg Output Tokens"]
-        assert lengths == [8], told
+        report = json.loads(summary.read_text())
+        failed = [value for key, value in report.items() if "failed" in key.lower()]
+        assert failed == [0], report
+        lengths = [value for key, value in report.items() if key == "Avg Output Tokens"]
+        assert lengths == [8], report
         print("8 chat streams of exactly 8 tokens, none failed")
 
 

@@ -13,7 +13,7 @@ url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 def main():
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "report.json"
-        said = {
+        options = {
             "backend": f"kind=openai_http,target={url},model={model}",
             "profile": "kind=concurrent,streams=2",
             "constraint": "kind=max_requests,count=8",
@@ -21,7 +21,7 @@ def main():
             "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
             "output": f"kind=json,path={report}",
         }
-        flags = [part for key, value in said.items() for part in (f"--{key}", value)]
+        flags = [part for key, value in options.items() for part in (f"--{key}", value)]
         subprocess.run(
             [Path(sys.executable).parent / "guidellm", "run", *flags, "--disable-console-interactive"], check=True
         )

@@ -25,14 +25,15 @@ def main():
     (log,) = evaluate(task, model=model, display="none", log_dir=os.environ["TMPDIR"], **config)
     assert log.status == "success", log.error
     usage = next(iter(log.stats.model_usage.values()))
-    said = [asked(sample.input) for sample in samples]
-    assert [one.output.completion for one in log.samples] == [
-        answer["choices"][0]["message"]["content"] for answer in said
+    responses = [asked(sample.input) for sample in samples]
+    assert [scored.output.completion for scored in log.samples] == [
+        answer["choices"][0]["message"]["content"] for answer in responses
     ]
-    assert usage.output_tokens == sum(answer["usage"]["completion_tokens"] for answer in said)
-    right = [one.scores["includes"].value for one in log.samples]
+    assert usage.output_tokens == sum(answer["usage"]["completion_tokens"] for answer in responses)
+    right = [scored.scores["includes"].value for scored in log.samples]
     assert right == [
-        "C" if sample.target in one.output.completion else "I" for sample, one in zip(samples, log.samples, strict=True)
+        "C" if sample.target in scored.output.completion else "I"
+        for sample, scored in zip(samples, log.samples, strict=True)
     ]
     print(
         f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, "

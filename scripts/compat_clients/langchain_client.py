@@ -32,26 +32,30 @@ def main():
     )
     streamed = list(chat.stream(QUESTION))
     assert "".join(chunk.content for chunk in streamed) == whole.content
-    (told,) = [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata]
-    assert all(told[name] == usage[name] for name in ("input_tokens", "output_tokens"))
+    (details,) = [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata]
+    assert all(details[name] == usage[name] for name in ("input_tokens", "output_tokens"))
     assert chat.invoke([HumanMessage(content=[{"type": "text", "text": QUESTION}])]).content == whole.content
-    told = (
+    details = (
         ChatOpenAI(**SAID, logprobs=True, top_logprobs=2, seed=None)
         .invoke(QUESTION)
         .response_metadata["logprobs"]["content"]
     )
-    assert len(told) == usage["output_tokens"] and whole.content.startswith(told[0]["token"])
+    assert len(details) == usage["output_tokens"] and whole.content.startswith(details[0]["token"])
     assert all(
-        len(one["top_logprobs"]) == 2 and one["logprob"] == max(top["logprob"] for top in one["top_logprobs"])
-        for one in told
+        len(item["top_logprobs"]) == 2 and item["logprob"] == max(top["logprob"] for top in item["top_logprobs"])
+        for item in details
     )
     asking = ChatWithRows(**SAID, n=2, extra_body={"return_routed_experts": True})
     results = [asking.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
-    found = [rows_of(one.message.response_metadata, usage["total_tokens"]) for result in results for one in result]
-    assert len(found) == 4 and all(rows == found[0] for rows in found), "greedy: two choices, twice, the same rows"
-    assert all(one.message.content == whole.content for result in results for one in result)
+    row_lists = [
+        rows_of(item.message.response_metadata, usage["total_tokens"]) for result in results for item in result
+    ]
+    assert len(row_lists) == 4 and all(rows == row_lists[0] for rows in row_lists), (
+        "greedy: two choices, twice, the same rows"
+    )
+    assert all(item.message.content == whole.content for result in results for item in result)
     text = OpenAI(**SAID)
-    assert (said := text.invoke("The sea")) and "".join(text.stream("The sea")) == said
+    assert (reply := text.invoke("The sea")) and "".join(text.stream("The sea")) == reply
     print(
         "ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) "
         "and OpenAI, streamed too"

@@ -18,11 +18,11 @@ def main():
     text = litellm.text_completion(
         model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, logprobs=1, **SAID
     )
-    told = text.choices[0].logprobs
+    logprobs = text.choices[0].logprobs
     assert (
         text.usage.completion_tokens == 6
-        and len(told.token_logprobs) == 6
-        and "".join(told.tokens) == text.choices[0].text
+        and len(logprobs.token_logprobs) == 6
+        and "".join(logprobs.tokens) == text.choices[0].text
     )
     chunks = litellm.text_completion(
         model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, stream=True, **SAID
@@ -46,16 +46,16 @@ def chat(route):
     rows_asked = {"extra_body": {"return_routed_experts": True}}
     whole = litellm.completion(**kwargs, logprobs=True, top_logprobs=2, **rows_asked)
     (choice,) = whole.choices
-    content, told = choice.message.content, choice.logprobs.content
+    content, logprobs = choice.message.content, choice.logprobs.content
     assert (
-        len(told) == whole.usage.completion_tokens
-        and content.startswith(told[0].token)
-        and len(told[0].top_logprobs) == 2
+        len(logprobs) == whole.usage.completion_tokens
+        and content.startswith(logprobs[0].token)
+        and len(logprobs[0].top_logprobs) == 2
     )
     rows = rows_of(choice.provider_specific_fields, whole.usage.total_tokens)
     both = litellm.completion(**kwargs, n=2, **rows_asked)
-    assert [one.message.content for one in both.choices] == [content] * 2, "greedy, so both say the same"
-    assert all(rows_of(one.provider_specific_fields, whole.usage.total_tokens) == rows for one in both.choices)
+    assert [chosen.message.content for chosen in both.choices] == [content] * 2, "greedy, so both say the same"
+    assert all(rows_of(chosen.provider_specific_fields, whole.usage.total_tokens) == rows for chosen in both.choices)
     chunks = list(litellm.completion(**kwargs, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == content
     (usage,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]

@@ -56,8 +56,10 @@ def evaluate(folder, task, kind, path, *more):
         check=True,
     )
     (results,), (samples,) = out.rglob("results*.json"), out.rglob("samples*.jsonl")
-    told = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    return json.loads(results.read_text())["results"][task], [sample["resps"] for sample in told]
+    logged = sorted(
+        (json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"]
+    )
+    return json.loads(results.read_text())["results"][task], [sample["resps"] for sample in logged]
 
 
 def post(path, body):
@@ -77,21 +79,21 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         questions = folder / "questions.jsonl"
-        questions.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+        questions.write_text("".join(json.dumps(item) + "\n" for item in QUESTIONS))
         for task, text in (("compat_choice", CHOICE), ("compat_text", TEXT)):
             (folder / f"{task}.yaml").write_text(text % questions)
         remote = ("tokenizer_backend=remote", "tokenized_requests=True")
-        choice, said = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
-        expected = [[logprob(one["question"], text) for text in one["choices"]] for one in QUESTIONS]
-        seen = [[float(answer[0][0]) for answer in sample] for sample in said]
+        choice, samples = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
+        expected = [[logprob(item["question"], text) for text in item["choices"]] for item in QUESTIONS]
+        seen = [[float(answer[0][0]) for answer in sample] for sample in samples]
         pairs = zip((value for row in seen for value in row), (value for row in expected for value in row), strict=True)
-        assert all(abs(one - other) < 1e-3 for one, other in pairs), (seen, expected)
-        right = [row.index(max(row)) == one["answer"] for row, one in zip(expected, QUESTIONS, strict=True)]
+        assert all(abs(item - other) < 1e-3 for item, other in pairs), (seen, expected)
+        right = [row.index(max(row)) == item["answer"] for row, item in zip(expected, QUESTIONS, strict=True)]
         assert choice["acc,none"] == sum(right) / len(right), (choice, expected)
-        _, said = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
-        for one, sample in zip(QUESTIONS, said, strict=True):
+        _, samples = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
+        for item, sample in zip(QUESTIONS, samples, strict=True):
             body = {
-                "messages": [{"role": "user", "content": one["question"]}],
+                "messages": [{"role": "user", "content": item["question"]}],
                 "max_tokens": 16,
                 "temperature": 0,
                 "stop": ["\n"],

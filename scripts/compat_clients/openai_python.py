@@ -13,7 +13,7 @@ ROWS = {"return_routed_experts": True}
 
 def main():
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    assert [one.id for one in client.models.list()] == [model]
+    assert [entry.id for entry in client.models.list()] == [model]
     complete(client)
     whole = chat_at_once(client)
     chat_streamed(client, whole)
@@ -24,8 +24,8 @@ def main():
             assert error.code and error.type and [error.param] == list(wrong), error
         else:
             raise AssertionError(f"{wrong} was not refused")
-    told = "models, completions (text, ids, n, seed, logprobs), chat, streams with usage, .stream(), typed errors"
-    print(f"{told}; rows decoded: int32 = npy, streamed = at once, every choice")
+    summary = "models, completions (text, ids, n, seed, logprobs), chat, streams with usage, .stream(), typed errors"
+    print(f"{summary}; rows decoded: int32 = npy, streamed = at once, every choice")
 
 
 def complete(client):
@@ -34,9 +34,13 @@ def complete(client):
     assert both.usage.completion_tokens == 8 and [choice.index for choice in both.choices] == [0, 1]
     assert [choice.text for choice in both.choices] == [choice.text for choice in again.choices], "the seed is the same"
     for choice, other in zip(both.choices, again.choices, strict=True):
-        told = choice.logprobs
-        assert "".join(told.tokens) == choice.text and len(told.token_logprobs) == 4 and max(told.token_logprobs) <= 0
-        assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
+        logprobs = choice.logprobs
+        assert (
+            "".join(logprobs.tokens) == choice.text
+            and len(logprobs.token_logprobs) == 4
+            and max(logprobs.token_logprobs) <= 0
+        )
+        assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
         total = both.usage.prompt_tokens + 4
         assert rows_of(choice.model_dump(), total) == rows_of(other.model_dump(), total)
     ids = client.completions.create(model=model, prompt=[[5, 6], [7]], max_tokens=2)
@@ -46,10 +50,11 @@ def complete(client):
 def chat_at_once(client):
     whole = client.chat.completions.create(**CHAT, max_tokens=8, logprobs=True, top_logprobs=2, extra_body=ROWS)
     (choice,) = whole.choices
-    told = choice.logprobs.content
-    assert len(told) == whole.usage.completion_tokens and choice.message.content.startswith(told[0].token)
+    logprobs = choice.logprobs.content
+    assert len(logprobs) == whole.usage.completion_tokens and choice.message.content.startswith(logprobs[0].token)
     assert all(
-        len(one.top_logprobs) == 2 and one.logprob == max(top.logprob for top in one.top_logprobs) for one in told
+        len(entry.top_logprobs) == 2 and entry.logprob == max(top.logprob for top in entry.top_logprobs)
+        for entry in logprobs
     ), "greedy"
     as_npy = client.chat.completions.create(**CHAT, max_tokens=8, extra_body={**ROWS, "routed_experts_format": "npy"})
     total = whole.usage.total_tokens

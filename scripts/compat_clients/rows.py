@@ -8,8 +8,8 @@ import base64
 def rows_of(choice, total_tokens):
     """Expert ids of one choice (a dict), as [row][MoE layer] -> tuple of top_k. Checked: a row for each token but the
     last, the bytes against the sidecar's shape, the fill of dense layers, ids in range and distinct."""
-    told = choice if choice.get("routed_experts") else choice["meta_info"]
-    info, raw = told["routed_experts_info"], base64.b64decode(told["routed_experts"], validate=True)
+    fields = choice if choice.get("routed_experts") else choice["meta_info"]
+    info, raw = fields["routed_experts_info"], base64.b64decode(fields["routed_experts"], validate=True)
     if info["format"] == "npy":
         assert raw[:8] == b"\x93NUMPY\x01\x00", raw[:8]
         raw = raw[10 + int.from_bytes(raw[8:10], "little") :]

@@ -18,7 +18,7 @@ from routed_experts.analysis.colormaps import (
 
 
 def channels(colour):
-    return np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
+    return np.array([int(colour[offset : offset + 2], 16) for offset in (1, 3, 5)])
 
 
 @pytest.mark.parametrize(("name", "anchors"), [("viridis", VIRIDIS), ("cividis", CIVIDIS)])

@@ -20,19 +20,19 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 @given(st.lists(st.text(alphabet="ab \n漢\x1b", max_size=30), max_size=12))
 def test_every_character_has_one_place_and_none_is_lost(pieces):
-    placed = place_tokens(pieces, columns=10)
-    cells = [(part.line, part.column + place) for part in placed for place in range(len(part.text))]
+    parts = place_tokens(pieces, columns=10)
+    cells = [(part.line, part.column + offset) for part in parts for offset in range(len(part.text))]
     assert len(set(cells)) == len(cells)
     assert cells == sorted(cells)
     assert all(column < 10 for _, column in cells)
     for token, piece in enumerate(pieces):
-        drawn = "".join(part.text for part in placed if part.token == token)
+        drawn = "".join(part.text for part in parts if part.token == token)
         assert drawn == (printable(piece).replace("\n", "↵") or "·")
 
 
 def test_lines_break_before_a_token_and_at_line_feeds_and_inside_tokens_that_fit_no_line():
-    placed = place_tokens(["abcd", "efg", "h\n", "0123456789", "x"], columns=6)
-    assert [(part.token, part.line, part.column, part.text) for part in placed] == [
+    parts = place_tokens(["abcd", "efg", "h\n", "0123456789", "x"], columns=6)
+    assert [(part.token, part.line, part.column, part.text) for part in parts] == [
         (0, 0, 0, "abcd"),
         (1, 1, 0, "efg"),
         (2, 1, 3, "h↵"),

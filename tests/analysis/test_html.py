@@ -114,14 +114,14 @@ def test_the_script_is_given_the_ids_of_the_records(experts):
         text_of("abcdef", 3, experts=experts),
         text_of("abc", 4, experts=experts, start=0, valid=np.array([False, True])),
     ]
-    told = json.loads(Page(routing_page(texts, title="t")).all("script", id="routing")[0][1])
-    assert (told["layers"], told["top_k"], len(told["palette"])) == ([1, 2, 3], 3, experts)
-    for text, given in zip(texts, told["texts"], strict=True):
-        dtype = {1: "<u1", 2: "<u2"}[given["id_bytes"]]
-        ids = np.frombuffer(base64.b64decode(given["ids"]), dtype).reshape(given["rows"], 3, 3)
+    data = json.loads(Page(routing_page(texts, title="t")).all("script", id="routing")[0][1])
+    assert (data["layers"], data["top_k"], len(data["palette"])) == ([1, 2, 3], 3, experts)
+    for text, entry in zip(texts, data["texts"], strict=True):
+        dtype = {1: "<u1", 2: "<u2"}[entry["id_bytes"]]
+        ids = np.frombuffer(base64.b64decode(entry["ids"]), dtype).reshape(entry["rows"], 3, 3)
         np.testing.assert_array_equal(ids, text.record.ids)
-        assert given["start"] == 0
-    assert [given["known"] for given in told["texts"]] == [None, "01"]
+        assert entry["start"] == 0
+    assert [entry["known"] for entry in data["texts"]] == [None, "01"]
 
 
 def test_cells_of_the_heat_map_show_the_utilization_on_one_scale(source, texts):

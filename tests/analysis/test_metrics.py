@@ -56,20 +56,20 @@ def test_counts_and_utilization_are_those_of_a_loop(records, shape):
 
 
 def test_balance_is_that_of_a_loop(records, shape):
-    told, (layers, experts) = balance(*records), shape
+    metrics, (layers, experts) = balance(*records), shape
     for layer in range(layers):
         c = [count(records, layer, expert) for expert in range(experts)]
         slots = len(rows_of(records)) * records[0].top_k
-        assert told.max_load[layer] == pytest.approx(max(c) * experts / slots)
-        assert told.gini[layer] == pytest.approx(
+        assert metrics.max_load[layer] == pytest.approx(max(c) * experts / slots)
+        assert metrics.gini[layer] == pytest.approx(
             sum(abs(a - b) for a in c for b in c) / (2 * experts * sum(c)), abs=1e-12
         )
         mean = sum(c) / experts
-        assert told.variation[layer] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in c) / experts) / mean)
-        assert told.entropy[layer] == pytest.approx(
+        assert metrics.variation[layer] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in c) / experts) / mean)
+        assert metrics.entropy[layer] == pytest.approx(
             -sum(x / slots * math.log(x / slots) for x in c if x) / math.log(experts)
         )
-        assert told.dead[layer] == c.count(0)
+        assert metrics.dead[layer] == c.count(0)
 
 
 def test_coactivation_is_that_of_a_loop(records, shape):
@@ -94,13 +94,13 @@ def test_flow_between_layers_is_that_of_a_loop(records, shape):
 def test_uniform_and_one_sided_loads_have_the_numbers_that_the_docstring_promises():
     pairs = list(itertools.combinations(range(4), 2))  # every expert equally often
     record = random_record(rows=6, layers=1, experts=4, top_k=2)
-    told = balance(_with_ids(record, np.array(pairs)[:, None]))
-    assert [float(x[0]) for x in (told.max_load, told.gini, told.variation, told.entropy, told.dead)] == pytest.approx(
-        [1, 0, 0, 1, 0]
-    )
-    told = balance(_with_ids(record, np.tile([3, 1], (6, 1, 1))))
-    assert (told.max_load[0], told.dead[0]) == (2.0, 2)
-    assert told.entropy[0] == pytest.approx(0.5)
+    metrics = balance(_with_ids(record, np.array(pairs)[:, None]))
+    assert [
+        float(x[0]) for x in (metrics.max_load, metrics.gini, metrics.variation, metrics.entropy, metrics.dead)
+    ] == pytest.approx([1, 0, 0, 1, 0])
+    metrics = balance(_with_ids(record, np.tile([3, 1], (6, 1, 1))))
+    assert (metrics.max_load[0], metrics.dead[0]) == (2.0, 2)
+    assert metrics.entropy[0] == pytest.approx(0.5)
 
 
 def test_no_known_row_gives_nan_and_no_warning():
@@ -113,30 +113,30 @@ def test_no_known_row_gives_nan_and_no_warning():
 
 
 def test_one_expert_is_balanced():
-    told = balance(random_record(experts=1, top_k=1))
-    assert (told.entropy == 1.0).all()
-    assert (told.gini == 0.0).all()
+    metrics = balance(random_record(experts=1, top_k=1))
+    assert (metrics.entropy == 1.0).all()
+    assert (metrics.gini == 0.0).all()
 
 
 def test_difference_is_that_of_a_loop():
     a = random_record(1, rows=12, valid=np.arange(12) % 5 != 0)
     b = random_record(2, rows=8, start=3, valid=np.arange(8) != 2)
-    told = routing_difference(a, b)
+    difference = routing_difference(a, b)
     tokens = [t for t in range(3, 11) if t % 5 != 0 and t - 3 != 2]
-    assert told.tokens.tolist() == tokens
-    for place, token in enumerate(tokens):
+    assert difference.tokens.tolist() == tokens
+    for index, token in enumerate(tokens):
         first = 3
         for layer in reversed(range(3)):
             A, B = set(a.ids[token, layer].tolist()), set(b.ids[token - 3, layer].tolist())
-            assert told.overlap[place, layer] == pytest.approx(len(A & B) / 3)
-            assert told.jaccard[place, layer] == pytest.approx(len(A & B) / len(A | B))
+            assert difference.overlap[index, layer] == pytest.approx(len(A & B) / 3)
+            assert difference.jaccard[index, layer] == pytest.approx(len(A & B) / len(A | B))
             first = layer if A != B else first
-        assert told.first_difference[place] == first
+        assert difference.first_difference[index] == first
     for layer in range(3):
-        assert told.flip_rate[layer] == pytest.approx(
+        assert difference.flip_rate[layer] == pytest.approx(
             np.mean([set(a.ids[t, layer]) != set(b.ids[t - 3, layer]) for t in tokens])
         )
-        assert told.rank1_agreement[layer] == pytest.approx(
+        assert difference.rank1_agreement[layer] == pytest.approx(
             np.mean([a.ids[t, layer, 0] == b.ids[t - 3, layer, 0] for t in tokens])
         )
 
@@ -144,10 +144,10 @@ def test_difference_is_that_of_a_loop():
 def test_a_record_does_not_differ_from_itself_and_order_of_slots_is_no_flip():
     record = random_record(3)
     turned = _with_ids(record, record.ids[:, :, ::-1])
-    told = routing_difference(record, turned)
-    assert (told.flip_rate == 0).all()
-    assert (told.first_difference == 3).all()
-    assert (told.rank1_agreement == 0).all()
+    difference = routing_difference(record, turned)
+    assert (difference.flip_rate == 0).all()
+    assert (difference.first_difference == 3).all()
+    assert (difference.rank1_agreement == 0).all()
 
 
 def test_records_that_do_not_belong_together_are_refused():

@@ -100,9 +100,9 @@ def test_the_second_step_records_its_own_ids_and_compiles_nothing():
     spec = spec_of()
     step = scanned(spec)
     first, second = random_ids(spec, seed=1), random_ids(spec, seed=2)
-    kept = step(first)
+    rows = step(first)
     assert np.array_equal(step(second), rows_by_loop(second))
-    assert np.array_equal(kept, rows_by_loop(first))
+    assert np.array_equal(rows, rows_by_loop(first))
     assert step._cache_size() == 1
 
 

@@ -18,7 +18,7 @@ SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS)
 def packed(rows, num_experts):
     """Rows packed by hand: ids as bytes, the lowest first, zeros up to a whole word."""
     size = 1 if num_experts <= 256 else 2
-    of_rows = [b"".join(int(one).to_bytes(size, "little") for one in row) for row in rows]
+    of_rows = [b"".join(int(expert).to_bytes(size, "little") for expert in row) for row in rows]
     words = [
         [int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(row), 4)]
         for row in of_rows
@@ -50,7 +50,9 @@ class HostCacheMachine(RuleBasedStateMachine):
         )
         self.cache.append(np.array(slots, np.int32), brought, 5, live)
         self.known |= {
-            slot: (row.tolist(), 5) for slot, row, kept in zip(slots, rows[: len(slots)], live, strict=True) if kept
+            slot: (row.tolist(), 5)
+            for slot, row, is_live in zip(slots, rows[: len(slots)], live, strict=True)
+            if is_live
         }
 
     @rule(slots=SLOTS)

@@ -86,8 +86,8 @@ def test_every_registered_backend_fills_every_row(backend):
         request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))
     ]
     drive.run(*reqs)
-    for told in drive.outputs.values():
-        told.end.routed_experts.validate()
+    for output in drive.outputs.values():
+        output.end.routed_experts.validate()
     assert_margin_rule(testbed.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs])
 
 
@@ -239,14 +239,14 @@ def test_every_choice_has_its_own_rows(engine, oracle, form, layers):
     assert len({tuple(choice["output_ids"]) for choice in at_once}) == 4
     assert_margin_rule(oracle, [tokens_and_rows(engine, text, choice) for choice in at_once])
     last = {}
-    for told in engine.generate(text, sampling, stream=True, **kwargs):
-        last[told["index"]] = told
-    for choice, told in sorted(last.items()):
-        assert told["output_ids"] == at_once[choice]["output_ids"]
-        assert record_from_meta_info(told) == record_from_meta_info(at_once[choice])
-        flat = extract_routed_experts_from_meta_info(told).reshape(-1, 4, 4)
+    for event in engine.generate(text, sampling, stream=True, **kwargs):
+        last[event["index"]] = event
+    for choice, event in sorted(last.items()):
+        assert event["output_ids"] == at_once[choice]["output_ids"]
+        assert record_from_meta_info(event) == record_from_meta_info(at_once[choice])
+        flat = extract_routed_experts_from_meta_info(event).reshape(-1, 4, 4)
         assert (flat[:, 0] == -1).all()
-        np.testing.assert_array_equal(flat[:, 1:], record_from_meta_info(told).ids)
+        np.testing.assert_array_equal(flat[:, 1:], record_from_meta_info(event).ids)
 
 
 # --- long unchunked prefill overflows: a buffer sized for decode
@@ -312,12 +312,12 @@ def test_a_stop_string_across_tokens_leaves_a_row_for_every_token_but_the_last(e
     text = "Keeping the choice is cheap"
     free = engine.generate(text, GREEDY)
     pieces = [engine.tokenizer.decode([token]) for token in free["output_ids"]]
-    place = next(
+    position = next(
         i
         for i in range(2, 11)
         if pieces[i - 1].isascii() and pieces[i].isascii() and pieces[i - 1].strip() and pieces[i].strip()
     )
-    stop = pieces[place - 1][-1] + pieces[place][0]
+    stop = pieces[position - 1][-1] + pieces[position][0]
     prompt_len = len(engine.tokenizer.encode(text))
     start = prompt_len if at_end else 0
     result = engine.generate(
@@ -414,32 +414,32 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     assert drive.core.scheduler.namespace(drive.reqs["new"]) != drive.core.scheduler.namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))
     assert_all_faithful(drive)
-    told = {rid: told.end for rid, told in drive.outputs.items()}
-    assert [told[rid].cached_tokens for rid in ("old", "old again", "across", "new", "new again")] == [0, 36, 36, 0, 36]
-    assert told["new"].routed_experts.version_spans == ((0, 47, version),)
-    assert told["new again"].routed_experts.version_spans == ((0, 47, version),)
-    (low, cut, before), (_, high, after) = told["across"].routed_experts.version_spans
+    ends = {rid: ends.end for rid, ends in drive.outputs.items()}
+    assert [ends[rid].cached_tokens for rid in ("old", "old again", "across", "new", "new again")] == [0, 36, 36, 0, 36]
+    assert ends["new"].routed_experts.version_spans == ((0, 47, version),)
+    assert ends["new again"].routed_experts.version_spans == ((0, 47, version),)
+    (low, cut, before), (_, high, after) = ends["across"].routed_experts.version_spans
     assert (low, high, before, after) == (0, 59, version - 1, version)
     assert 40 <= cut < 50
-    assert_margin_rule(other_oracle(1), [(drive.reqs["new"].tokens, told["new"].routed_experts.ids)])
+    assert_margin_rule(other_oracle(1), [(drive.reqs["new"].tokens, ends["new"].routed_experts.ids)])
 
 
 # --- whole history sent every turn
 
 
 def test_turns_send_only_new_rows(testbed):
-    drive, rng, spoken, rows, known = testbed.drive(), rng_of(10), np.zeros(0, np.int32), 0, []
+    drive, rng, history, rows, known = testbed.drive(), rng_of(10), np.zeros(0, np.int32), 0, []
     for turn in range(20):
-        prompt = np.concatenate([spoken, random_prompt(rng, 2)])
+        prompt = np.concatenate([history, random_prompt(rng, 2)])
         drive.run(request(f"turn{turn}", prompt, 2, start=len(known)))
         record = drive.outputs[f"turn{turn}"].end.routed_experts
         assert record.start == len(known)
         known += list(record.ids)
         rows += record.num_rows
-        spoken = np.concatenate([prompt, drive.outputs[f"turn{turn}"].tokens]).astype(np.int32)
-    assert rows == spoken.size - 1
+        history = np.concatenate([prompt, drive.outputs[f"turn{turn}"].tokens]).astype(np.int32)
+    assert rows == history.size - 1
     assert_all_faithful(drive)
-    assert_margin_rule(testbed.oracle, [(spoken, np.stack(known))])
+    assert_margin_rule(testbed.oracle, [(history, np.stack(known))])
 
 
 # --- another forward replays by accident; missing rows are replayed as expert 0
@@ -465,12 +465,12 @@ def test_two_forwards_in_one_process_do_not_see_each_other(score):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         replayed = [pool.submit(score, TOKENS, routed_of(others, np.ones(TOKENS.shape, bool))) for _ in range(4)]
         beside = [pool.submit(score, TOKENS, None) for _ in range(4)]
-    for one in replayed:
-        np.testing.assert_array_equal(one.result().ids, others)
-        assert (np.asarray(one.result().logits) != np.asarray(live.logits)).any(axis=(1, 2)).all()
-    for one in (*(future.result() for future in beside), score(TOKENS, None)):
-        np.testing.assert_array_equal(one.ids, live.ids)
-        np.testing.assert_array_equal(one.logits, live.logits)
+    for result in replayed:
+        np.testing.assert_array_equal(result.result().ids, others)
+        assert (np.asarray(result.result().logits) != np.asarray(live.logits)).any(axis=(1, 2)).all()
+    for result in (*(future.result() for future in beside), score(TOKENS, None)):
+        np.testing.assert_array_equal(result.ids, live.ids)
+        np.testing.assert_array_equal(result.logits, live.logits)
 
 
 @pytest.mark.parametrize("filler", [0, 15, 255])
@@ -482,9 +482,9 @@ def test_invalid_rows_use_the_live_router(score, filler):
     everything = score(TOKENS, routed_of(live_ids, np.ones_like(valid)))
     some = score(TOKENS, routed_of(np.where(valid[..., None, None], live_ids, np.uint8(filler)), valid))
     none = score(TOKENS, routed_of(np.full_like(live_ids, filler), np.zeros_like(valid)))
-    for one in (everything, some, none):
-        np.testing.assert_array_equal(one.ids, live.ids)
-        np.testing.assert_array_equal(one.logits, live.logits)
+    for out in (everything, some, none):
+        np.testing.assert_array_equal(out.ids, live.ids)
+        np.testing.assert_array_equal(out.logits, live.logits)
 
 
 def test_a_row_of_one_expert_repeated_is_no_record(testbed):

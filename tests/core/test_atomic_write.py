@@ -42,7 +42,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
 def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
     with pytest.raises(WriteError) as caught:
         fail(tmp_path / "a.json", OSError(errno.ENOSPC, "No space left on device"))
-    told = str(caught.value)
+    message = str(caught.value)
     for words in (
         str(tmp_path / "a.json"),
         "No space left on device",
@@ -50,7 +50,7 @@ def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
         "nothing is left",
         "free space there",
     ):
-        assert words in told
+        assert words in message
     assert isinstance(caught.value, MachineError) and isinstance(caught.value, OSError)
 
 

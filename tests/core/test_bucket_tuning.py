@@ -67,7 +67,7 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "match"),
     [
         (lambda: StepCosts({}), "no bucket"),
         (lambda: StepCosts({4: {1: 1.0}}), r"bucket 4 was measured at \[1\]; expected sizes in 1\.\.4, that one"),
@@ -84,6 +84,6 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
         (lambda: parse_load("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),
     ],
 )
-def test_what_cannot_be_chosen_from_says_so(wrong, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_chosen_from_says_so(wrong, match):
+    with pytest.raises(ConfigError, match=match):
         wrong()

@@ -31,7 +31,7 @@ def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
     placement = ExpertPlacement.from_instances(held, num_experts=num_experts, num_devices=num_devices)
     for layer, row in enumerate(held.tolist()):
         for expert in range(num_experts):
-            instances = [i for i, one in enumerate(row) if one == expert]
+            instances = [i for i, logical in enumerate(row) if logical == expert]
             listed = placement.logical_to_physical_map[layer, expert].tolist()
             assert listed == instances + [-1] * (len(listed) - len(instances))
             assert placement.logical_replica_count[layer, expert] == len(instances)
@@ -147,16 +147,17 @@ def test_who_stays_keeps_the_slot(num_resident, seed):
         ResidencyMap.from_experts(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9)
         for _ in range(2)
     )
-    kept = new.aligned_to(old)
+    aligned = new.aligned_to(old)
     for layer in range(3):
         stay = set(old.experts[layer]) & set(new.experts[layer])
-        assert set(kept.experts[layer]) == set(new.experts[layer])
-        assert all(kept.slot_of[layer, expert] == old.slot_of[layer, expert] for expert in stay)
-        assert (kept.experts[layer] != old.experts[layer]).sum() == num_resident - len(stay)
+        assert set(aligned.experts[layer]) == set(new.experts[layer])
+        assert all(aligned.slot_of[layer, expert] == old.slot_of[layer, expert] for expert in stay)
+        assert (aligned.experts[layer] != old.experts[layer]).sum() == num_resident - len(stay)
         left = {int(old.slot_of[layer, expert]) for expert in set(old.experts[layer]) - stay}
         for expert in set(new.experts[layer]) - stay:  # where it wished to be, if that is left
             assert (
-                kept.slot_of[layer, expert] == new.slot_of[layer, expert] or int(new.slot_of[layer, expert]) not in left
+                aligned.slot_of[layer, expert] == new.slot_of[layer, expert]
+                or int(new.slot_of[layer, expert]) not in left
             )
 
 

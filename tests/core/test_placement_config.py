@@ -39,14 +39,21 @@ def test_a_value_that_cannot_work_is_refused_by_name(case):
 
 
 def test_a_factor_is_its_decimal_digits():
-    given = [1.25, "5/4", "1.1", 2, Fraction(7, 3), "inf", float("inf"), None]
-    assert [parse_fraction(factor) for factor in given] == [(5, 4), (5, 4), (11, 10), (2, 1), (7, 3), *[UNBOUNDED] * 3]
+    factors = [1.25, "5/4", "1.1", 2, Fraction(7, 3), "inf", float("inf"), None]
+    assert [parse_fraction(factor) for factor in factors] == [
+        (5, 4),
+        (5, 4),
+        (11, 10),
+        (2, 1),
+        (7, 3),
+        *[UNBOUNDED] * 3,
+    ]
 
 
 def test_a_plan_may_be_a_file(tmp_path):
     PLAN.save(tmp_path / "plan.npz")
-    for said in (PLAN, tmp_path / "plan.npz", str(tmp_path / "plan.npz"), PlacementConfig(plan=tmp_path / "plan.npz")):
-        read = PlacementConfig.create(said)
+    for value in (PLAN, tmp_path / "plan.npz", str(tmp_path / "plan.npz"), PlacementConfig(plan=tmp_path / "plan.npz")):
+        read = PlacementConfig.create(value)
         np.testing.assert_array_equal(read.initial.physical_to_logical_map, PLAN.physical_to_logical_map)
         assert not read.capacity_limited and read.rebalance_every == 0
     assert PlacementConfig.create(None) is None

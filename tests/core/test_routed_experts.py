@@ -42,8 +42,8 @@ def random_record(rng):
     start, num_rows = int(rng.integers(0, 4)), int(rng.integers(0, 6))
     num_tokens = start + num_rows + int(rng.integers(0, 2))
     ids = np.empty((num_rows, len(layer_ids), top_k), expert_id_dtype(num_experts))
-    for place in np.ndindex(ids.shape[:2]):
-        ids[place] = rng.choice(num_experts, size=top_k, replace=False)
+    for index in np.ndindex(ids.shape[:2]):
+        ids[index] = rng.choice(num_experts, size=top_k, replace=False)
     valid = rng.random(num_rows) < 0.7 if rng.random() < 0.3 else None
     return RoutedExperts(
         ids=ids,

@@ -135,8 +135,8 @@ def test_paddings_that_are_not_given_follow_the_limits(limits, batch, tokens):
     args = ServerArgs(**limits)
     assert (args.batch_paddings, args.token_paddings) == (batch, tokens)
     assert args.running_limit == limits.get("max_running_requests", 32)
-    given = dataclasses.replace(args, precompile_bs_paddings=batch, precompile_token_paddings=tokens)
-    assert (given.batch_paddings, given.token_paddings) == (batch, tokens)
+    explicit = dataclasses.replace(args, precompile_bs_paddings=batch, precompile_token_paddings=tokens)
+    assert (explicit.batch_paddings, explicit.token_paddings) == (batch, tokens)
 
 
 def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():

@@ -24,11 +24,11 @@ def test_text_of_a_model_cannot_steer_the_terminal_or_use_the_markup_of_rich():
     text = text_of(["[red]", "\x1b[2J", "\r", "\x07", ":smile:", "end"])
     screen.answer(text, 0)
     screen.experts(text, range(6))
-    told = stream.getvalue()
-    assert "[red]␛[2J" in told
-    assert "␍␇:smile:end" in told
-    assert not {"\x1b", "\r", "\x07"} & set(told)
-    assert "no row" in told
+    written = stream.getvalue()
+    assert "[red]␛[2J" in written
+    assert "␍␇:smile:end" in written
+    assert not {"\x1b", "\r", "\x07"} & set(written)
+    assert "no row" in written
 
 
 def test_a_load_without_a_known_row_is_told_as_such():

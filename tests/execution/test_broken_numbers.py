@@ -51,5 +51,5 @@ def test_a_token_that_is_no_number_spoils_its_own_request_alone(tmp_path, name):
     np.testing.assert_allclose(scored[:19], np.array(whole[0].prompt_logprobs[1:20], float), atol=1e-5)
     assert np.all(np.isnan(scored[20:]))
     drive = bench.drive()  # pages and slots are those that were spoiled
-    assert [one.tokens for one in told(drive, prompts(BROKEN)[1:])] == [one.tokens for one in whole[1:]]
+    assert [output.tokens for output in told(drive, prompts(BROKEN)[1:])] == [output.tokens for output in whole[1:]]
     assert VOCAB_SIZE > WHOLE

@@ -132,8 +132,8 @@ def deaf(router):
 def deaf_run(whole):
     """A run of layers that takes no block of ids and gives none."""
 
-    def run(x, arrays, step, attend, cache, given, places, spec):
-        x, normed, cache, block = whole.run(x, arrays, step, attend, cache, None, given, places, spec)
+    def run(x, arrays, step, attend, cache, routed, offsets, spec):
+        x, normed, cache, block = whole.run(x, arrays, step, attend, cache, None, routed, offsets, spec)
         assert block is None
         return x, normed, cache
 

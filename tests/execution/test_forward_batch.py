@@ -101,7 +101,7 @@ def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     assert bits(sampler.request_slots) == bits(batch.request_slots), "both look at it"
     paged = ("positions", "token_rows", "query_starts", "seq_lens", "page_table")
     pairs |= {name: (getattr(out.paged, name), getattr(batch, name)) for name in paged}
-    assert {name for name, (came, went) in pairs.items() if bits(came) != bits(went)} == set()
+    assert {name for name, (unpacked, packed_array) in pairs.items() if bits(unpacked) != bits(packed_array)} == set()
     assert np.array_equal(out.paged.valid, np.arange(shape.num_tokens) < batch.num_tokens)
     assert out.paged.decode is (shape.mode is ForwardMode.DECODE)
     assert len(pairs) + 1 == len(shape.segments()), "a segment that nobody looks at; num_tokens is seen in `valid`"
@@ -135,7 +135,7 @@ def test_unknown_tokens_are_the_last_ones_of_their_slots():
 
 def test_the_last_token_of_a_row_is_the_one_before_the_next_row():
     batch = dataclasses.replace(random_batch(SHAPES[2], 3), query_starts=np.array([0, 5, 6, 6], np.int32))
-    places = np.arange(64)[:, None]
-    assert np.asarray(unpack(pack(batch), SHAPES[2]).of_last_tokens(places)).tolist() == [[4], [5], [5]]
+    positions = np.arange(64)[:, None]
+    assert np.asarray(unpack(pack(batch), SHAPES[2]).of_last_tokens(positions)).tolist() == [[4], [5], [5]]
     empty = dataclasses.replace(batch, query_starts=np.zeros(4, np.int32))
-    assert np.asarray(unpack(pack(empty), SHAPES[2]).of_last_tokens(places)).tolist() == [[0], [0], [0]]
+    assert np.asarray(unpack(pack(empty), SHAPES[2]).of_last_tokens(positions)).tolist() == [[0], [0], [0]]

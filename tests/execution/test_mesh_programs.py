@@ -92,8 +92,8 @@ def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer_and_o
     assert_in_place(program, POOL.abstract, max_temp_bytes=MAX_TEMP_BYTES)
     assert whole_pool_operations(program, POOL.abstract) == []
     runs = len(SMALL.config.blocks)
-    told = "after attention and after the experts; embeddings are joined, and scores of the vocabulary summed once"
-    assert meetings(program) == {"all-gather": 1, "all-reduce": 2 * runs + 1}, told
+    reason = "after attention and after the experts; embeddings are joined, and scores of the vocabulary summed once"
+    assert meetings(program) == {"all-gather": 1, "all-reduce": 2 * runs + 1}, reason
 
 
 @pytest.mark.parametrize("kind", KINDS)

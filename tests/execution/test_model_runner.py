@@ -35,8 +35,8 @@ def assert_rows_are_the_oracles(judged_by, sequences, rows):
     """Rows of whole prompts in one step, against the oracle; a difference must be a near tie."""
     at = 0
     for ids in sequences:
-        found, _ = differences(judged_by, ids, rows[at : at + len(ids)].reshape(len(ids), -1, 4).astype(int))
-        assert all(difference.margin < 1e-4 for difference in found), found
+        flips, _ = differences(judged_by, ids, rows[at : at + len(ids)].reshape(len(ids), -1, 4).astype(int))
+        assert all(difference.margin < 1e-4 for difference in flips), flips
         at += len(ids)
     assert at == len(rows)
 
@@ -81,12 +81,12 @@ def test_a_new_request_in_a_slot_inherits_no_counts():
     heavy = {"presence": 2.0, "frequency": 2.0, "repetition": 5.0}
     first, then = Fed(2, PAGES[0], PROMPTS[0], prompt_len=1, sampling=heavy), Fed(2, PAGES[1], PROMPTS[1], prompt_len=6)
     run(compiled(), step_of(first, sampling_mode=SamplingMode.FULL))
-    told = run(compiled(), step_of(then, sampling_mode=SamplingMode.FULL))
-    np.testing.assert_allclose(told.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
+    result = run(compiled(), step_of(then, sampling_mode=SamplingMode.FULL))
+    np.testing.assert_allclose(result.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
     heavier = Fed(2, PAGES[1], (4,), start=6, prompt_len=6, sampling={"repetition": 5.0})
-    told = run(compiled(), step_of(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
+    result = run(compiled(), step_of(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
     logits, seen = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
-    assert told.tokens[0] == np.where(seen, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
+    assert result.tokens[0] == np.where(seen, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
 
 
 def test_prompt_logprobs_speak_of_the_token_that_follows():
@@ -122,7 +122,7 @@ def test_floats_are_read_bit_for_bit():
         (result.prompt_top_ids, scored[:, 1 : edge - 1]),
         (result.prompt_top_logprobs, scored[:, edge - 1 :]),
     ]
-    assert all(np.array_equal(np.ascontiguousarray(came).view(np.int32), went) for came, went in pairs)
+    assert all(np.array_equal(np.ascontiguousarray(read).view(np.int32), written) for read, written in pairs)
     assert (result.rows, result.weight_version) == (None, 7)
 
 
@@ -148,12 +148,12 @@ def test_what_was_read_is_not_touched_by_later_steps():
     runner = compiled()
     pending = runner.dispatch(step_of(*PROMPT_PARTS))
     first = read(runner, pending)
-    kept = first.rows.copy(), first.tokens.copy()
+    copies = first.rows.copy(), first.tokens.copy()
     for position in range(3):
         runner.dispatch(decoding(FROM_DEVICE, 13 + position))
     again = read(runner, pending)
     for result in (first, again):
-        assert np.array_equal(result.rows, kept[0]) and np.array_equal(result.tokens, kept[1])
+        assert np.array_equal(result.rows, copies[0]) and np.array_equal(result.tokens, copies[1])
 
 
 @pytest.mark.parametrize("sampling_mode", list(SamplingMode), ids=lambda sampling_mode: sampling_mode.name)
@@ -174,13 +174,13 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode)
         results.append((prompts, read(runner, pending), read(runner, later), read(runner, pending)))
         pendings.append(pending)
     assert pendings[0].rows is not None and pendings[1].rows is None, "an array less"
-    for alone, told in zip(*results, strict=True):
-        rows, spec = np.asarray(told.rows), telling.spec.capture
+    for alone, piggybacked in zip(*results, strict=True):
+        rows, spec = np.asarray(piggybacked.rows), telling.spec.capture
         if rows.dtype == np.int32:  # packed, the last columns of the table of tokens
             rows = rows[:, -spec.row_words :].copy().view(spec.dtype)[:, : spec.row_ids]
         assert np.array_equal(alone.rows, rows) and alone.rows.shape == rows.shape
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
-            assert np.array_equal(getattr(alone, name), getattr(told, name)), name
+            assert np.array_equal(getattr(alone, name), getattr(piggybacked, name)), name
     assert (results[1][1].top_ids is not None) == (sampling_mode is SamplingMode.FULL)
 
 
@@ -198,17 +198,17 @@ def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     runner = build(told=True)
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
-        ("sample", EXTEND.num_requests, told, sampling_mode)
-        for told in (0, runner.spec.told)
+        ("sample", EXTEND.num_requests, row_words, sampling_mode)
+        for row_words in (0, runner.spec.told)
         for sampling_mode in SamplingMode
     }
     assert runner.spec.told > 0
 
 
 def test_compiling_tells_how_far_it_is():
-    runner, told = build(shapes=(DECODE,)), []
-    count = runner.compile(progress=lambda done, of: told.append((done, of)))
-    assert told == [(index, count) for index in range(1, count + 1)]
+    runner, calls = build(shapes=(DECODE,)), []
+    count = runner.compile(progress=lambda done, of: calls.append((done, of)))
+    assert calls == [(index, count) for index in range(1, count + 1)]
     assert count == len(("forward", "count")) + len(SamplingMode)
 
 
@@ -254,22 +254,22 @@ def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows
     """Of three exchanges: a donation, another that ends the first one's arrays, and one without that ends the
     second's."""
     runner, served = compiled(), compiled().state
-    version, given = runner.weight_version, [jax.tree.map(jnp.copy, other_weights(seed)) for seed in (7, 8)]
+    version, donated = runner.weight_version, [jax.tree.map(jnp.copy, other_weights(seed)) for seed in (7, 8)]
     try:
-        for step, (state, seed) in enumerate(zip(given, (7, 8), strict=True), start=1):
-            places = [leaf.unsafe_buffer_pointer() for leaf in leaves(state)]
+        for step, (state, seed) in enumerate(zip(donated, (7, 8), strict=True), start=1):
+            pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves(state)]
             runner.update_weights(state, version=version + step, donate=True)
-            assert [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)] == places, "nothing was copied"
+            assert [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)] == pointers, "nothing was copied"
             result = run(runner, step_of(*PROMPT_PARTS))
             assert result.tokens[:3].tolist() == [other_oracle(seed).run(ids).logits[-1].argmax() for ids in PROMPTS]
-            assert [leaf.is_deleted() for leaf in leaves(given[0])] == [step == 2] * len(places)
+            assert [leaf.is_deleted() for leaf in leaves(donated[0])] == [step == 2] * len(pointers)
         runner.update_weights(
             runner.state, version=version + 3
         )  # only a name: the arrays are still served, and still its own
-        assert not any(leaf.is_deleted() for leaf in leaves(given[1]))
+        assert not any(leaf.is_deleted() for leaf in leaves(donated[1]))
     finally:
         runner.update_weights(served, version=version + 4)
-    assert all(leaf.is_deleted() for leaf in leaves(given[1]))
+    assert all(leaf.is_deleted() for leaf in leaves(donated[1]))
     assert not any(leaf.is_deleted() for leaf in leaves(served)), "what nobody donated is the caller's"
     assert run(runner, step_of(*PROMPT_PARTS)).tokens[:3].tolist() == [
         oracle().run(ids).logits[-1].argmax() for ids in PROMPTS
@@ -294,7 +294,7 @@ def changed(state, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "match"),
     [
         (lambda leaf: leaf[:-1], r"float32\[312, 64\] for float32\[313, 64\]"),
         (lambda leaf: leaf.astype(jnp.bfloat16), r"bfloat16\[313, 64\] for float32\[313, 64\]"),
@@ -302,13 +302,13 @@ def changed(state, change):
     ],
     ids=["shape", "dtype", "transposed"],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(change, said):
+def test_weights_that_do_not_fit_are_refused_by_name(change, match):
     runner, served = compiled(), compiled().state
     version = runner.weight_version
     wrong, name = changed(served, change)
     with pytest.raises(WeightsMismatchError, match="1 arrays differ") as caught:
         runner.update_weights(wrong, version=version + 1)
-    assert name in str(caught.value) and caught.match(said) and caught.value.param == "state"
+    assert name in str(caught.value) and caught.match(match) and caught.value.param == "state"
     assert runner.weight_version == version
     assert all(now is then for now, then in zip(leaves(runner.state), leaves(served), strict=True))
 

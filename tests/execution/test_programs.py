@@ -111,9 +111,9 @@ def test_other_slots_keep_their_last_tokens():
     assert np.array_equal(after[others], before[others])
 
 
-def count_by_loop(spoken, batch):
+def count_by_loop(counts, batch):
     """Feed token after token, one slot's set of counts at a time."""
-    generated, prompt = spoken.generated.copy(), spoken.prompt.copy()
+    generated, prompt = counts.generated.copy(), counts.prompt.copy()
     for row in range(batch.num_requests):
         slot = batch.request_slots[row]
         for at in range(batch.query_starts[row], batch.query_starts[row + 1]):
@@ -129,7 +129,7 @@ def count_by_loop(spoken, batch):
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_counted_as_a_loop_counts_them(seed):
     rng = np.random.default_rng(seed)
-    spoken = TokenCounts(
+    counts = TokenCounts(
         rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1
     )
     fed = [
@@ -144,9 +144,9 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
     ][: rng.integers(1, 5)]
     batch = step_of(*fed)
     counted, of_rows = jax.jit(functools.partial(update_token_counts, shape=EXTEND))(
-        spoken, batch.token_ids, pack(batch)
+        counts, batch.token_ids, pack(batch)
     )
-    generated, prompt = count_by_loop(spoken, batch)
+    generated, prompt = count_by_loop(counts, batch)
     assert np.array_equal(np.asarray(counted.generated)[1:], generated[1:])  # slot 0 is padding
     assert np.array_equal(np.asarray(counted.prompt)[1:], prompt[1:])
     slots = batch.request_slots[: len(fed)]

@@ -73,10 +73,10 @@ def test_prefill_and_decode_equal_the_plain_backends():
     for (hidden, rows), (plain_hidden, plain_rows) in zip(steps, plain_steps, strict=True):
         assert np.array_equal(rows, plain_rows) and len(np.unique(rows)) > 8
         np.testing.assert_allclose(hidden, plain_hidden, atol=2e-4)
-    pages, places = [page for pages in PAGES for page in pages], slice(0, 3)
+    pages, positions = [page for pages in PAGES for page in pages], slice(0, 3)
     for layer in range(runner_of().config.pool.num_layers):
         first = layer * runner_of().spec.num_pages
-        own, plain = pool[first + np.array(pages), places], plain_pool[first + np.array(pages), places]
+        own, plain = pool[first + np.array(pages), positions], plain_pool[first + np.array(pages), positions]
         assert np.array_equal(np.isnan(own), np.isnan(plain))
         np.testing.assert_allclose(own, plain, atol=2e-4)
 

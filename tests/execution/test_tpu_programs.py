@@ -171,8 +171,8 @@ def scanned_writes(pool, keys, values, batch, *, num_pages):
             return pool, ragged_attention(jnp.repeat(keys, 2, axis=1), pool, first_page, batch).sum()
         heads = jnp.concatenate([keys, keys, keys, values], axis=1).reshape(keys.shape[0], -1)
         norms, angles = jnp.ones((4, keys.shape[2]), keys.dtype), jnp.ones((keys.shape[0], keys.shape[2]), jnp.float32)
-        place = lax.div(first_page, num_pages)
-        projected = FusedQKV(qkv=heads, q_norm=norms, k_norm=norms, layer=place, cos=angles, sin=angles, eps=1e-6)
+        layer_id = lax.div(first_page, num_pages)
+        projected = FusedQKV(qkv=heads, q_norm=norms, k_norm=norms, layer=layer_id, cos=angles, sin=angles, eps=1e-6)
         queries, pool = prepare(projected, pool, first_page, batch)
         return pool, ragged_attention(queries, pool, first_page, batch).sum()
 

@@ -106,8 +106,8 @@ class Oracle:
         for hook in hooks:
             hook.remove()
         biases = [self.biases_of(router) for router, _ in seen]
-        told = [logits_and_ids(output) for _, output in seen]
-        chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, told, strict=True)]
+        layers = [logits_and_ids(output) for _, output in seen]
+        chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, layers, strict=True)]
         if not chosen:
             return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))
         scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
@@ -116,10 +116,10 @@ class Oracle:
     def biases_of(self, router):
         """Selection biases of the block that a router stands in, by the last part of their names."""
         block = next(module for module in self.model.modules() if router in module.children())
-        found = [*block.named_parameters(), *block.named_buffers()]
+        tensors = [*block.named_parameters(), *block.named_buffers()]
         return {
             name.rpartition(".")[2]: bias.detach().numpy().reshape(-1)
-            for name, bias in found
+            for name, bias in tensors
             if name.endswith("correction_bias")
         }
 
@@ -168,15 +168,15 @@ def choice(case, biases, logits):
     )
     if "e_score_correction_bias" in biases:
         scores = scores + biases["e_score_correction_bias"]
-    groups, kept = case.config.get("n_group") or 1, case.config.get("topk_group") or 1
-    if groups == kept or case.config.get("topk_method") == "greedy":
+    groups, topk_group = case.config.get("n_group") or 1, case.config.get("topk_group") or 1
+    if groups == topk_group or case.config.get("topk_method") == "greedy":
         return scores, np.full(len(scores), np.inf)
     parts = np.sort(scores.reshape(len(scores), groups, -1), axis=-1)
     ranks = parts[..., -1] if case.scoring_func == "softmax" else parts[..., -2:].sum(-1)
     order = np.sort(ranks, axis=-1)
-    keeps = ranks >= order[:, -kept][:, None]
+    keeps = ranks >= order[:, -topk_group][:, None]
     masked = np.where(np.repeat(keeps, scores.shape[1] // groups, axis=1), scores, -np.inf)
-    return masked, order[:, -kept] - order[:, -kept - 1]
+    return masked, order[:, -topk_group] - order[:, -topk_group - 1]
 
 
 QWEN_NEXT = dict(

@@ -26,16 +26,16 @@ def differences(oracle, tokens, ids):
     """Compare rows ids [R, M, K] of the first R tokens. Returns the differences, and the last judgement: that of the R
     tokens and, where there is one, of the next, with every differing row forced."""
     tokens = np.asarray(tokens)[: len(ids) + 1]
-    found, num_forced = [], 0
+    flips, num_forced = [], 0
     while True:
         judged = oracle.run(tokens, ids[:num_forced])
         wrong = np.argwhere((judged.ids[num_forced : len(ids)] != ids[num_forced:]).any(-1))
         if len(wrong) == 0:
-            return found, judged
+            return flips, judged
         token, column = num_forced + int(wrong[0, 0]), int(wrong[0, 1])
         scores = judged.scores[token, column]
         margin = np.abs(scores[judged.ids[token, column]] - scores[ids[token, column]]).max()
-        found.append(Difference(token, oracle.moe_layers[column], float(margin)))
+        flips.append(Difference(token, oracle.moe_layers[column], float(margin)))
         num_forced = token + 1
 
 

@@ -85,13 +85,13 @@ def experts_of(name, config, rng):
 def positions_of(name, config, rng):
     """rope_parameters of any kind, for the dims of a head that turn."""
     kind = "default" if name == "Phimoe" else pick(rng, ("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
-    found = {"rope_type": kind, "rope_theta": pick(rng, (100.0, 1e4, 5e5))}
+    scaling = {"rope_type": kind, "rope_theta": pick(rng, (100.0, 1e4, 5e5))}
     if kind not in ("default", "longrope"):
-        found["factor"] = pick(rng, (1.0, 1.5, 4.0, 32.0))
+        scaling["factor"] = pick(rng, (1.0, 1.5, 4.0, 32.0))
     if kind in ("yarn", "llama3"):
-        found["original_max_position_embeddings"] = pick(rng, (16, 64, 100))
+        scaling["original_max_position_embeddings"] = pick(rng, (16, 64, 100))
     if kind == "yarn":
-        found |= pick(
+        scaling |= pick(
             rng,
             (
                 {},
@@ -101,21 +101,21 @@ def positions_of(name, config, rng):
             ),
         )
     if kind == "llama3":
-        found |= dict(
+        scaling |= dict(
             zip(("low_freq_factor", "high_freq_factor"), pick(rng, ((1.0, 4.0), (1.0, 1.0), (0.5, 16.0))), strict=True)
         )
     if name in ("Glm4Moe", "Qwen3Next", "Qwen3_5Moe"):
-        found["partial_rotary_factor"] = 0.5 if config["head_dim"] % 4 == 0 else 1.0
+        scaling["partial_rotary_factor"] = 0.5 if config["head_dim"] % 4 == 0 else 1.0
     if kind == "longrope":
         head = (
             config.get("qk_rope_head_dim")
             or config.get("head_dim")
             or config["hidden_size"] // config["num_attention_heads"]
         )
-        turned = int(head * found.get("partial_rotary_factor", 1.0)) // 2
+        turned = int(head * scaling.get("partial_rotary_factor", 1.0)) // 2
         factors = {"short_factor": (1 + rng.random(turned)).tolist(), "long_factor": (4 + rng.random(turned)).tolist()}
-        found |= factors | {"original_max_position_embeddings": 160}
-    return {"rope_parameters": found}
+        scaling |= factors | {"original_max_position_embeddings": 160}
+    return {"rope_parameters": scaling}
 
 
 def in_the_old_spelling(folder):

@@ -62,8 +62,8 @@ def plain_waterfill(ids, table, num_devices, num_instances, iterations):
         ends = np.cumsum([shares[e, j] for j in range(int(np.sum(row >= 0)))])
         cuts[e] = [*(int(np.floor(counts[e] * end + 0.5)) for end in ends[:-1]), float("inf")]
     seen, out = [0] * len(table), np.full(ids.shape, -1)
-    for place, e in np.ndenumerate(ids):
+    for index, e in np.ndenumerate(ids):
         if e >= 0:
-            out[place] = table[e, sum(cut <= seen[e] for cut in cuts[e])]
+            out[index] = table[e, sum(cut <= seen[e] for cut in cuts[e])]
             seen[e] += 1
     return out

@@ -113,8 +113,8 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
         logits = rng.standard_normal((rows, experts)) * 3
         logits = jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
         block = jnp.full((3 * top_k, rows), -1, jnp.int32) if captured else None
-        given = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
-        routed = LayerRouting(jnp.asarray(given), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
+        replayed_ids = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
+        routed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
         expected = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
         actual, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(
             logits, block
@@ -234,8 +234,8 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         fields = (qkv, *norms, cos, sin, pool)
 
         def ours(qkv, q_norm, k_norm, cos, sin, pool):
-            given = dataclasses.replace(projected, qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
-            return prepare(given, pool, first, batch, interpret=interpret)
+            cast = dataclasses.replace(projected, qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
+            return prepare(cast, pool, first, batch, interpret=interpret)
 
         def plain(qkv, q_norm, k_norm, cos, sin, pool):
             mixed = qkv.reshape(rows, parts, seqs.head_dim)

@@ -45,8 +45,8 @@ def packed(shape: BatchShape, **values) -> jax.Array:
     parts = []
     for name, dims in shape.segments().items():
         part = np.zeros(dims, np.int32)
-        given = np.asarray(values.get(name, 0), np.int32)
-        part[tuple(slice(size) for size in given.shape)] = given
+        array = np.asarray(values.get(name, 0), np.int32)
+        part[tuple(slice(size) for size in array.shape)] = array
         parts.append(part.reshape(-1))
     return jnp.asarray(np.concatenate(parts))
 

@@ -107,8 +107,8 @@ def step_of(*fed, mode=ForwardMode.EXTEND, sampling_mode=SamplingMode.GREEDY, ta
     table, kv_slots = np.zeros((rows, TABLE_WIDTH), np.int32), []
     for row, part in enumerate(fed):
         table[row, : len(part.pages)], slots[row] = part.pages, part.slot
-        for place, token in enumerate(part.ids):
-            at, position = len(kv_slots), part.start + place
+        for index, token in enumerate(part.ids):
+            at, position = len(kv_slots), part.start + index
             per_token["token_ids"][at], per_token["positions"][at], per_token["token_rows"][at] = token, position, row
             kv_slots.append(part.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE)
         lens[row], starts[row + 1 :] = part.start + len(part.ids), len(kv_slots)
@@ -141,8 +141,8 @@ def _columns(fed, rows, lens, sampling_mode):
         for name, value in part.sampling.items():
             columns[name][row] = value
         seed[row], prompt_len[row] = divmod(part.seed, 1 << 32), part.prompt_len
-        for place, entry in enumerate(part.bias):
-            bias_ids[row, place], bias_values[row, place] = entry
+        for index, entry in enumerate(part.bias):
+            bias_ids[row, index], bias_values[row, index] = entry
     bias = (
         {"bias_ids": bias_ids, "bias_values": bias_values}
         if sampling_mode is SamplingMode.FULL

@@ -20,7 +20,7 @@ def test_only_what_is_run_is_compiled():
 
 
 def test_afterwards_runners_compile_all_beforehand():
-    given = ModelRunner.compile
+    original = ModelRunner.compile
     with lazy_compile.lazy_compilation():
-        assert ModelRunner.compile is not given
-    assert ModelRunner.compile is given
+        assert ModelRunner.compile is not original
+    assert ModelRunner.compile is original

@@ -69,10 +69,12 @@ def compile_tpu(
 ) -> jax.stages.Compiled:
     """Lower and compile `fn` for the chip of `mesh`; args are trees of `jax.ShapeDtypeStruct` of global shape."""
 
-    def placed(specs: Any) -> Any:
+    def to_shardings(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
 
-    jitted = jax.jit(fn, in_shardings=placed(in_specs), out_shardings=placed(out_specs), donate_argnums=donate_argnums)
+    jitted = jax.jit(
+        fn, in_shardings=to_shardings(in_specs), out_shardings=to_shardings(out_specs), donate_argnums=donate_argnums
+    )
     # Without the abstract mesh pltpu.get_tpu_info() fails on a CPU host.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), without_compilation_cache():
         return jitted.lower(*args).compile()

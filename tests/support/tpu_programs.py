@@ -114,9 +114,9 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
     """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code
     alone."""
     config = world.config
-    placed = NamedSharding(tpu_mesh(chip), REPLICATED)
+    sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
-    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
     named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
     kernels, attention = DEFAULT_BACKENDS.choose(
         ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu"
@@ -175,8 +175,8 @@ def operations(program: jax.stages.Compiled) -> Operations:
     for line in text.splitlines():
         if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
             inside = "once" if opened[1] else "in loops" if opened[2] in bodies else ""
-        if inside and (found := _INSTRUCTION.match(line)) and found[2] not in _FREE:
-            if max(map(_num_elements, _ARRAY.findall(found[1]))) > 1:
+        if inside and (match := _INSTRUCTION.match(line)) and match[2] not in _FREE:
+            if max(map(_num_elements, _ARRAY.findall(match[1]))) > 1:
                 counts[inside] += 1
             else:
                 scalar += 1
@@ -193,10 +193,10 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
         if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
             inside = opened[2]
             entry = inside if opened[1] else entry
-        if found := re.search(r'"estimated_cycles":"(\d+)"', line):
-            sums[inside] += int(found[1])
-        if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
-            whiles[inside].append((found[1], found[2].count("while") == 1))
+        if match := re.search(r'"estimated_cycles":"(\d+)"', line):
+            sums[inside] += int(match[1])
+        if match := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
+            whiles[inside].append((match[1], match[2].count("while") == 1))
     lengths = iter(
         [end - first for first, end in world.config.blocks if end - first > 1]
     )  # a run of one layer is no loop
@@ -216,10 +216,10 @@ def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStru
     """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion.
     A kernel whose output is one of its operands makes none."""
     lines = [line for line in (program.as_text() or "").splitlines() if "output_to_operand_aliasing={" not in line]
-    found = (_INSTRUCTION.match(line) for line in lines)
+    matches = (_INSTRUCTION.match(line) for line in lines)
     made = [
         (match[1], match[2])
-        for match in found
+        for match in matches
         if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}
     ]
     return [
