@@ -28,7 +28,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.formats.wire import encode_meta_info
 from routed_experts.server.app import make_app
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.run import bind, freeze_gc, server_config, url_of
+from routed_experts.server.run import bind, freeze_gc, listener_url, server_config
 from routed_experts.server.state import ServerState
 
 PROMPT = 16
@@ -96,7 +96,7 @@ def serve(engine: Engine) -> int:
     listener = bind(service.settings)
     server = uvicorn.Server(server_config(make_app(service, version="0")[0]))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
-    return int(url_of(listener).rsplit(":", 1)[1])
+    return int(listener_url(listener).rsplit(":", 1)[1])
 
 
 def one_round(

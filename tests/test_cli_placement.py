@@ -162,7 +162,7 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     config = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
     assert config.num_resident == 5
     expected = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
-    assert (config.residents_of(3, 16).slot_of == expected.slot_of).all()
+    assert (config.build_residency(3, 16).slot_of == expected.slot_of).all()
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
     assert (

@@ -55,13 +55,13 @@ def test_a_threshold_of_zero_is_never():
 
 
 def test_first_means_the_lowest_ids():
-    assert (ExpertOffloadConfig(kt_num_gpu_experts=3).residents_of(2, 8).experts == np.arange(3)).all()
+    assert (ExpertOffloadConfig(kt_num_gpu_experts=3).build_residency(2, 8).experts == np.arange(3)).all()
 
 
 def test_residents_must_fit_the_model():
     with pytest.raises(ConfigError, match=re.escape("kt_num_gpu_experts=9 is above the 8 experts")):
-        ExpertOffloadConfig(kt_num_gpu_experts=9).residents_of(2, 8)
+        ExpertOffloadConfig(kt_num_gpu_experts=9).build_residency(2, 8)
     with pytest.raises(ConfigError, match="no MoE layer"):
-        ExpertOffloadConfig(kt_num_gpu_experts=1).residents_of(0, 0)
+        ExpertOffloadConfig(kt_num_gpu_experts=1).build_residency(0, 0)
     with pytest.raises(PlacementError, match="2 MoE layers x 8 experts does not fit a model of 3 x 8"):
-        ExpertOffloadConfig(residency=ResidencyMap.first_n(2, 8, 4)).residents_of(3, 8)
+        ExpertOffloadConfig(residency=ResidencyMap.first_n(2, 8, 4)).build_residency(3, 8)

@@ -22,7 +22,7 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendEntry,
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.engine.build.memory_planning import kv_shapes
 from routed_experts.engine.control.score import Scorer
-from routed_experts.engine.control.served_model import load_model, shards_of
+from routed_experts.engine.control.served_model import create_sharding, load_model
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import plan_memory
@@ -57,7 +57,7 @@ class DeviceBench(Bench):
             model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends
         )
         source = ModelFolder.open(folder)
-        config, shards = source.config, shards_of(args, source.config)
+        config, shards = source.config, create_sharding(args, source.config)
         kernels, attention = registry.choose(args, config.needs)
         served, state = load_model(source, config, shards, dtype="auto", progress=None)
         buckets = Buckets.from_args(args, context_length=args.context_length)
@@ -77,7 +77,7 @@ class DeviceBench(Bench):
             attention=attention,
             num_pages=plan.pool.num_pages,
             raw_logprobs=False,
-            on=None if shards is None else MeshSpecs.of(shards.mesh, jax.tree.leaves(state), plan.pool),
+            mesh_specs=None if shards is None else MeshSpecs.create(shards.mesh, jax.tree.leaves(state), plan.pool),
         )
         shapes = tuple(
             BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)

@@ -196,7 +196,7 @@ def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
 
 def test_who_does_not_follow_counts_nothing(folder, engine):
     """Nor does an engine that records what it would count."""
-    assert engine.components.core.runner.spec.counted is None
+    assert engine.components.core.runner.spec.count_spec is None
     with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4), **SIZES) as still:
         assert on_engine_thread(still, lambda core: core.after_step) is None
-        assert still.components.core.runner.spec.counted is None
+        assert still.components.core.runner.spec.count_spec is None

@@ -13,7 +13,14 @@ from routed_experts.core.model_worker_batch import (
     SamplingArrays,
     SamplingMode,
 )
-from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, shape_of, unpack, unpack_sampler
+from routed_experts.execution.forward_batch import (
+    BatchShape,
+    num_sampler_words,
+    pack,
+    to_batch_shape,
+    unpack,
+    unpack_sampler,
+)
 
 SHAPES = [
     BatchShape(mode=ForwardMode.DECODE, num_tokens=1, num_requests=1, table_width=1),
@@ -81,7 +88,7 @@ def bits(array):
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     batch = random_batch(shape, seed)
-    assert shape_of(batch) == shape
+    assert to_batch_shape(batch) == shape
     packed = pack(batch)
     assert (packed.shape, packed.dtype) == (shape.packed.shape, shape.packed.dtype)
     out = jax.jit(unpack, static_argnums=1)(packed, shape)

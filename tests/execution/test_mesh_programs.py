@@ -57,7 +57,7 @@ def jobs(chip, kind):
         attention=attention,
         num_pages=POOL.num_pages,
         raw_logprobs=False,
-        on=MeshSpecs.of(shards.mesh, jax.tree.leaves(weights), POOL),
+        mesh_specs=MeshSpecs.create(shards.mesh, jax.tree.leaves(weights), POOL),
     )
     return lowerings(weights, spec, RUNNER)
 

@@ -199,10 +199,10 @@ def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
         ("sample", EXTEND.num_requests, row_words, sampling_mode)
-        for row_words in (0, runner.spec.told)
+        for row_words in (0, runner.spec.piggyback_row_words)
         for sampling_mode in SamplingMode
     }
-    assert runner.spec.told > 0
+    assert runner.spec.piggyback_row_words > 0
 
 
 def test_compiling_tells_how_far_it_is():

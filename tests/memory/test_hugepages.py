@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from routed_experts.memory.hugepages import LARGE, advise_hugepages
-from routed_experts.models.sharding import buffers_of
+from routed_experts.models.sharding import buffer_pointers
 
 
 def mappings(low, high):
@@ -33,7 +33,7 @@ def whole_pages(low, high):
 def assert_on_large_pages(array):
     """All of it that can be: a page is large where one mapping holds it whole (NumPy asks for large pages under its own
     arrays, and so parts the heap into several)."""
-    (low,) = buffers_of(array)
+    (low,) = buffer_pointers(array)
     held = mappings(low, low + array.nbytes)
     assert held
     for begin, end, large in held:
@@ -42,9 +42,9 @@ def assert_on_large_pages(array):
 
 def asked_for(array):
     """Bytes that were moved, of an array 0, 1, 2 ..., which keeps its place and contents."""
-    buffers = buffers_of(array)
+    buffers = buffer_pointers(array)
     moved = advise_hugepages([array])
-    assert buffers_of(array) == buffers
+    assert buffer_pointers(array) == buffers
     np.testing.assert_array_equal(array, np.arange(array.size))
     assert 0 <= moved <= array.nbytes
     return moved
@@ -58,7 +58,7 @@ def test_arrays_keep_place_and_contents_and_the_kernel_says_what_was_moved():
 
 def test_an_array_over_two_mappings_is_moved_in_each():
     array, page = jnp.arange(5 * LARGE // 4, dtype=jnp.int32), os.sysconf("SC_PAGE_SIZE")
-    (low,) = buffers_of(array)
+    (low,) = buffer_pointers(array)
     border = -(-low // LARGE) * LARGE + 5 * LARGE // 2  # amid a large page
     rest = (low + array.nbytes) // page * page - border
     kernel, theirs = ctypes.CDLL(None), (ctypes.c_void_p(border), ctypes.c_size_t(rest))

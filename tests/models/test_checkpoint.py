@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint, check, save
 from routed_experts.models.loading.weight_loader import _write_pieces, load
@@ -150,7 +150,7 @@ def test_good_config_is_returned_whole(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "model")
     config = read_config(str(folder), architectures=KNOWN)
     assert config == tiny_config() | {"torch_dtype": "float32"}
-    assert architecture_of(config) == "Qwen3MoeForCausalLM"
+    assert parse_architecture(config) == "Qwen3MoeForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from routed_experts.demo import demo_model_path
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.formats import record_from_response
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, url_of
+from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, listener_url
 from routed_experts.server.state import ServerState
 from support.engines import SMALL
 from support.http_server import error_of
@@ -321,7 +321,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     """In this process: an exception in a step."""
     settings = ServerSettings(port=0)
     listener = bind(settings)
-    url, ready, codes = url_of(listener), threading.Event(), []
+    url, ready, codes = listener_url(listener), threading.Event(), []
     opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
     state = ServerState(settings, model_path="tiny")
     process = ServerProcess(state, listener, version="0", load=lambda: AsyncEngine(opened), on_ready=ready.set)

@@ -13,7 +13,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.middleware import RequestMiddleware
-from routed_experts.server.run import bind, server_config, url_of
+from routed_experts.server.run import bind, listener_url, server_config
 from routed_experts.server.state import ServerState
 
 
@@ -60,7 +60,7 @@ def running(engine, **settings):
     thread.start()
     assert started.wait(10)
     headers = {"authorization": f"Bearer {state.settings.api_key}"} if state.settings.api_key else {}
-    url = url_of(listener)
+    url = listener_url(listener)
     with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
         yield Running(url, state, middleware, client, loops[0])
     server.should_exit = True

@@ -66,7 +66,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=Fal
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,
-        told=config.capture_spec.row_words if told else 0,
+        piggyback_row_words=config.capture_spec.row_words if told else 0,
     )
     return ModelRunner(
         state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE)

@@ -77,7 +77,7 @@ def bucket_rows(
     for step, measured in costs.items():
         for bucket in measured.buckets:
             for size, seconds in sorted(measured.seconds[bucket].items()):
-                unpadded = measured.seconds_of(
+                unpadded = measured.estimate_seconds(
                     size, next(candidate for candidate in measured.buckets if candidate >= size)
                 )
                 rows.append(_row(step, "measured", f"{size} in", (bucket,), seconds, unpadded))

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Print versions and devices, then test. 0 when every check passed, else 1."""
     print(f"routed-experts {version()} · Python {platform.python_version()} · {platform.system()} {platform.machine()}")
-    versions = {name: _version_of(name) for name in LIBRARIES}
+    versions = {name: _installed_version(name) for name in LIBRARIES}
     print(" · ".join(f"{name} {number}" for name, number in versions.items() if number))
     missing = [name for name, number in versions.items() if not number]
     print(f"not installed (optional): {', '.join(missing) or 'none'}")
@@ -94,7 +94,7 @@ def _self_test(model: str) -> list[str]:
     return faults
 
 
-def _version_of(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

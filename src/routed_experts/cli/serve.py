@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
 
     def print_ready() -> None:
-        print(_ready_line(server, time.perf_counter() - start_time, run_module.url_of(listener)), flush=True)
+        print(_ready_line(server, time.perf_counter() - start_time, run_module.listener_url(listener)), flush=True)
 
     process = run_module.ServerProcess(
         server,

@@ -38,7 +38,7 @@ class StepCosts:
         """The candidates, increasing."""
         return tuple(sorted(self.seconds))
 
-    def seconds_of(self, size: int, bucket: int) -> float:
+    def estimate_seconds(self, size: int, bucket: int) -> float:
         """Seconds of a step of `size` in `bucket`, interpolated between measured sizes; below the smallest, its own."""
         measured = self.seconds[bucket]
         sizes = sorted(measured)
@@ -65,7 +65,8 @@ def parse_load(name: str, largest: int) -> dict[int, float]:
 def expected_cost(buckets: tuple[int, ...], costs: StepCosts, load: Mapping[int, float]) -> float:
     """Return the mean seconds of a step of this load, each in the smallest of the measured `buckets` that holds it."""
     total = sum(
-        weight * costs.seconds_of(size, buckets[bisect.bisect_left(buckets, size)]) for size, weight in load.items()
+        weight * costs.estimate_seconds(size, buckets[bisect.bisect_left(buckets, size)])
+        for size, weight in load.items()
     )
     return total / sum(load.values())
 
@@ -105,4 +106,4 @@ def choose_buckets(costs: StepCosts, load: Mapping[int, float], *, most: int) ->
 
 def _cost_between(low: int, high: int, costs: StepCosts, load: Mapping[int, float]) -> float:
     """Return the cost of the sizes above `low` in the bucket `high`."""
-    return sum(weight * costs.seconds_of(size, high) for size, weight in load.items() if low < size <= high)
+    return sum(weight * costs.estimate_seconds(size, high) for size, weight in load.items() if low < size <= high)

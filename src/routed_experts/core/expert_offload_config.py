@@ -109,7 +109,7 @@ class ExpertOffloadConfig:
         """Tokens from which on a step streams the host's experts to the accelerator; None: no step does."""
         return self.kt_gpu_prefill_token_threshold or None
 
-    def residents_of(self, num_layers: int, num_experts: int) -> ResidencyMap:
+    def build_residency(self, num_layers: int, num_experts: int) -> ResidencyMap:
         """The resident experts at the start, of a model of so many MoE layers (0: none) and experts. Raises
         ConfigError, PlacementError."""
         num_resident = self.num_resident

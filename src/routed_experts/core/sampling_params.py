@@ -162,7 +162,7 @@ class SamplingParams:
         named: dict[str, object] = {}
         spelled: dict[str, str] = {}
         for key, value in values.items():
-            field = _field_of(key)
+            field = _field_name(key)
             if value is None:
                 continue
             if field in named and (type(named[field]) is not type(value) or named[field] != value):
@@ -289,7 +289,7 @@ def _with_int_ids(value: object) -> object:
     return biases
 
 
-def _field_of(key: object) -> str:
+def _field_name(key: object) -> str:
     """Return the field a key names, or refuse it with the nearest name."""
     if isinstance(key, str):
         if key in FIELDS:

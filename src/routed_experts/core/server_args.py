@@ -126,7 +126,7 @@ def _at_least(least: int, *, most: int | None = None, why: str = "") -> Check:
     return check
 
 
-def _one_of(allowed: Sequence[str]) -> Check:
+def _check_choice(allowed: Sequence[str]) -> Check:
     def check(name: str, value: object) -> None:
         if value not in allowed:
             raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
@@ -167,7 +167,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "model_path": _optional(_text),
         "revision": _optional(_text),
         "tokenizer_path": _optional(_text),
-        "dtype": _one_of(DTYPES),
+        "dtype": _check_choice(DTYPES),
         "random_seed": _at_least(0, most=MAX_RANDOM_SEED),
         "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),
         "tp_size": _at_least(1),
@@ -184,7 +184,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "attention_backend": _text,
         "moe_backend": _text,
         "enable_return_routed_experts": _switch,
-        "logprobs_mode": _one_of(LOGPROBS_MODES),
+        "logprobs_mode": _check_choice(LOGPROBS_MODES),
         "deterministic": _switch,
         "skip_tokenizer_init": _switch,
     }

@@ -46,7 +46,7 @@ from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.compile_count import CompileCount
-from routed_experts.models.base.config_reader import eos_token_ids_of
+from routed_experts.models.base.config_reader import read_eos_token_ids
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.loading.model_source import with_local_model
 
@@ -145,7 +145,7 @@ class Engine:
         args = with_local_model(self.server_args, weights=load_format != "dummy")
         clock = PhaseClock(on_phase)
         self._tokenizer = _load_tokenizer(args)
-        eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
+        eos_token_ids = frozenset[int]() if args.model_path is None else read_eos_token_ids(Path(args.model_path))
         if self._tokenizer is not None:
             eos_token_ids |= self._tokenizer.eos_token_ids
         enable_compilation_cache()

@@ -14,7 +14,7 @@ from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, Sampli
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
-from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, jit_sharded, whole
+from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 
@@ -35,7 +35,7 @@ def lowerings(
     """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
     leaves."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree, on = jax.tree.structure(state), spec.on
+    tree, mesh_specs = jax.tree.structure(state), spec.mesh_specs
     same = (REPLICATED,)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
@@ -43,7 +43,11 @@ def lowerings(
         program = _flatten_weights(functools.partial(forward, spec=spec, shape=shape), tree)
         donated = (1,) if spec.counts is None else (1, 4)
         run = jit_sharded(
-            program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated
+            program,
+            mesh_specs,
+            in_specs=(WEIGHTS, POOL, *same * (len(args) - 2)),
+            out_specs=(POOL, *same),
+            donate_argnums=donated,
         )
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
@@ -54,53 +58,57 @@ def lowerings(
 def sampling_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The programs that follow the layers of a step, whose outputs have the shapes of `out`. Steps of other sizes may
-    need some of the same ones, under the same keys."""
+    """The programs that follow the layers of a step; `out` has the shapes of the layers' outputs. Steps of other
+    sizes may share some of them, under the same keys."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    weights, on = abstract_inputs(state, spec, config, shape)[0], spec.on
-    mesh = None if on is None else on.mesh
+    weights, mesh_specs = abstract_inputs(state, spec, config, shape)[0], spec.mesh_specs
+    mesh = None if mesh_specs is None else mesh_specs.mesh
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
-    at = leaves[0].sharding if on is None else None  # of what runs there too, but has no weights
+    at = leaves[0].sharding if mesh_specs is None else None  # of what runs there too, but has no weights
     for mode in SamplingMode:
         full = None
         if mode is SamplingMode.FULL:
-            bias, said = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
-            full = PenaltyInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+            bias, counts = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
+            full = PenaltyInputs(counts, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
         run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(
-            run.lower, *_lying((out.logits, last_tokens, out.words, full), at)
+            run.lower, *_with_sharding((out.logits, last_tokens, out.words, full), at)
         )
-    spoken = abstract_token_counts(config.num_request_slots, config.vocab_size)
+    slot_counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
     jobs["count", shape] = functools.partial(
-        counting_program(shape, mesh).lower, *_lying((spoken, out.tokens, shape.packed), at)
+        counting_program(shape, mesh).lower, *_with_sharding((slot_counts, out.tokens, shape.packed), at)
     )
     if shape.mode is ForwardMode.EXTEND:
         same = (REPLICATED,)
         tree = jax.tree.structure(weights)
         run = jit_sharded(
             _flatten_weights(functools.partial(score_prompt, spec=spec), tree),
-            on,
-            takes=(WEIGHTS, *same * 2),
-            gives=REPLICATED,
+            mesh_specs,
+            in_specs=(WEIGHTS, *same * 2),
+            out_specs=REPLICATED,
         )
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
 
 
 def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
-    """Where the sampler of a step stands in the table."""
+    """The key of a step's sampler in the table."""
     return "sample", shape.num_requests, spec.row_words_in(shape), mode
 
 
 def _sampler_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> SamplerSpec:
-    choose = spec.kernels.argmax if mode is SamplingMode.GREEDY else None
-    told = spec.row_words_in(shape)
+    greedy_kernel = spec.kernels.argmax if mode is SamplingMode.GREEDY else None
+    row_words = spec.row_words_in(shape)
     return SamplerSpec(
-        mode=mode, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose
+        mode=mode,
+        num_requests=shape.num_requests,
+        row_words=row_words,
+        raw_logprobs=spec.raw_logprobs,
+        greedy_kernel=greedy_kernel,
     )
 
 
-def _lying(shapes: Any, sharding: Any) -> Any:
+def _with_sharding(shapes: Any, sharding: Any) -> Any:
     """The same shapes with a sharding, which names the device that is compiled for."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
@@ -120,7 +128,9 @@ def abstract_inputs(
     """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are
     compiled for."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    pool = whole(config.pool.abstract, spec.on, REPLICATED if spec.on is None else spec.on.pool)
+    pool = global_shapes(
+        config.pool.abstract, spec.mesh_specs, REPLICATED if spec.mesh_specs is None else spec.mesh_specs.pool
+    )
     return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
 
 
@@ -131,5 +141,5 @@ def abstract_token_counts(num_rows: int, vocab_size: int) -> TokenCounts:
 
 
 def _shape(size: tuple[int, ...], dtype: Any) -> Any:
-    """A ShapeDtypeStruct that stands for an array while programs are lowered."""
+    """A ShapeDtypeStruct in place of an array, for lowering."""
     return jax.ShapeDtypeStruct(size, dtype)

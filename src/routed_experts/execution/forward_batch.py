@@ -40,7 +40,7 @@ class BatchShape:
     @property
     def packed(self) -> jax.ShapeDtypeStruct:
         """Shape of the packed array."""
-        return jax.ShapeDtypeStruct((_words_of(self.segments()),), jnp.int32)
+        return jax.ShapeDtypeStruct((_num_words(self.segments()),), jnp.int32)
 
 
 def sampler_segments(num_requests: int) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,7 @@ _ORDER = tuple(
 
 def num_sampler_words(num_requests: int) -> int:
     """How many words of the packed form the sampler reads."""
-    return _words_of(sampler_segments(num_requests))
+    return _num_words(sampler_segments(num_requests))
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ class SamplerBatch:
     repetition: Float[Array, " B"]
 
 
-def shape_of(batch: ModelWorkerBatch) -> BatchShape:
+def to_batch_shape(batch: ModelWorkerBatch) -> BatchShape:
     """The padded sizes of a batch."""
     (rows, width), tokens = batch.page_table.shape, batch.token_ids.shape[0]
     return BatchShape(mode=batch.mode, num_tokens=tokens, num_requests=rows, table_width=width)
@@ -175,5 +175,5 @@ def _cut(words: Int[Array, " words"], segments: Mapping[str, tuple[int, ...]]) -
     return parts
 
 
-def _words_of(segments: Mapping[str, tuple[int, ...]]) -> int:
+def _num_words(segments: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, segments.values()))

@@ -149,7 +149,7 @@ def _single_ways(demand: MemoryDemand) -> Iterator[FlagChange]:
 
 
 def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
-    args, pages, limit = demand.args, demand.required_pages, size_of(demand.limit).strip()
+    args, pages, limit = demand.args, demand.required_pages, format_size(demand.limit).strip()
     cause = "" if args.context_length is None else f", one request of context_length={args.context_length}"
     cause = cause if args.max_total_tokens is None else f", max_total_tokens={args.max_total_tokens}"
     terms = {
@@ -159,17 +159,17 @@ def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
         "states of requests": demand.model.state_bytes,
         f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1) * demand.page_bytes,
     }
-    plan = " + ".join(f"{name} {size_of(count).strip()}" for name, count in terms.items() if count)
-    limit += f", mem_fraction_static={args.mem_fraction_static} of {size_of(demand.device).strip()}"
+    plan = " + ".join(f"{name} {format_size(count).strip()}" for name, count in terms.items() if count)
+    limit += f", mem_fraction_static={args.mem_fraction_static} of {format_size(demand.device).strip()}"
     fits = ", or with ".join(" and ".join(f"{name}={value}" for name, value in way.items()) for way in ways)
     advice = f"it fits with {fits}" if ways else "no value of these flags makes room"
     if demand.weights > demand.limit // 2:
         advice += f"; {'or' if ways else 'it takes'} a smaller dtype, a larger tp_size, or experts kept on the host"
-    total = size_of(sum(terms.values())).strip()
+    total = format_size(sum(terms.values())).strip()
     return f"this model does not fit: {plan} = {total}, above the limit of {limit}; {advice}"
 
 
-def size_of(count: int) -> str:
+def format_size(count: int) -> str:
     """Bytes as text with a unit, aligned."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:

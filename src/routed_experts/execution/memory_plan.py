@@ -16,7 +16,7 @@ from flax import nnx
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.memory_demand import MemoryDemand, size_of
+from routed_experts.execution.memory_demand import MemoryDemand, format_size
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 _COMPUTED = ("bfloat16", "float16", "float32")
@@ -49,15 +49,16 @@ class MemoryPlan:
         rows = f"{self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
-        store = f"experts, host   {size_of(self.experts_host)}  all of them; residents are among the weights, too"
+        store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
+        penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
-            f"weights         {size_of(self.weights)}",
-            f"penalties       {size_of(self.penalties)}  token counts of request slots, five bytes a vocabulary entry",
-            f"KV pages        {size_of(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
-            f"capture, device {size_of(self.capture_device)}  rows of two steps",
-            f"capture, host   {size_of(self.capture_host)}  {rows}",
+            f"weights         {format_size(self.weights)}",
+            f"penalties       {format_size(self.penalties)}  {penalties}",
+            f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
+            f"capture, device {format_size(self.capture_device)}  rows of two steps",
+            f"capture, host   {format_size(self.capture_host)}  {rows}",
             *([store] if self.experts_host else []),
-            f"limit           {size_of(self.limit)}  mem_fraction_static of {device}",
+            f"limit           {format_size(self.limit)}  mem_fraction_static of {device}",
         ]
 
 

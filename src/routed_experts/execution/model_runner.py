@@ -17,13 +17,13 @@ from jaxtyping import Array, Int32, UInt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
-from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
+from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs
-from routed_experts.execution.spmd import REPLICATED, zeros
+from routed_experts.execution.spmd import REPLICATED, sharded_zeros
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
-from routed_experts.models.sharding import DonatedBuffers, buffers_of
+from routed_experts.models.sharding import DonatedBuffers, buffer_pointers
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 
@@ -41,7 +41,8 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Weights, pools and compiled programs of one model, on one device or on those of a mesh (ProgramSpec.on)."""
+    """Weights, pools and compiled programs of one model, on one device or on those of a mesh
+    (ProgramSpec.mesh_specs)."""
 
     def __init__(
         self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0
@@ -49,21 +50,20 @@ class ModelRunner:
         self.spec, self.config, self.weight_version = spec, config, weight_version
         self.exact = True  # the model's own numbers; False where some of them come late
         self._owned = list[Array]()  # of the weights: those that were donated
-        self._weights, self._tree = jax.tree.flatten(
-            state
-        )  # leaves: a call costs time by the leaf, and more by the node
-        on = spec.on
+        # leaves: dispatch time grows with leaves, and more with nodes of a tree
+        self._weights, self._tree = jax.tree.flatten(state)
+        mesh_specs = spec.mesh_specs
         advise_hugepages(self._weights)
         self.allocate_pool()
-        self._last_tokens = zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), on)
-        spoken = abstract_token_counts(config.num_request_slots, config.vocab_size)
-        self._spoken = zeros(spoken, on)  # now: the first penalty must not find the device full, nor compile
-        self._replicated = None if on is None else on.everywhere
+        self._last_tokens = sharded_zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), mesh_specs)
+        counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
+        self._token_counts = sharded_zeros(counts, mesh_specs)  # now: no later allocation or compilation
+        self._replicated = None if mesh_specs is None else mesh_specs.everywhere
         self._counts = _no_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        self._copies = (
+        self._needs_d2h = (
             next(iter(self._last_tokens.devices())).platform != "cpu"
-        )  # there the host reads an output where it lies
+        )  # on CPU the host reads outputs in place
 
     @property
     def state(self) -> nnx.State[Any, Any]:
@@ -84,22 +84,22 @@ class ModelRunner:
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
         arguments (in the FULL form it goes before)."""
-        shape, packed = shape_of(batch), pack(batch)
+        shape, packed = to_batch_shape(batch), pack(batch)
         if batch.sampling_mode is SamplingMode.FULL:  # two programs look at all of it
             packed = jax.device_put(packed, self._replicated)
         out = self._forward(batch, shape, packed)
         full = None
         if batch.sampling_mode is SamplingMode.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._replicated)
-            self._spoken, spoken = self._programs["count", shape](self._spoken, out.tokens, packed)
-            full = PenaltyInputs(spoken, *bias)
+            self._token_counts, counts = self._programs["count", shape](self._token_counts, out.tokens, packed)
+            full = PenaltyInputs(counts, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
         self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, full)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
-        if self._copies:
+        if self._needs_d2h:
             for array in (sampled, scored, out.rows, out.rerouting):
                 if array is not None:
                     array.copy_to_host_async()
@@ -113,36 +113,36 @@ class ModelRunner:
         )
 
     def take_counts(self) -> Int32[Array, "F M E"]:
-        """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were
-        taken last; on their way to the host, and there when these steps have ended. Later steps count from 0: nothing
-        waits, and no program runs."""
+        """Return slots by phase (prompt, generated), MoE layer and expert of the steps dispatched since the last call.
+        The copy to the host is asynchronous and ends with these steps. Later steps count from 0. No thread blocks and
+        no program runs."""
         assert self._counts is not None, "an engine whose steps are counted"
-        taken, self._counts = self._counts, _no_counts(self.spec, self._replicated)
-        taken.copy_to_host_async()
-        return taken
+        counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
+        counts.copy_to_host_async()
+        return counts
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-        """What `compile` compiles."""
+        """Return the lowerings that `compile` compiles."""
         return lowerings(self.state, self.spec, self.config)
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
-        counted = () if self._counts is None else (self._counts,)
+        counts = () if self._counts is None else (self._counts,)
         self._pool, out = self._programs["forward", shape](
-            self._weights, self._pool, self._last_tokens, packed, *counted
+            self._weights, self._pool, self._last_tokens, packed, *counts
         )
         self._counts = out.counts
         return out
 
     def read(self, pending: PendingStep) -> StepResult:
-        """Wait for a step's outputs and give them as host arrays."""
+        """Wait for a step's outputs and return them as host arrays."""
         sampled = np.asarray(pending.sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
         scored = None if pending.scored is None else np.asarray(pending.scored)
         rows = (
-            np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows
+            np.asarray(pending.rows) if self._needs_d2h and pending.rows is not None else pending.rows
         )  # the device's are freed
-        if self.spec.told and rows is None:
+        if self.spec.piggyback_row_words and rows is None:
             rows = sampled
         return StepResult(
             tokens=sampled[:, 0],
@@ -158,21 +158,23 @@ class ModelRunner:
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """Run all later steps with other weights of the same tree, shapes and dtypes (None: with the same ones, under
-        another version). Arrays that lie where the served ones do are taken as they are, others are copied there now,
-        so that no step has to. With `donate` they are the runner's from now on: deleted once copied, or when others
-        take their place. Raises WeightsMismatchError."""
+        """Run all later steps with other weights of the same tree, shapes and dtypes (None: the same weights under
+        another version). Arrays with the sharding of the served ones are used as they are; others are copied now,
+        so that no step copies. With `donate` the runner owns them: they are deleted once copied or replaced.
+        Raises WeightsMismatchError."""
         self.check_version(version)
         if state is None:
             self.weight_version = version
             return
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
         wrong = [
-            f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}"
+            f"{jax.tree_util.keystr(k)}: {_describe(new.get(k))} for {_describe(v)}"
             for k, v in old.items()
-            if _said(new.get(k)) != _said(v)
+            if _describe(new.get(k)) != _describe(v)
         ]
-        wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
+        wrong += [
+            f"{jax.tree_util.keystr(k)}: {_describe(v)} is not in the model" for k, v in new.items() if k not in old
+        ]
         if wrong:
             raise WeightsMismatchError(
                 f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state"
@@ -183,7 +185,7 @@ class ModelRunner:
         self._owned = update_owned(self._owned, placed, donate=donate)
 
     def release(self, *, pool: bool, weights: bool) -> None:
-        """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next.
+        """Free the pool and the weights; shapes and shardings of the weights stay, to check the next ones.
         No step may be in flight."""
         if pool:
             for leaf in jax.tree.leaves(self._pool):
@@ -195,19 +197,23 @@ class ModelRunner:
             self._owned = _free_unserved(self._owned, [])
 
     def check_version(self, version: int) -> None:
-        """Raise WeightsMismatchError for a version that does not rise, or is none."""
+        """Raise WeightsMismatchError unless `version` is an integer above the served one."""
         if (
             isinstance(version, bool)
             or not isinstance(version, int)
             or not self.weight_version < version <= MAX_WEIGHT_VERSION
         ):
-            wanted = f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
-            raise WeightsMismatchError(f"version={version!r} must be {wanted}; count updates", param="version")
+            expected = (
+                f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
+            )
+            raise WeightsMismatchError(f"version={version!r} must be {expected}; count updates", param="version")
 
     def allocate_pool(self) -> None:
-        """Make the pool, empty; no step may be in flight."""
-        on = self.spec.on
-        self._pool = zeros(self.config.pool.abstract, on, REPLICATED if on is None else on.pool)
+        """Allocate an empty pool; no step may be in flight."""
+        mesh_specs = self.spec.mesh_specs
+        self._pool = sharded_zeros(
+            self.config.pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool
+        )
         advise_hugepages(jax.tree.leaves(self._pool))
 
     def poison(self) -> None:
@@ -216,28 +222,29 @@ class ModelRunner:
 
 
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
-    wanted = spec.counts
-    return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), everywhere)
+    shape = spec.counts
+    return None if shape is None else jax.device_put(np.zeros(shape.shape, shape.dtype), everywhere)
 
 
 def update_owned(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:
-    """Arrays that are the engine's once others are served; what was its own and is served no more is deleted."""
-    kept = _free_unserved(owned, served)
-    return list(served) if donate else kept
+    """Return the arrays that the engine owns once `served` are served; delete owned arrays that are no longer
+    served."""
+    retained = _free_unserved(owned, served)
+    return list(served) if donate else retained
 
 
 def _free_unserved(owned: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
-    """Those of `owned` that are among the weights, by where they lie; the others are deleted."""
-    served = set[int]().union(*map(buffers_of, weights)) if owned else set[int]()
-    kept: list[Array] = []
+    """Return the arrays of `owned` whose buffers the weights use; delete the others."""
+    served = set[int]().union(*map(buffer_pointers, weights)) if owned else set[int]()
+    retained: list[Array] = []
     for leaf in owned:
         if leaf.is_deleted():
             continue
-        if buffers_of(leaf) & served:
-            kept.append(leaf)
+        if buffer_pointers(leaf) & served:
+            retained.append(leaf)
         else:
             leaf.delete()
-    return kept
+    return retained
 
 
 def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: DonatedBuffers) -> Array:
@@ -253,5 +260,5 @@ def _floats(bits: Int32[np.ndarray, "..."]) -> Any:
     return np.ascontiguousarray(bits).view(np.float32)
 
 
-def _said(array: Array | None) -> str:
+def _describe(array: Array | None) -> str:
     return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"

@@ -31,12 +31,11 @@ from routed_experts.models.base.interface import TokenRouting
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
-    """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh
-    `graphdef` is one device's share of the model. `counted`: the experts of a step are counted on the device; None:
-    they are not. `told`: words of a packed row, where rows of a step that decodes leave in the table of its tokens (0:
-    they do not). They go there behind the metadata that both programs see: where the host reads outputs where they lie,
-    an array less is worth most. Elsewhere rows leave alone. `samples`: tokens are chosen behind the layers, so there
-    are scores to choose by."""
+    """What all programs of an engine share; static. `mesh_specs`: the mesh that they run on, None for one device; on a
+    mesh `graphdef` is one device's share of the model. `count_spec`: the experts of a step are counted on the device;
+    None: they are not. `piggyback_row_words`: words of a packed row, where the rows of a decode step leave in the table
+    of its tokens (0: in an array of their own). They follow the metadata that both programs read. This pays where the
+    host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -44,15 +43,15 @@ class ProgramSpec:
     attention: AttentionBackend
     num_pages: int
     raw_logprobs: bool
-    on: MeshSpecs | None = None
-    counted: CaptureSpec | None = None
-    told: int = 0
-    samples: bool = True
+    mesh_specs: MeshSpecs | None = None
+    count_spec: CaptureSpec | None = None
+    piggyback_row_words: int = 0
+    with_logits: bool = True
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct | None:
         """Shape of the counts: by phase, MoE layer and expert."""
-        spec = self.counted
+        spec = self.count_spec
         return (
             None
             if spec is None
@@ -61,15 +60,15 @@ class ProgramSpec:
 
     def row_words_in(self, shape: BatchShape) -> int:
         """Words of a packed row that leave with its token in a step of this shape."""
-        return self.told if shape.mode is ForwardMode.DECODE else 0
+        return self.piggyback_row_words if shape.mode is ForwardMode.DECODE else 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
-    empty. `counts` are donated to the next step; the rest feeds the programs that follow. `words` have rows behind them
-    that are told with the tokens."""
+    empty. `counts` are donated to the next step; the rest feeds the programs that follow. Rows that leave with the
+    tokens follow the metadata in `words`."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | None  # None: nothing is sampled
@@ -82,7 +81,7 @@ class ForwardOut:
 
 def forward(
     state: nnx.State[Any, Any],
-    pool: Any,  # as KVPoolSpec.abstract says
+    pool: Any,  # shapes: KVPoolSpec.abstract
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     counts: Int32[Array, "F M E"] | None = None,
@@ -91,7 +90,7 @@ def forward(
     shape: BatchShape,
     routed: TokenRouting | None = None,
 ) -> tuple[Any, ForwardOut]:
-    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid. `counts`
+    """Run all layers over the tokens of a step; with `routed`, on its ids where they are valid. `counts`
     of the steps before, where there are some, grow by those of this step."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
@@ -99,7 +98,7 @@ def forward(
 
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = create_device_cache(
-        spec.counted if spec.capture is None else spec.capture,
+        spec.count_spec if spec.capture is None else spec.capture,
         shape.num_tokens,
         capacity_limited=spec.kernels.group.rerouter is not None,
     )
@@ -114,7 +113,7 @@ def forward(
         words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.count_experts(counts, paged.valid, batch.generated)
     rerouting = None if capture is None else capture.rerouting
-    logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.samples else None
+    logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.with_logits else None
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
 
 

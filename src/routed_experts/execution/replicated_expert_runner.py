@@ -112,16 +112,18 @@ class ReplicatedExpertRunner(ModelRunner):
         self._weights = jax.tree.leaves(nnx.from_flat_state(filled))
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-        on, placement = self.spec.on, self.placement
-        assert on is not None, "experts are placed on a mesh"
-        axis = str(on.mesh.axis_names[0])
+        mesh_specs, placement = self.spec.mesh_specs, self.placement
+        assert mesh_specs is not None, "experts are placed on a mesh"
+        axis = str(mesh_specs.mesh.axis_names[0])
         program = functools.partial(move_experts, per_device=placement.instances_per_device, axis=axis)
         leaves, jobs = self._named_weights(), super()._jobs()
         for path, _, names in self._groups:
             arrays = (leaves[f"{path}.{name}"] for name in names)
             tables = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
             sharded = [PartitionSpec(axis)] * len(names)
-            run = jit_sharded(program, on, takes=(sharded, *(REPLICATED,) * 5), gives=sharded, donate_argnums=(0,))
+            run = jit_sharded(
+                program, mesh_specs, in_specs=(sharded, *(REPLICATED,) * 5), out_specs=sharded, donate_argnums=(0,)
+            )
             rounds = abstract_transfers(placement.num_instances, placement.num_devices)
             jobs["move", path] = functools.partial(run.lower, tables, *rounds)
         return jobs

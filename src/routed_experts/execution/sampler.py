@@ -21,21 +21,21 @@ from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
 from routed_experts.layers.logprobs import bitcast_int32, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, penalize, sample
 
-Choose = Callable[
+GreedyKernel = Callable[
     [Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]
 ]  # the best token of each row, and its logprob
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """What a sampler is; static. `told`: words of a row of experts that stand behind the metadata and leave with each
-    token. `choose`: a kernel for the greedy choice, None: array code."""
+    """Static parameters of a sampler program. `row_words`: words of a row of experts that follow the metadata and leave
+    with each token. `greedy_kernel`: a kernel for the greedy choice, None: array code."""
 
     mode: SamplingMode
     num_requests: int
-    told: int
+    row_words: int
     raw_logprobs: bool
-    choose: Choose | None
+    greedy_kernel: GreedyKernel | None
 
 
 @jax.tree_util.register_dataclass
@@ -51,27 +51,27 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PenaltyInputs:
-    """What only the FULL sampler needs. `spoken` is by row."""
+    """What only the FULL sampler needs. `counts` is by row."""
 
-    spoken: TokenCounts
+    counts: TokenCounts
     bias_ids: Int[Array, "B X"]
     bias_values: Float[Array, "B X"]
 
 
 def update_token_counts(
-    spoken: TokenCounts, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
+    counts: TokenCounts, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
 ) -> tuple[TokenCounts, TokenCounts]:
     """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew. Returns
     the counts of all slots, and those of the step's rows."""
     batch = unpack(packed, shape)
     paged, slots = batch.paged, batch.request_slots
     starts_anew = (paged.positions[jnp.minimum(paged.query_starts[:-1], tokens.shape[0] - 1)] == 0)[:, None]
-    generated = jnp.where(starts_anew, 0, spoken.generated[slots])
-    prompt = jnp.where(starts_anew, False, spoken.prompt[slots])
+    generated = jnp.where(starts_anew, 0, counts.generated[slots])
+    prompt = jnp.where(starts_anew, False, counts.prompt[slots])
     of_prompt = paged.positions < batch.prompt_len[paged.token_rows]
     generated = generated.at[paged.token_rows, tokens].add((paged.valid & ~of_prompt).astype(jnp.int32))
     prompt = prompt.at[paged.token_rows, tokens].max(paged.valid & of_prompt)
-    everywhere = TokenCounts(spoken.generated.at[slots].set(generated), spoken.prompt.at[slots].set(prompt))
+    everywhere = TokenCounts(counts.generated.at[slots].set(generated), counts.prompt.at[slots].set(prompt))
     return everywhere, TokenCounts(generated, prompt)
 
 
@@ -85,21 +85,21 @@ def sample_tokens(
 ) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob
     bits, and in the FULL mode T top ids and the bits of T top logprobs, and last the packed rows of experts where they
-    are told."""
+    leave with the tokens."""
     batch, raw = unpack_sampler(words, spec.num_requests), logits
     if full is not None:
         penalties = Penalties(
             presence=batch.presence,
             frequency=batch.frequency,
             repetition=batch.repetition,
-            generated_counts=full.spoken.generated,
-            prompt_seen=full.spoken.prompt,
+            generated_counts=full.counts.generated,
+            prompt_seen=full.counts.prompt,
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
     if (
-        spec.mode is SamplingMode.GREEDY and spec.choose is not None
+        spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None
     ):  # nothing was processed: raw logprobs and processed ones are the same
-        tokens, logprobs = spec.choose(logits)
+        tokens, logprobs = spec.greedy_kernel(logits)
         source = raw
     else:
         tokens, processed = sample(logits, batch.sampling, spec.mode)
@@ -109,18 +109,17 @@ def sample_tokens(
     if full is not None:
         values, ids = top_logprobs(source)
         columns += [ids, bitcast_int32(values)]
-    if spec.told:
-        columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.told, spec.num_requests).T)
+    if spec.row_words:
+        columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.row_words, spec.num_requests).T)
     return last_tokens.at[batch.request_slots].set(tokens), jnp.concatenate(columns, axis=1)
 
 
 @functools.lru_cache(maxsize=256)
 def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
-    """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the
-    next."""
+    """`sample_tokens`, jitted and cached; all engines of a process share its traces."""
     same = (REPLICATED,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    return jit_sharded(program, _without_model(mesh), takes=same * 4, gives=same * 2, donate_argnums=(1,))
+    return jit_sharded(program, _without_model(mesh), in_specs=same * 4, out_specs=same * 2, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,7 +127,7 @@ def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`update_token_counts`, jitted in the same way."""
     same = (REPLICATED,)
     program = functools.wraps(update_token_counts)(functools.partial(update_token_counts, shape=shape))
-    return jit_sharded(program, _without_model(mesh), takes=same * 3, gives=same * 2, donate_argnums=(0,))
+    return jit_sharded(program, _without_model(mesh), in_specs=same * 3, out_specs=same * 2, donate_argnums=(0,))
 
 
 def _without_model(mesh: Mesh | None) -> MeshSpecs | None:

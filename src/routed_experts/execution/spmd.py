@@ -15,7 +15,7 @@ from jaxtyping import Array
 from routed_experts.memory.kv_pool import HybridPool, KVPoolSpec
 
 REPLICATED = PartitionSpec()
-WEIGHTS, POOL = "weights", "pool"  # in `takes` and `gives`: sharded as the mesh says
+WEIGHTS, POOL = "weights", "pool"  # in `in_specs` and `out_specs`: sharded as the mesh says
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class MeshSpecs:
     pool: Any  # a PartitionSpec, or a HybridPool of them
 
     @staticmethod
-    def of(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "MeshSpecs":
+    def create(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "MeshSpecs":
         """For weights on the mesh (or shapes with shardings) and one device's pool. Heads are sharded; rows shared by
         all heads and states of requests are replicated."""
         pages = REPLICATED if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
@@ -51,49 +51,62 @@ class MeshSpecs:
         return NamedSharding(self.mesh, REPLICATED)
 
 
-def zeros(shapes: Any, on: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
+def sharded_zeros(shapes: Any, mesh_specs: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
     """Zeroed arrays of one device's `shapes`, on every device."""
-    if on is None:
+    if mesh_specs is None:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    placed = whole(shapes, on, specs)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), placed)
+    shapes = global_shapes(shapes, mesh_specs, specs)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
 
 
-def whole(shapes: Any, on: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
+def global_shapes(shapes: Any, mesh_specs: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
     """Global shapes, with shardings, of arrays of which each device holds `shapes`; unchanged without a mesh."""
-    if on is None:
+    if mesh_specs is None:
         return shapes
 
     def to_global(spec: PartitionSpec, leaves: Any) -> Any:
-        return jax.tree.map(lambda leaf: _whole(leaf, on.mesh, spec), leaves)
+        return jax.tree.map(lambda leaf: _global_shape(leaf, mesh_specs.mesh, spec), leaves)
 
     return jax.tree.map(to_global, specs, shapes, is_leaf=_is_spec)
 
 
-def shard_program(program: Callable[..., Any], on: MeshSpecs | None, *, takes: Any, gives: Any) -> Callable[..., Any]:
-    """The program of all devices, from that of one. `takes` and `gives` are the specs of its arguments and results:
-    the list of WEIGHTS, the POOL, or REPLICATED."""
-    if on is None:
+def shard_program(
+    program: Callable[..., Any], mesh_specs: MeshSpecs | None, *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """The program of all devices, from that of one. `in_specs` and `out_specs` are the specs of its arguments and
+    results: the list of WEIGHTS, the POOL, or REPLICATED."""
+    if mesh_specs is None:
         return program
-    return jax.shard_map(program, mesh=on.mesh, in_specs=on.specs(takes), out_specs=on.specs(gives), check_vma=False)
+    return jax.shard_map(
+        program,
+        mesh=mesh_specs.mesh,
+        in_specs=mesh_specs.specs(in_specs),
+        out_specs=mesh_specs.specs(out_specs),
+        check_vma=False,
+    )
 
 
 def jit_sharded(
-    program: Callable[..., Any], on: MeshSpecs | None, *, takes: Any, gives: Any, donate_argnums: tuple[int, ...] = ()
+    program: Callable[..., Any],
+    mesh_specs: MeshSpecs | None,
+    *,
+    in_specs: Any,
+    out_specs: Any,
+    donate_argnums: tuple[int, ...] = (),
 ) -> Any:
     """The same, jitted, with arguments and results sharded so."""
-    if on is None:
+    if mesh_specs is None:
         return jax.jit(program, donate_argnums=donate_argnums)
-    mesh = on.mesh
-    arriving, leaving = (
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), on.specs(what), is_leaf=_is_spec)
-        for what in (takes, gives)
+    mesh = mesh_specs.mesh
+    in_shardings, out_shardings = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), mesh_specs.specs(what), is_leaf=_is_spec)
+        for what in (in_specs, out_specs)
     )
-    spread = shard_program(program, on, takes=takes, gives=gives)
-    return jax.jit(spread, in_shardings=arriving, out_shardings=leaving, donate_argnums=donate_argnums)
+    sharded = shard_program(program, mesh_specs, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(sharded, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums)
 
 
-def _whole(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+def _global_shape(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     names = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
     shape = tuple(side if name is None else side * mesh.size for side, name in zip(leaf.shape, names, strict=True))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))

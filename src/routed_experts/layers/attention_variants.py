@@ -131,7 +131,7 @@ def _decode(
     features: AttentionFeatures,
 ) -> Float[Array, "B H V"]:
     """All requests side by side, one block of keys after another up to the longest."""
-    pages, table = _blocks_of(DECODE_BLOCK, pool, batch)
+    pages, table = _blocked_page_table(DECODE_BLOCK, pool, batch)
     block, groups = pages * pool.shape[1], _groups(pool, features)
     wide = _scaled(queries, features).reshape(queries.shape[0], groups, -1, queries.shape[2])
 
@@ -162,7 +162,7 @@ def _ragged(
     tile."""
     (num_tokens, heads, width), groups = queries.shape, _groups(pool, features)
     tile, share, value_dim = min(QUERY_TILE, num_tokens), heads // groups, features.latent or width
-    pages, table = _blocks_of(KEY_BLOCK, pool, batch)
+    pages, table = _blocked_page_table(KEY_BLOCK, pool, batch)
     block = pages * pool.shape[1]
     wide = jnp.pad(_scaled(queries, features), ((0, tile), (0, 0), (0, 0)))
     positions = jnp.pad(batch.positions, (0, tile))
@@ -203,7 +203,9 @@ def _groups(pool: Float[Array, "LP page X C"], features: AttentionFeatures) -> i
     return 1 if features.latent else pool.shape[2] // 2
 
 
-def _blocks_of(size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch) -> tuple[int, Int[Array, "B W"]]:
+def _blocked_page_table(
+    size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch
+) -> tuple[int, Int[Array, "B W"]]:
     """Pages of a block of about `size` keys, and the page table padded to whole blocks."""
     width = batch.page_table.shape[1]
     pages = max(1, min(width, size // pool.shape[1]))

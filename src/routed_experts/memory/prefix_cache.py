@@ -23,9 +23,9 @@ from routed_experts.memory.prefix_tree import (
     check_pages,
     check_refs,
     concatenate_pages,
+    find_root,
     nodes_below,
     remove,
-    root_of,
 )
 
 
@@ -69,7 +69,7 @@ class PrefixCache:
     def lock(self, node: PrefixNode) -> None:
         """Keep the node and its path until as many unlocks. A detached node can be locked while another lock covers
         it."""
-        top = root_of(node)
+        top = find_root(node)
         assert top is self._tree.root or top in self._detached, (
             f"lock of {node}, which was evicted or flushed; match again"
         )
@@ -163,7 +163,7 @@ class PrefixCache:
 
     def is_attached(self, node: PrefixNode) -> bool:
         """Whether the node is still part of the tree that is matched: not flushed, not evicted."""
-        return root_of(node) is self._tree.root
+        return find_root(node) is self._tree.root
 
     def owned_pages(self) -> Int32[np.ndarray, " P"]:
         """All pages the cache owns, detached ones too."""

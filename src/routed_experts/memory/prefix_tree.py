@@ -161,7 +161,7 @@ def remove(node: PrefixNode) -> None:
     node.parent = None
 
 
-def root_of(node: PrefixNode) -> PrefixNode:
+def find_root(node: PrefixNode) -> PrefixNode:
     """Return the root above a node; a removed node is its own root."""
     while node.parent is not None:
         node = node.parent

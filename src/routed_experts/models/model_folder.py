@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.family_config import FamilyConfig
@@ -57,7 +57,7 @@ class ModelFolder:
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
         values = read_config(path, architectures={name: family.accepted_quirks for name, family in FAMILIES.items()})
-        family = FAMILIES[architecture_of(values)]
+        family = FAMILIES[parse_architecture(values)]
         family = family.in_parts() if in_parts else family
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
         if load_format == "dummy":
@@ -83,7 +83,7 @@ class ModelFolder:
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
-    def with_experts_of(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
+    def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
         """The same model, with the tensors whose target `targets` picks read from another folder. Raises
         CheckpointError naming those that it lacks or has in another shape."""
         if self.checkpoint is None:

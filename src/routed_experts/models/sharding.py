@@ -126,7 +126,7 @@ class ModelSharding:
         return jax.ShapeDtypeStruct(self.local_shape(name, leaf.shape), leaf.dtype)
 
 
-def buffers_of(array: Array) -> set[int]:
+def buffer_pointers(array: Array) -> set[int]:
     """Addresses of an array's buffers on the devices of this process."""
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
@@ -136,15 +136,15 @@ class DonatedBuffers:
     them; one that shares memory with a copy of it is left alone, and so is one of the host."""
 
     def __init__(self, arrays: Iterable[object]) -> None:
-        self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffers_of(array))
+        self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffer_pointers(array))
         self._served = set[int]()
 
     def copied(self, array: object, copy: Array) -> None:
         """An array was copied, under one of its names; who was not given away stays."""
         if not self._names or not isinstance(array, jax.Array):
             return
-        own = buffers_of(array)
-        self._served |= own & buffers_of(copy)
+        own = buffer_pointers(array)
+        self._served |= own & buffer_pointers(copy)
         self._names.subtract(own)
         jax.block_until_ready(copy)
         if not own & self._served and all(self._names[at] == 0 for at in own):

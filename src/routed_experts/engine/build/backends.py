@@ -153,7 +153,7 @@ class BackendRegistry:
         needs: RequiredFeatures = PLAIN,
         *,
         platform: str | None = None,
-        placing: PlacementConfig | None = None,
+        placement_config: PlacementConfig | None = None,
     ) -> tuple[Kernels, AttentionBackend]:
         """The backends of `args` for a model that `needs` features, on `platform` (default: the default device's).
 
@@ -188,11 +188,11 @@ class BackendRegistry:
             raise CaptureUnsupportedError(
                 f"{text}, so they cannot be recorded; choose another backend or enable_return_routed_experts=False"
             )
-        instances = 0 if placing is None else placing.initial.num_instances
+        instances = 0 if placement_config is None else placement_config.initial.num_instances
         rerouter = (
             None
-            if placing is None or not placing.capacity_limited
-            else _rerouter(instances, drops=placing.on_exhausted == "drop")
+            if placement_config is None or not placement_config.capacity_limited
+            else _rerouter(instances, drops=placement_config.on_exhausted == "drop")
         )
         group = AxisGroup(
             axis=AXIS, count=args.tp_size, expert_parallel=args.ep_size > 1, instances=instances, rerouter=rerouter

@@ -1,6 +1,6 @@
-"""Put an engine together: from ServerArgs and a model to a core that is ready to step. Knows nothing of requests.
+"""Put an engine together: from ServerArgs and a model to a core that is ready to step.
 
-Everything that cannot work is refused here, before weights are loaded where that is possible."""
+Unsupported combinations are refused here, before weights are loaded where that is possible."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.memory_planning import EnginePlan, arrays_of, plan_engine
+from routed_experts.engine.build.memory_planning import EnginePlan, abstract_arrays, plan_engine
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
@@ -29,10 +29,10 @@ from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import (
     ServedModel,
+    abstract_state,
     check_single_process,
+    create_sharding,
     load_model,
-    shapes_of,
-    shards_of,
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
@@ -58,12 +58,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One phase of start-up: what was done, how long it took, and a word on its result."""
+    """One phase of start-up: what was done, how long it took, and a short result."""
 
     name: str
     seconds: float
     detail: str
-    lines: tuple[str, ...] = ()  # more to say, for who wants it: the memory plan
+    lines: tuple[str, ...] = ()  # further lines of a verbose report: the memory plan
 
 
 class PhaseClock:
@@ -95,33 +95,35 @@ def build_engine(
     placement: PlacementConfig | None = None,
     self_check: bool = False,
 ) -> EngineComponents:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded,
-    bytes in all); `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows
-    back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` is called with (bytes
+    loaded, total bytes); `experts` may offload experts to the host, `placement` places them on devices; `self_check`
+    replays captured rows. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     skip_absent_tpu()
     args = with_local_model(args, weights=load_format != "dummy")
     check_single_process()
-    shares = experts is not None and experts.num_resident is not None
-    source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
-    sharing = ExpertOffload.check(experts, args, config) if experts is not None and shares else None
-    shards = shards_of(args, config, placement)
-    args = _without_prefixes(args, config)
+    offloads_experts = experts is not None and experts.num_resident is not None
+    source, config = _open(args, model, load_format, in_parts=offloads_experts or placement is not None)
+    offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
+    shards = create_sharding(args, config, placement)
+    args = _disable_prefix_cache_if_recurrent(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
-    kernels, attention = registry.choose(args, config.needs, placing=placement)
+    kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     clock.done(
         "kernels",
-        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.summary}'}",
+        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {offload.summary}'}",
     )
-    planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
-    served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
+    planned = (
+        None if offload is not None else _plan_memory(clock, args, config, abstract_arrays(source, args.dtype), shards)
+    )
+    served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
-    planned = planned or _planned(clock, args, config, shapes_of(state), None, experts_host=host_bytes)
+    host_bytes = 0 if offloaded is None else offloaded.host_bytes  # known once the model is split
+    planned = planned or _plan_memory(clock, args, config, abstract_state(state), None, experts_host=host_bytes)
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
-    on = None if shards is None else MeshSpecs.of(shards.mesh, jax.tree.leaves(state), plan.pool)
+    mesh_specs = None if shards is None else MeshSpecs.create(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
         graphdef=served.graphdef,
         capture=capture,
@@ -129,15 +131,15 @@ def build_engine(
         attention=attention,
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
-        on=on,
-        counted=config.capture_spec if _counts(args, sharing, placement) else None,
-        told=_told(capture, whole=on is None and sharing is None),
+        mesh_specs=mesh_specs,
+        count_spec=config.capture_spec if _should_count_experts(args, offload, placement) else None,
+        piggyback_row_words=_piggyback_row_words(capture, one_program=mesh_specs is None and offload is None),
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
-    split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
-    runner = split or _runner(state, spec, sizes, config, placement)
-    watch, rebalancer = followers = _followers(runner, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, followers)
+    offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
+    runner = offload_runner or _create_runner(state, spec, sizes, config, placement)
+    watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, offload, load_balancers)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     clock.done("compile", f"{runner.compile()} programs")
@@ -146,10 +148,10 @@ def build_engine(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, backends=names, **sizes_of_check)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    if self_check and capture is not None and parted is None:
+    if self_check and capture is not None and offloaded is None:
         rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
-    _restart(followers)
+    _reset_balancers(load_balancers)
     return EngineComponents(
         core=core,
         plan=plan,
@@ -164,13 +166,12 @@ def build_engine(
     )
 
 
-def _told(capture: CaptureSpec | None, *, whole: bool) -> int:
-    """Words of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one
-    program on one device."""
-    return capture.row_words if capture is not None and whole and jax.default_backend() == "cpu" else 0
+def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
+    """Words of a row where rows leave in the sampler's output: on CPU, where a step is one program on one device."""
+    return capture.row_words if capture is not None and one_program and jax.default_backend() == "cpu" else 0
 
 
-def _planned(
+def _plan_memory(
     clock: PhaseClock,
     args: ServerArgs,
     config: DecoderConfig,
@@ -179,21 +180,21 @@ def _planned(
     *,
     experts_host: int = 0,
 ) -> EnginePlan:
-    """The plan, told to the clock."""
+    """Plan memory and report it to the clock."""
     planned = plan_engine(args, config, arrays, shards)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     return dataclasses.replace(planned, memory=plan)
 
 
-def _runner(
+def _create_runner(
     state: nnx.State[Any, Any],
     spec: ProgramSpec,
     sizes: RunnerConfig,
     config: DecoderConfig,
     placement: PlacementConfig | None,
 ) -> ModelRunner:
-    """What runs a model whose experts are all on accelerators."""
+    """Create the runner of a model whose experts are all on accelerators."""
     if placement is None or not isinstance(config, FamilyConfig):
         return ModelRunner(state, spec, sizes)
     factor = parse_fraction(placement.capacity_factor) if placement.capacity_limited else None
@@ -202,29 +203,29 @@ def _runner(
     )
 
 
-def _followers(
+def _create_load_balancers(
     runner: ModelRunner, placement: PlacementConfig | None
 ) -> tuple[ExpertLoadMonitor | None, Rebalancer | None]:
-    """What counts the load of placed experts, and what moves them by itself. Raises what planning for this placement
-    would."""
+    """Create the load monitor of placed experts, and the rebalancer where the placement asks for one. Raises what
+    planning for this placement would."""
     if placement is None or not isinstance(runner, ReplicatedExpertRunner):
         return None, None
-    watch, spec = ExpertLoadMonitor(runner), runner.spec.counted
+    watch, spec = ExpertLoadMonitor(runner), runner.spec.count_spec
     assert spec is not None, "placed experts are counted"
     return watch, Rebalancer(placement, runner, watch, top_k=spec.top_k) if placement.rebalance_every else None
 
 
-def _restart(followers: tuple[ExpertLoadMonitor | None, Rebalancer | None]) -> None:
-    """What a check ran is no load."""
-    for one in followers:
-        if one is not None:
-            one.restart()
+def _reset_balancers(load_balancers: tuple[ExpertLoadMonitor | None, Rebalancer | None]) -> None:
+    """Discard the load of the self-checks."""
+    for balancer in load_balancers:
+        if balancer is not None:
+            balancer.restart()
 
 
-def _counts(args: ServerArgs, sharing: ExpertOffload | None, placement: PlacementConfig | None) -> bool:
-    """Whether steps count their experts on the device: somebody follows the load, or wants to know how even it is."""
-    if sharing is not None:
-        return sharing.needs_counts and not args.enable_return_routed_experts
+def _should_count_experts(args: ServerArgs, offload: ExpertOffload | None, placement: PlacementConfig | None) -> bool:
+    """Whether steps count their experts on the device: a load balancer or gauges need them."""
+    if offload is not None:
+        return offload.needs_counts and not args.enable_return_routed_experts
     return placement is not None
 
 
@@ -233,25 +234,25 @@ def _new_core(
     buckets: Buckets,
     runner: ModelRunner,
     capture: CaptureSpec | None,
-    sharing: ExpertOffload | None,
-    followers: tuple[ExpertLoadMonitor | None, Rebalancer | None],
+    offload: ExpertOffload | None,
+    load_balancers: tuple[ExpertLoadMonitor | None, Rebalancer | None],
 ) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
     scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
-    follows = None if sharing is None else sharing.updater(capturer, runner)
-    told = [one.after_step for one in followers if one is not None]
+    updater = None if offload is None else offload.updater(capturer, runner)
+    callbacks = [balancer.after_step for balancer in load_balancers if balancer is not None]
 
-    def tell(took_s: float) -> None:
-        for one in told:
-            one(took_s)
+    def after_step(took_s: float) -> None:
+        for callback in callbacks:
+            callback(took_s)
 
     return EngineCore(
         scheduler,
         runner,
         capturer,
-        after_step=tell if told else follows,
+        after_step=after_step if callbacks else updater,
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
     )
 
@@ -259,7 +260,7 @@ def _new_core(
 def _open(
     args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
 ) -> tuple[ModelFolder | Decoder, DecoderConfig]:
-    """What is served, and the model's config, checked against what is asked of it."""
+    """Open the model to serve and check its config against the options."""
     if model is None and args.model_path is None:
         raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
     source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
@@ -274,19 +275,19 @@ def _load(
     source: ModelFolder | Decoder,
     config: DecoderConfig,
     dtype: str,
-    sharing: ExpertOffload | None,
+    offload: ExpertOffload | None,
     shards: ModelSharding | None,
     on_load: Callable[[int, int], None] | None,
 ) -> tuple[ServedModel, nnx.State[Any, Any], OffloadedModel | None]:
-    """The model and its arrays where they are served; with `sharing` its graph is that of a decoder without layers, and beside it stands
-    the offloaded model."""
-    if sharing is None:
+    """Load the model and its arrays onto their devices. With `offload` the graph is that of a decoder without layers,
+    and the offloaded model is returned too."""
+    if offload is None:
         return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
-    parted = sharing.load(source, dtype, progress=on_load)
-    return ServedModel.of(config, parted.layerless[0], parted.full_state, None), parted.state, parted
+    offloaded = offload.load(source, dtype, progress=on_load)
+    return ServedModel.create(config, offloaded.layerless[0], offloaded.full_state, None), offloaded.state, offloaded
 
 
-def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
+def _disable_prefix_cache_if_recurrent(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
     """Turn the prefix cache off for a model whose layers keep states."""
     if config.cache.recurrent is None or args.disable_radix_cache:
         return args

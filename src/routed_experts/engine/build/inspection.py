@@ -8,7 +8,7 @@ import jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.memory_planning import plan_engine
-from routed_experts.engine.control.served_model import shards_of
+from routed_experts.engine.control.served_model import create_sharding
 from routed_experts.models.base.interface import DecoderConfig
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
@@ -41,7 +41,7 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     config: DecoderConfig = folder.config
     dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
-    planned = plan_engine(args, config, arrays, shards_of(args, config))
+    planned = plan_engine(args, config, arrays, create_sharding(args, config))
     plan = planned.memory
     return Inspection(
         architecture=type(folder.config).__name__.removesuffix("Config"),

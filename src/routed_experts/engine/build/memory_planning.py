@@ -11,7 +11,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.control.served_model import shapes_of
+from routed_experts.engine.control.served_model import abstract_state
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.base.interface import Decoder, DecoderConfig
@@ -35,7 +35,7 @@ def plan_engine(
     """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
     raises, and ConfigError for a context_length above the model's."""
     part, held = (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
-    context_length = context_length_of(args, config.context_length)
+    context_length = resolve_context_length(args, config.context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)
     memory = plan_memory(args, shapes, held, capture, context_length=context_length, vocab_size=config.vocab_size)
@@ -43,9 +43,9 @@ def plan_engine(
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 
 
-def arrays_of(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
+def abstract_arrays(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
     """Names, shapes and dtypes of a model's arrays, of a folder's as they will be loaded."""
-    return source.shapes(source.dtype(dtype)) if isinstance(source, ModelFolder) else shapes_of(nnx.state(source))
+    return source.shapes(source.dtype(dtype)) if isinstance(source, ModelFolder) else abstract_state(nnx.state(source))
 
 
 def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
@@ -70,7 +70,7 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
     )
 
 
-def context_length_of(args: ServerArgs, trained: int) -> int:
+def resolve_context_length(args: ServerArgs, trained: int) -> int:
     if args.context_length is None:
         return trained
     if args.context_length > trained:

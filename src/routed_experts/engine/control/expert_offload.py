@@ -55,7 +55,9 @@ class ExpertOffload:
             )
         spec = config.capture_spec
         residency = (
-            experts.residents_of(0, 0) if spec is None else experts.residents_of(spec.num_moe_layers, spec.num_experts)
+            experts.build_residency(0, 0)
+            if spec is None
+            else experts.build_residency(spec.num_moe_layers, spec.num_experts)
         )
         if features := sorted(config.needs.experts):
             raise ConfigError(
@@ -92,8 +94,8 @@ class ExpertOffload:
                 f"kt_weight_path={path!r} with model=, which brings its experts along; leave one of them out"
             )
         if isinstance(source, ModelFolder):
-            source = source if path is None else source.with_experts_of(path, is_expert)
-            model = source.load(source.dtype(dtype), progress=progress, place=self._device_of)
+            source = source if path is None else source.with_experts_from(path, is_expert)
+            model = source.load(source.dtype(dtype), progress=progress, place=self._device_for)
         assert isinstance(model, FamilyDecoder), type(model)
         host_dtype = _DTYPES[self.experts.kt_method]
         return offload_model(model, self.residency, device=self.device, host=self.host, host_dtype=host_dtype)
@@ -140,7 +142,7 @@ class ExpertOffload:
         assert isinstance(runner, OffloadRunner) and spec is not None, type(runner)
         return ResidentExpertUpdater(capturer, runner, top_k=spec.top_k).after_step
 
-    def _device_of(self, target: str) -> Any:
+    def _device_for(self, target: str) -> Any:
         return self.host if is_expert(target) else self.device
 
 

@@ -25,12 +25,12 @@ from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
+from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.offload.offload_scorer import BetweenSteps, OffloadScorer
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
-from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, zeros
+from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, sharded_zeros
 from routed_experts.models.base.interface import TokenRouting
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
@@ -123,10 +123,12 @@ class _ScoreRun:
         self._forward, self._score_prompt = forward, score_prompt
         self._scheduler.add([request.req for request in requests])
         self._spec = _own_spec(runner.spec, num_pages)
-        on = self._spec.on
+        mesh_specs = self._spec.mesh_specs
         pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
-        self._pool = zeros(pool.abstract, on, REPLICATED if on is None else on.pool)
-        self._last_tokens = zeros(jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32), on)
+        self._pool = sharded_zeros(pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool)
+        self._last_tokens = sharded_zeros(
+            jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32), mesh_specs
+        )
 
     def step(self) -> bool:
         """Run the next step; False when all is done."""
@@ -151,7 +153,7 @@ class _ScoreRun:
         return True
 
     def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest]) -> ForwardOut:
-        shape = shape_of(batch)
+        shape = to_batch_shape(batch)
         routed = None if self._spec.capture is None else _routes(batch, parts, self._spec.capture)
         self._pool, out = self._forward(
             self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
@@ -163,7 +165,9 @@ def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
     """The served programs on pages of a score's own, without counts, sampling, and capacities, which would depend on
     the batch."""
     kernels = dataclasses.replace(spec.kernels, group=dataclasses.replace(spec.kernels.group, rerouter=None))
-    return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)
+    return dataclasses.replace(
+        spec, num_pages=num_pages, kernels=kernels, count_spec=None, piggyback_row_words=0, with_logits=False
+    )
 
 
 def _forward_on_all(
@@ -186,8 +190,10 @@ def _forward_on_all(
             jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed
         )
 
-    takes = (WEIGHTS, POOL, REPLICATED, REPLICATED, REPLICATED)
-    return shard_program(run, spec.on, takes=takes, gives=(POOL, REPLICATED))(leaves, pool, last_tokens, packed, routed)
+    in_specs = (WEIGHTS, POOL, REPLICATED, REPLICATED, REPLICATED)
+    return shard_program(run, spec.mesh_specs, in_specs=in_specs, out_specs=(POOL, REPLICATED))(
+        leaves, pool, last_tokens, packed, routed
+    )
 
 
 def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec: ProgramSpec) -> Any:
@@ -197,7 +203,7 @@ def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec
     def run(leaves: Any, hidden: Any, targets: Any) -> Any:
         return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec)
 
-    return shard_program(run, spec.on, takes=(WEIGHTS, REPLICATED, REPLICATED), gives=REPLICATED)(
+    return shard_program(run, spec.mesh_specs, in_specs=(WEIGHTS, REPLICATED, REPLICATED), out_specs=REPLICATED)(
         leaves, hidden, targets
     )
 

@@ -27,23 +27,23 @@ class ServedModel:
     On one device (`shards` None) both are the same."""
 
     config: DecoderConfig
-    arrays: nnx.State[Any, Any]  # of ShapeDtypeStruct
+    arrays: nnx.State[Any, Any]  # leaves: ShapeDtypeStruct
     graphdef: nnx.GraphDef[Any]
     part: DecoderConfig
     shards: ModelSharding | None
 
     @staticmethod
-    def of(
+    def create(
         config: DecoderConfig, graphdef: nnx.GraphDef[Any], arrays: nnx.State[Any, Any], shards: ModelSharding | None
     ) -> "ServedModel":
-        """Shard a model."""
+        """Create the served form of a model, sharded where `shards` is set."""
         if shards is None:
             return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=config, shards=None)
         module: Any = nnx.merge(graphdef, arrays)
         module.config = config.shard(shards.parallel)
-        for name, listed in shards.maps.items():
+        for name, table in shards.maps.items():
             _, run, kind, last = name.split(".")
-            module.blocks[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
+            module.blocks[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(table.shape, table.dtype))
         return ServedModel(
             config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards
         )
@@ -54,8 +54,8 @@ class ServedModel:
         return self.arrays if self.shards is None else self.shards.local_part(self.arrays)
 
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Put the whole arrays of this model on its devices, a part on each; with one device they stay as they are.
-        `donate`: arrays that were copied are deleted."""
+        """Put the arrays of this model on its devices, a part on each; with one device they are unchanged.
+        `donate`: copied arrays are deleted."""
         return (
             state
             if self.shards is None
@@ -67,7 +67,7 @@ class ServedModel:
         if placement is None or self.shards is None:
             return self
         partitions, config = (
-            _placed(self.config, self.config.partitions(by_expert=True), placement),
+            _placed_partitions(self.config, self.config.partitions(by_expert=True), placement),
             _family(self.config),
         )
         return dataclasses.replace(
@@ -75,16 +75,18 @@ class ServedModel:
         )
 
 
-def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> ModelSharding | None:
-    """The sharding of a model; None on one device. Raises ConfigError where it cannot be sharded so, PlacementError for
-    a placement of another model or of other devices."""
+def create_sharding(
+    args: ServerArgs, config: DecoderConfig, placement_config: PlacementConfig | None = None
+) -> ModelSharding | None:
+    """Create the sharding of a model; None on one device. Raises ConfigError for an unsupported sharding, and
+    PlacementError for a placement of another model or number of devices."""
     parallel, partitions = (
         ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1),
         config.partitions(by_expert=args.ep_size > 1),
     )
-    if placing is None:
+    if placement_config is None:
         return ModelSharding.create(partitions, parallel)
-    placement = placing.initial
+    placement = placement_config.initial
     if args.ep_size != placement.num_devices or args.ep_size == 1:
         text = (
             f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
@@ -95,18 +97,18 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
         raise ConfigError(f"{text}, and so does the order of sums")
     spec = config.capture_spec
     placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
-    if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
+    if placement_config.on_exhausted == "drop" and args.enable_return_routed_experts:
         text = "on_exhausted='drop' leaves slots empty, and a record has an expert in every slot"
         raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
-    factor = parse_fraction(placing.capacity_factor) if placing.capacity_limited else None
+    factor = parse_fraction(placement_config.capacity_factor) if placement_config.capacity_limited else None
     parallel = dataclasses.replace(
         parallel,
         instances=placement.num_instances,
         replicas=placement.logical_to_physical_map.shape[2],
-        bounded=placing.capacity_limited,
+        bounded=placement_config.capacity_limited,
     )
     return ModelSharding.create(
-        _placed(config, partitions, placement), parallel, maps=_maps(_family(config), placement, factor)
+        _placed_partitions(config, partitions, placement), parallel, maps=_maps(_family(config), placement, factor)
     )
 
 
@@ -130,17 +132,17 @@ def load_model(
     `ModelFolder.load` raises."""
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
-        served = ServedModel.of(config, graphdef, shapes_of(state), shards)
+        served = ServedModel.create(config, graphdef, abstract_state(state), shards)
         return served, served.device_put(state)
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
-    arrays = shapes_of(state) if shards is None else source.shapes(computed)
+    arrays = abstract_state(state) if shards is None else source.shapes(computed)
     state = state if shards is None else with_replica_maps(state, shards.put_maps())
-    return ServedModel.of(config, graphdef, arrays, shards), state
+    return ServedModel.create(config, graphdef, arrays, shards), state
 
 
-def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """Names, shapes and dtypes of arrays."""
+def abstract_state(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+    """Return names, shapes and dtypes of the arrays of a state."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
@@ -150,7 +152,7 @@ def _maps(
     return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
 
 
-def _placed(config: DecoderConfig, partitions: Any, placement: ExpertPlacement) -> dict[str, Any]:
+def _placed_partitions(config: DecoderConfig, partitions: Any, placement: ExpertPlacement) -> dict[str, Any]:
     return placed_partitions(_family(config), partitions, placement)
 
 

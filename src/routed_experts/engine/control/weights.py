@@ -44,7 +44,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
     _check_finite(inputs, param="state")
     return nnx.from_flat_state(
-        [(path, leaf.replace(_array_of(inputs[name]))) for name, (path, leaf) in expected.items()]
+        [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
     )
 
 
@@ -76,7 +76,7 @@ def load_state(
 
 def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
     """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request."""
-    broken = [name for name, leaf in leaves.items() if not _is_finite(_array_of(leaf))]
+    broken = [name for name, leaf in leaves.items() if not _is_finite(_to_array(leaf))]
     if broken:
         more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
         text = f"{len(broken)} arrays hold NaN or infinity: {', '.join(broken[:_SHOWN])}{more}"
@@ -109,19 +109,19 @@ def _is_array(array: object) -> bool:
 
 
 def _matches(new: object, served: Any) -> bool:
-    array = _array_of(new)
+    array = _to_array(new)
     if not _is_array(array) or (isinstance(array, jax.Array) and array.is_deleted()):
         return False
     return (array.dtype, array.shape) == (served.dtype, served.shape)
 
 
-def _array_of(leaf: object) -> Any:
+def _to_array(leaf: object) -> Any:
     """The array of a leaf without touching it: one that was donated cannot be read."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _describe(leaf: object) -> str:
-    array = _array_of(leaf)
+    array = _to_array(leaf)
     if array is None:
         return "nothing"
     if not _is_array(array) and not isinstance(array, jax.ShapeDtypeStruct):

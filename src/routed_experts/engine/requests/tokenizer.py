@@ -17,7 +17,7 @@ from typing import Any
 
 from routed_experts.core.errors import PARAM, CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.installation import import_optional
-from routed_experts.models.base.config_reader import eos_token_ids_of, read_json_object
+from routed_experts.models.base.config_reader import read_eos_token_ids, read_json_object
 
 Scalar = str | int | float | bool | None
 
@@ -274,7 +274,7 @@ def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) 
                 f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name"
             )
         eos_ids.add(eos_id)
-    eos_ids.update(eos_token_ids_of(folder))
+    eos_ids.update(read_eos_token_ids(folder))
     contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = {backend.token_to_id(content) for content in contents}
     return SpecialTokens(named=named, eos_token_ids=frozenset(eos_ids), special_ids=frozenset(special))

@@ -190,7 +190,7 @@ class HostExperts:
 
 def offload_step(
     arrays: OffloadArrays,
-    pool: Any,  # as KVPoolSpec.abstract says
+    pool: Any,  # shapes: KVPoolSpec.abstract
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     slot_of: Int32[Array, "M E"],
@@ -207,7 +207,7 @@ def offload_step(
     `programs.forward`, and the slot counts of the step."""
     program, batch = spec.program, unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
-    recorded = program.counted if program.capture is None else program.capture
+    recorded = program.count_spec if program.capture is None else program.capture
     capture = create_device_cache(recorded, shape.num_tokens)
     slot_counts = jnp.zeros((spec.num_moe_layers, 3), jnp.int32)
     layers = _Layers(
@@ -227,7 +227,7 @@ def offload_step(
     if capture is not None and counts is not None:
         counts = capture.count_experts(counts, paged.valid, batch.generated)
     last_hidden = batch.of_last_tokens(hidden)
-    logits = arrays.embed_head.logits(last_hidden, linear=program.kernels.lm_head) if program.samples else None
+    logits = arrays.embed_head.logits(last_hidden, linear=program.kernels.lm_head) if program.with_logits else None
     words = packed[: num_sampler_words(shape.num_requests)]
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts), residual.slot_counts
 

@@ -197,7 +197,7 @@ def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last,
     return lax.while_loop(lambda state: state.rank < top_k, one_round, start)
 
 
-def room_of(replica_order: Int[Array, "*V E J"], capacity: Int[Array, " I"]) -> Int[Array, "*V E J"]:
+def instance_room(replica_order: Int[Array, "*V E J"], capacity: Int[Array, " I"]) -> Int[Array, "*V E J"]:
     """Give the capacity at each replica position: 0 where there is no replica."""
     return jnp.where(replica_order >= 0, capacity[replica_order], 0)  # -1 wraps to the last instance, and is masked
 
@@ -208,7 +208,7 @@ def in_shared_order(
     """Fill each expert's replicas from the first to the last; -1 for a slot without expert (-1)."""
     num_experts, width = replica_order.shape
     number = rank_in_expert(jnp.where(experts < 0, num_experts, experts), num_experts)
-    filled = jnp.cumsum(room_of(replica_order, capacity), axis=1, dtype=jnp.int32)
+    filled = jnp.cumsum(instance_room(replica_order, capacity), axis=1, dtype=jnp.int32)
     position = jnp.sum((filled[experts] <= number[:, None]).astype(jnp.int32), axis=1)
     return jnp.where(experts < 0, -1, replica_order[experts, jnp.minimum(position, width - 1)])
 
@@ -255,7 +255,7 @@ def by_source(
 def assign(inputs: SelectionInputs, choose: ChooseExperts, top_k: int, *, overflows: bool) -> Assignment:
     """Choose experts by the room of all their instances, then instances by their own."""
     num_tokens = inputs.scores.shape[0]
-    rooms = jnp.sum(room_of(inputs.replica_order[0], inputs.capacity), axis=1, dtype=jnp.int32)
+    rooms = jnp.sum(instance_room(inputs.replica_order[0], inputs.capacity), axis=1, dtype=jnp.int32)
     chosen = choose(inputs.scores, jnp.minimum(rooms, top_k * num_tokens), inputs.valid, top_k)
     slots = chosen.ids.T.reshape(-1)  # [K N]: rank by rank is the order of priority
     if inputs.replica_order.shape[0] == 1:

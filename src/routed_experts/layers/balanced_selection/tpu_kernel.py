@@ -160,12 +160,12 @@ def _product(counts: Float[Array, "E T"], ones: Bool[Array, "T T"]) -> Float[Arr
 def _lower_cutoffs(refs: _Refs) -> None:
     """Where an expert has more requests than room, put its cutoff behind the last that fits; without room it is 0."""
     lanes, room, rank = float(refs.ids.shape[1]), refs.room[...], refs.facts[:, FULL_RANK]
-    lowered = rank * lanes + _index_of(refs, rank, refs.facts[:, NEED]) + 1
+    lowered = rank * lanes + _token_index(refs, rank, refs.facts[:, NEED]) + 1
     is_over = refs.facts[:, NUM_REQUESTS] > room
     refs.facts[:, CUT] = jnp.where(room == 0, 0.0, jnp.where(is_over, lowered, refs.facts[:, CUT]))
 
 
-def _index_of(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
+def _token_index(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
     """Find each expert's `need`-th token, from 1 on, among those that took it at `rank`."""
     upto = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
     here, before = jnp.zeros((rank.shape[0], LANES), jnp.float32), jnp.zeros(rank.shape, jnp.float32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import MASK_VALUE, AttentionBackend, FusedQKV, PagedBatch
-from routed_experts.layers.gpu.blocks import power_of_two, steps_of
+from routed_experts.layers.gpu.blocks import power_of_two, scaled_step
 from routed_experts.layers.gpu.qk_norm_rope import prepare
 
 DECODE_BLOCKS = 512  # about four of each multiprocessor: splits are made until there are so many
@@ -145,7 +145,7 @@ def decode_attention(
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
     kernel = functools.partial(
-        _decode, share=share, splits=splits, rows=rows, keys=steps_of(keys, pool.dtype), stride=stride
+        _decode, share=share, splits=splits, rows=rows, keys=scaled_step(keys, pool.dtype), stride=stride
     )
     whole = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
     part = [jax.ShapeDtypeStruct((num_rows, splits, heads, *tail), jnp.float32) for tail in ((dim,), (), ())]
@@ -235,7 +235,9 @@ def extend_attention(
     share = heads // groups
     tile = max(1, EXTEND_ROWS // power_of_two(share))
     num_requests = batch.seq_lens.shape[0]
-    kernel = functools.partial(_extend, share=share, tile=tile, keys=steps_of(EXTEND_KEYS, pool.dtype), stride=stride)
+    kernel = functools.partial(
+        _extend, share=share, tile=tile, keys=scaled_step(EXTEND_KEYS, pool.dtype), stride=stride
+    )
     return pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),

@@ -25,6 +25,6 @@ def load_or_zero(ref: Any, mask: Array | None) -> Array:
     return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
 
 
-def steps_of(size: int, dtype: Any) -> int:
+def scaled_step(size: int, dtype: Any) -> int:
     """`size`, which was measured best for two bytes an element, for elements of another size: as many bytes a step."""
     return max(16, size * 2 // jnp.dtype(dtype).itemsize)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, steps_of
+from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, scaled_step
 from routed_experts.layers.linear import reference_linear
 
 
@@ -93,7 +93,7 @@ def partial_sums(
     """x times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
     num_rows, outputs = x.shape[0], weights.shape[2]
     tile = tile or choose_tile(num_rows, weights.shape[1], outputs)
-    tile = dataclasses.replace(tile, inner=steps_of(tile.inner, x.dtype))
+    tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype))
     return pl.pallas_call(
         functools.partial(_product, tile=tile),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, steps_of
+from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, scaled_step
 from routed_experts.layers.moe import ExpertCall, combine
 
 
@@ -240,7 +240,7 @@ def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, stride: int = 1, interpre
 
     def product(kernel: Callable[..., None], name: str, tile: Tile, x: Array, weights: Array, columns: int) -> Array:
         num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
-        tile = dataclasses.replace(tile, inner=steps_of(tile.inner, x.dtype))
+        tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype))
         static = KernelConfig(
             tile=tile, num_experts=call.num_experts, top_k=top_k, sorted_slots=tiles.sorted_slots, stride=stride
         )

@@ -112,14 +112,14 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: Acce
             )
 
 
-def architecture_of(config: Mapping[str, object]) -> str:
+def parse_architecture(config: Mapping[str, object]) -> str:
     """Name the one architecture of a config that read_config let through."""
     found = config["architectures"]
     assert isinstance(found, list), found
     return str(found[0])
 
 
-def eos_token_ids_of(folder: Path) -> frozenset[int]:
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
     """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them."""
     ids: set[int] = set()
     for file in (folder / "generation_config.json", folder / "config.json"):

@@ -1,4 +1,4 @@
-"""Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
+"""Rotary frequencies from config.json: inverse, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
 llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Dims: F
 frequencies."""
 
@@ -35,8 +35,8 @@ def read_rotary(
     part: float | None = None,
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
-    a head's dims that turn, are defaults; without `part` heads of the family turn whole, and a config that says
-    otherwise is refused."""
+    a head's dims that are rotated, are defaults. Without `part` all dims are rotated, and a config with another
+    share is refused."""
     section = _section(reader)
     spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
@@ -48,43 +48,49 @@ def read_rotary(
     holds, expected = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
     holder.require(holds, "partial_rotary_factor", expected)
     holder.require(
-        part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole"
+        part is not None or share == 1.0, "partial_rotary_factor", "1.0: this architecture rotates all dims of a head"
     )
-    plain = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
-    unscaled = Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved), theta=base, kind=kind)
-    return unscaled if kind == "default" else _scaled(reader, section, unscaled, plain)
+    inverse = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+    unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
+    return unscaled if kind == "default" else _scaled(reader, section, unscaled, inverse)
 
 
-def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain: Float32[np.ndarray, " F"]) -> Rotary:
+def _scaled(
+    reader: ConfigReader, section: ConfigReader, unscaled: Rotary, inverse: Float32[np.ndarray, " F"]
+) -> Rotary:
     """The positions of any other kind."""
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
 
-    def of(inverse: Float32[np.ndarray, " F"], **more: float) -> RotarySpec:
-        return dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), **more)
+    def with_frequencies(inverse: Float32[np.ndarray, " F"], **changes: float) -> RotarySpec:
+        return dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), **changes)
 
     if kind in ("linear", "dynamic"):
         factor = section.float("factor")
         section.require(factor >= 1, "factor", "a number of at least 1")
-        # dynamic positions are plain ones up to the trained length, which is all that is served
-        return unscaled if kind == "dynamic" else dataclasses.replace(unscaled, spec=of(plain / np.float32(factor)))
+        # dynamic positions are inverse ones up to the trained length, which is all that is served
+        return (
+            unscaled
+            if kind == "dynamic"
+            else dataclasses.replace(unscaled, spec=with_frequencies(inverse / np.float32(factor)))
+        )
     beside = reader.int("original_max_position_embeddings", minimum=1, default=trained)
     original = section.int("original_max_position_embeddings", minimum=1, default=beside)
     same = original == beside or not reader.has("original_max_position_embeddings")
     section.require(same, "original_max_position_embeddings", f"{beside}, as beside it")
     if kind == "longrope":
-        inverse, magnitude = _longrope(section, plain, trained, original)
+        inverse, magnitude = _longrope(section, inverse, trained, original)
         return dataclasses.replace(
-            unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained)
+            unscaled, spec=with_frequencies(inverse, magnitude=magnitude), context_length=min(original, trained)
         )
     factor = section.float("factor", default=trained / original)
     section.require(factor >= 1, "factor", "a number of at least 1")
     if kind == "llama3":
-        return dataclasses.replace(unscaled, spec=of(_llama3(section, plain, factor, original)))
-    inverse = _yarn(section, plain, base=unscaled.theta, size=2 * plain.size, factor=factor, original=original)
+        return dataclasses.replace(unscaled, spec=with_frequencies(_llama3(section, inverse, factor, original)))
+    inverse = _yarn(section, inverse, base=unscaled.theta, size=2 * inverse.size, factor=factor, original=original)
     all_dims = section.float("mscale_all_dim", default=0.0)
     magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
     score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
-    return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), score_scale=score_scale)
+    return dataclasses.replace(unscaled, spec=with_frequencies(inverse, magnitude=magnitude), score_scale=score_scale)
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
@@ -111,46 +117,49 @@ def _holder(reader: ConfigReader, section: ConfigReader, key: str) -> ConfigRead
 
 
 def _yarn(
-    section: ConfigReader, plain: Float32[np.ndarray, " F"], *, base: float, size: int, factor: float, original: int
+    section: ConfigReader, inverse: Float32[np.ndarray, " F"], *, base: float, size: int, factor: float, original: int
 ) -> Float32[np.ndarray, " F"]:
-    """Frequencies that turn often within the original length stay; those that turn little are divided; a ramp between
-    them."""
+    """Keep frequencies with many rotations within the original length, divide those with few, and interpolate
+    between them."""
 
-    def dim_of(rotations: float) -> float:
+    def rotation_dim(rotations: float) -> float:
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dim_of(section.float("beta_fast", default=32.0)), dim_of(section.float("beta_slow", default=1.0))
+    low, high = (
+        rotation_dim(section.float("beta_fast", default=32.0)),
+        rotation_dim(section.float("beta_slow", default=1.0)),
+    )
     if section.bool("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = np.clip(
         (np.arange(size // 2, dtype=np.float32) - low) / ((high if high != low else high + 0.001) - low), 0, 1
     )
-    return (plain / factor * ramp + plain * (1 - ramp)).astype(np.float32)
+    return (inverse / factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 
 
 def _llama3(
-    section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: float, original: int
+    section: ConfigReader, inverse: Float32[np.ndarray, " F"], factor: float, original: int
 ) -> Float32[np.ndarray, " F"]:
     low, high = section.float("low_freq_factor"), section.float("high_freq_factor")
     section.require(high >= low > 0, "high_freq_factor", "at least low_freq_factor, which is above 0")
-    turns = original * plain / (2 * np.pi)
+    turns = original * inverse / (2 * np.pi)
     smooth = (
         np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)
     )  # no ramp: Llama 4 Scout
-    return ((1 - smooth) * plain / factor + smooth * plain).astype(np.float32)
+    return ((1 - smooth) * inverse / factor + smooth * inverse).astype(np.float32)
 
 
 def _longrope(
-    section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int
+    section: ConfigReader, inverse: Float32[np.ndarray, " F"], trained: int, original: int
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
     would go stale: served up to the original length. Gives frequencies and magnitude."""
     factors = np.asarray(section.floats("short_factor"), np.float32)
-    section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
+    section.require(factors.shape == inverse.shape, "short_factor", f"{inverse.size} numbers")
     ratio = section.float("factor", default=trained / original)
     default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
-    return plain / factors, section.float("short_mscale", default=section.float("attention_factor", default=default))
+    return inverse / factors, section.float("short_mscale", default=section.float("attention_factor", default=default))
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:

@@ -89,7 +89,7 @@ class OffloadedModel:
             flat.append((path, leaf.replace(copied)))
         return nnx.from_flat_state(flat)
 
-    def device_of(self, name: str) -> Any:
+    def device_for(self, name: str) -> Any:
         """The device that keeps the array of a dotted name."""
         arrays = {".".join(map(str, path)): array for path, array in self._kept_arrays().items()}
         (device,) = arrays[name].devices()
@@ -107,7 +107,7 @@ class OffloadedModel:
         kept = dict[tuple[Any, ...], Array]()
         for path, leaf in nnx.to_flat_state(self.state):
             if _is_expert(path):
-                store = self.host[_group_of(path)]
+                store = self.host[_parse_layer_group(path)]
                 kept[path] = store.gate_up if path[-1] == "gate_up" else store.down
             else:
                 kept[path] = leaf.get_raw_value()
@@ -130,7 +130,7 @@ def offload_model(
     on_device = list[Any]()
     for path, leaf in flat:
         if _is_expert(path):
-            table = tables[_group_of(path)]
+            table = tables[_parse_layer_group(path)]
             on_device.append((path, leaf.replace(table.gate_up if path[-1] == "gate_up" else table.down)))
         else:
             on_device.append((path, leaf.replace(jax.device_put(leaf[...], device))))
@@ -172,7 +172,7 @@ def _build(
     layers = dict[LayerGroup, dict[str, Array]]()
     for path, leaf in flat:
         if path[0] == "blocks" and not _is_expert(path):
-            layers.setdefault(_group_of(path), {})[str(path[-1])] = leaf.get_raw_value()
+            layers.setdefault(_parse_layer_group(path), {})[str(path[-1])] = leaf.get_raw_value()
     ends = [(path, leaf) for path, leaf in flat if path[0] != "blocks"]
     named = {str(path[0]): leaf.get_raw_value() for path, leaf in ends}
     return OffloadedModel(
@@ -197,7 +197,7 @@ def _stores(experts: Mapping[tuple[Any, ...], Array]) -> dict[LayerGroup, Expert
     """Arrays of experts, by path, as stores."""
     groups = dict[LayerGroup, dict[str, Array]]()
     for path, array in experts.items():
-        groups.setdefault(_group_of(path), {})[str(path[-1])] = array
+        groups.setdefault(_parse_layer_group(path), {})[str(path[-1])] = array
     return {group: ExpertTable(**arrays) for group, arrays in groups.items()}
 
 
@@ -222,6 +222,6 @@ def _is_expert(path: tuple[Any, ...]) -> bool:
     return is_expert(str(path[-1]))
 
 
-def _group_of(path: tuple[Any, ...]) -> LayerGroup:
+def _parse_layer_group(path: tuple[Any, ...]) -> LayerGroup:
     """The group of blocks.<block>.<position>.<name>."""
     return LayerGroup(block=int(path[1]), position=int(path[2]))
