@@ -52,9 +52,9 @@ def time_steps(core: EngineCore, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count - 2):
         core.step()
-    taken = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     core.drain()
-    return taken / (count - 2)
+    return elapsed / (count - 2)
 
 
 class RareWork:
@@ -111,26 +111,26 @@ def is_decoding(core: EngineCore) -> bool:
 
 
 def off_and_on(
-    taken: dict[str, list[float]],
+    step_times: dict[str, list[float]],
 ) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
     """Steps of the two engines without capture, and of the two with it."""
-    return (taken["off"], taken["off again"]), (taken["on, unasked"], taken["on, asked"])
+    return (step_times["off"], step_times["off again"]), (step_times["on, unasked"], step_times["on, asked"])
 
 
-def compare_steps(base: list[float], mine: list[float], rare: float) -> dict[str, object]:
+def compare_steps(base: list[float], measured: list[float], rare: float) -> dict[str, object]:
     """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a
     median does not see."""
-    ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
+    ratios = sorted(a / b for a, b in zip(base, measured, strict=True))
     quarter, ratio = len(ratios) // 4, statistics.median(ratios)
     return {
-        "steps": len(mine),
-        "median ms": statistics.median(mine) * 1e3,
+        "steps": len(measured),
+        "median ms": statistics.median(measured) * 1e3,
         "ratio": ratio,
         "+-": 1.25 * (ratios[-1 - quarter] - ratios[quarter]) / 1.35 / len(ratios) ** 0.5,
         "rare us": rare * 1e6,
         "with it": 1 / (1 / ratio + rare / statistics.median(base)),
         "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
-        "whole": sum(base) / sum(mine),
+        "whole": sum(base) / sum(measured),
     }
 
 
@@ -224,18 +224,24 @@ def main() -> None:
     for batch in args.batches:
         steps, extra = measure(cores, rare_work, batch, args)
         for phase in ("prefill", "decode"):
-            taken = {name: of_phase[phase] for name, of_phase in steps.items()}
+            step_times = {name: of_phase[phase] for name, of_phase in steps.items()}
             rare = {
-                name: of_phase[phase] / len(taken[name]) / count_of(args, phase) for name, of_phase in extra.items()
+                name: of_phase[phase] / len(step_times[name]) / count_of(args, phase)
+                for name, of_phase in extra.items()
             }
-            taken["off, both"], taken["on, both"] = (
-                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in off_and_on(taken)
+            step_times["off, both"], step_times["on, both"] = (
+                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in off_and_on(step_times)
             )
             rare["off, both"], rare["on, both"] = 0.0, statistics.mean((rare["on, unasked"], rare["on, asked"]))
             for name in (*VARIANTS, "on, both"):
-                base = taken["off, both" if name == "on, both" else "off"]
+                base = step_times["off, both" if name == "on, both" else "off"]
                 rows.append(
-                    {"batch": batch, "phase": phase, "capture": name, **compare_steps(base, taken[name], rare[name])}
+                    {
+                        "batch": batch,
+                        "phase": phase,
+                        "capture": name,
+                        **compare_steps(base, step_times[name], rare[name]),
+                    }
                 )
         print_table(rows[-2 * (len(VARIANTS) + 1) :])
         write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)

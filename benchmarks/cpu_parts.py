@@ -227,9 +227,9 @@ def main() -> None:
             steps = [step for run in runs[1:] for step in run]  # the first one warms up
             for phase in ("decode", "prefill"):
                 most = max(step["tokens"] for step in steps if step["phase"] == phase)
-                alike = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
+                selected = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
                 labels = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
-                table += rows_of(alike, rates, **labels, overlapped=alone if phase == "decode" else "-")
+                table += rows_of(selected, rates, **labels, overlapped=alone if phase == "decode" else "-")
             print_table(table[-6:])
     print(write_result("cpu_parts", table, probe=probe, rounds=args.rounds))
 

@@ -60,11 +60,11 @@ def compare(mine: list[ScoreOutput], forced: list[ScoreOutput], first: list[Scor
 
 def spare_instances(records: list[RoutedExperts | None], devices: int) -> ExpertPlacement:
     """Experts by the load that was recorded, one more instance a device than there are experts."""
-    held = [record for record in records if record is not None]
-    experts, layers = held[0].num_experts, held[0].ids.shape[1]
+    recorded = [record for record in records if record is not None]
+    experts, layers = recorded[0].num_experts, recorded[0].ids.shape[1]
     load = np.stack(
         [
-            np.bincount(np.concatenate([one.ids[:, at].ravel() for one in held]), minlength=experts)
+            np.bincount(np.concatenate([entry.ids[:, at].ravel() for entry in recorded]), minlength=experts)
             for at in range(layers)
         ]
     )

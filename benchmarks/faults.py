@@ -103,12 +103,12 @@ def post(body: object) -> bytes:
 
 def latencies(server: Server, count: int = 20) -> list[float]:
     """Milliseconds of short requests, one after another, sorted."""
-    taken = []
+    latencies_ms = []
     for _ in range(count):
         start = time.perf_counter()
         assert server.ask("POST", "/generate", SHORT)[0] == 200
-        taken.append(1e3 * (time.perf_counter() - start))
-    return sorted(taken)
+        latencies_ms.append(1e3 * (time.perf_counter() - start))
+    return sorted(latencies_ms)
 
 
 def slow_readers() -> Row:

@@ -186,14 +186,19 @@ def encoding_costs() -> list[dict[str, object]]:
     )
     rows: list[dict[str, object]] = []
     for form in ("npy", "int32"):
-        taken = []
+        times_ms = []
         for _ in range(20):
             start = time.thread_time()
             encode_meta_info(record, payload_format=form, layers="all" if form == "int32" else "moe")
-            taken.append(1e3 * (time.thread_time() - start))
+            times_ms.append(1e3 * (time.thread_time() - start))
         limit = 5 if form == "npy" else 25
         rows.append(
-            {"format": form, "median ms": statistics.median(taken), "p90 ms": sorted(taken)[17], "at most ms": limit}
+            {
+                "format": form,
+                "median ms": statistics.median(times_ms),
+                "p90 ms": sorted(times_ms)[17],
+                "at most ms": limit,
+            }
         )
     return rows
 

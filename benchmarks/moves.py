@@ -134,19 +134,19 @@ def ways(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     slots = int(bench.config["num_hidden_layers"]) * int(bench.config["num_experts_per_tok"])
     for batch in args.batches:
-        taken, rerouted = {name: list[float]() for name in built}, dict[str, float]()
+        step_times, rerouted = {name: list[float]() for name in built}, dict[str, float]()
         for turn in range(args.rounds + 1):
             for name, engine in built.items():
                 before = 0 if engine.core.rerouting is None else engine.core.rerouting.total.rerouted_slots
                 steps, _, tokens = decode(engine, bench.domain(0, 100 + turn), batch, args)
-                taken[name] += steps[3:-3] if turn else []  # the first one warms up
+                step_times[name] += steps[3:-3] if turn else []  # the first one warms up
                 after = 0 if engine.core.rerouting is None else engine.core.rerouting.total.rerouted_slots
                 rerouted[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
         for name, engine in built.items():
             balance = engine.load_monitor.balance().get(100) if engine.load_monitor is not None else None
             even = float("nan") if balance is None else balance.weighted
-            ratio = median_ms(taken[name]) / median_ms(taken["replicas"])
-            row = {"way": name, "batch": batch, "step ms": median_ms(taken[name]), "ratio": ratio}
+            ratio = median_ms(step_times[name]) / median_ms(step_times["replicas"])
+            row = {"way": name, "batch": batch, "step ms": median_ms(step_times[name]), "ratio": ratio}
             rows.append({**row, "rerouted": rerouted[name], "balance": even})
     print_table(rows)
     return rows
@@ -192,9 +192,12 @@ def moves(bench: Bench) -> list[Row]:
         watch.restart()
         still, _, expected = decode(built, bench.domain(0, 8), batch, args)
         load, before = watch.take_window()().sum(axis=0), weighted(watch)
-        here = runner.placement
+        current = runner.placement
         plan = eplb(
-            load.astype(np.float64), num_instances=here.num_instances, num_devices=here.num_devices, previous=here
+            load.astype(np.float64),
+            num_instances=current.num_instances,
+            num_devices=current.num_devices,
+            previous=current,
         )
         copied, left = runner.num_copied, runner.layers()
         steps, parts, tokens = decode(built, bench.domain(0, 8), batch, args, between=moving(runner, built, plan, left))
@@ -220,8 +223,8 @@ def moves(bench: Bench) -> list[Row]:
             }
         )
         for layer in runner.layers():
-            runner.move_layer(*layer, here)
-        runner.placement = here
+            runner.move_layer(*layer, current)
+        runner.placement = current
     print_table(rows)
     return rows
 
@@ -235,8 +238,8 @@ def follow(bench: Bench) -> list[Row]:
     with Engine(model=bench.model, placement=config, **bench.how()) as engine:
         for number in (0, 1):
             for turn in range(args.follow):
-                asked = bench.domain(number, 20 + turn).requests(batch, prompt=args.prompt, new=1, ask=False)
-                prompts = [req.source.input_ids.tolist() for req in asked]
+                reqs = bench.domain(number, 20 + turn).requests(batch, prompt=args.prompt, new=1, ask=False)
+                prompts = [req.source.input_ids.tolist() for req in reqs]
                 begin = time.perf_counter()
                 engine.generate(
                     input_ids=prompts, sampling_params={"temperature": 1.0, "ignore_eos": True}, max_new_tokens=args.new

@@ -97,17 +97,17 @@ def table(batch: int, ours: list[Timing], theirs: dict[str, list[Timing]]) -> li
     """A row for each phase and peer."""
     rows: list[dict[str, object]] = []
     for phase in ("prefill", "decode"):
-        mine = [getattr(timing, phase) for timing in ours]
+        own = [getattr(timing, phase) for timing in ours]
         for name, timings in theirs.items():
             other = [getattr(timing, phase) for timing in timings]
-            ratios = [a / b for a, b in zip(mine, other, strict=True)]
+            ratios = [a / b for a, b in zip(own, other, strict=True)]
             agreed = statistics.mean(same(a.tokens, b.tokens) for a, b in zip(ours, timings, strict=True))
             rows.append(
                 {
                     "batch": batch,
                     "phase": phase,
                     "peer": name,
-                    "ours tok/s": statistics.median(mine),
+                    "ours tok/s": statistics.median(own),
                     "theirs tok/s": statistics.median(other),
                     "ratio": statistics.median(ratios),
                     "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),

@@ -72,17 +72,17 @@ def step_times(model: Qwen3Moe, batch: int, length: int, pairs: int) -> dict[str
     }
     for routed in kinds.values():
         jax.block_until_ready(step(state, tokens, routed))
-    taken = {name: [] for name in kinds}
+    times = {name: [] for name in kinds}
     for pair in range(pairs):
         for name in (*kinds,) if pair % 2 else (*reversed(kinds),):
             start = time.perf_counter()
             jax.block_until_ready(step(state, tokens, kinds[name]))
-            taken[name].append(time.perf_counter() - start)
-    ratios = [replayed / live for live, replayed in zip(taken["live"], taken["replayed"], strict=True)]
+            times[name].append(time.perf_counter() - start)
+    ratios = [replayed / live for live, replayed in zip(times["live"], times["replayed"], strict=True)]
     return {
         "what": f"training step, {batch} x {length} tokens",
-        "live_ms": statistics.median(taken["live"]) * 1e3,
-        "replayed_ms": statistics.median(taken["replayed"]) * 1e3,
+        "live_ms": statistics.median(times["live"]) * 1e3,
+        "replayed_ms": statistics.median(times["replayed"]) * 1e3,
         "ratio": statistics.median(ratios),
         "pairs": pairs,
     }
@@ -115,7 +115,7 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
     def aligned(read: RoutedExperts) -> RoutedBatch:
         return align([Sample(read, tokens)], layout="pad_right", seq_len=tokens, spec=spec)
 
-    def held(stage: Callable[[], object]) -> float:
+    def copied_bytes(stage: Callable[[], object]) -> float:
         tracemalloc.start()
         stage()
         most = tracemalloc.get_traced_memory()[1]
@@ -123,7 +123,7 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
         return most / record.ids.nbytes
 
     assert np.array_equal(np.load(io.BytesIO(encoded), allow_pickle=False), record.ids)
-    taken = {"decode_ms": [], "align_ms": [], "base64_ms": []}
+    times = {"decode_ms": [], "align_ms": [], "base64_ms": []}
     for _ in range(repeats):
         start = time.perf_counter()
         read = record_from_npy(encoded, info)
@@ -131,16 +131,16 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
         batch = aligned(read)
         done = time.perf_counter()
         pybase64.b64decode(text, validate=True)
-        taken["base64_ms"].append((time.perf_counter() - done) * 1e3)
-        taken["decode_ms"].append((decoded - start) * 1e3)
-        taken["align_ms"].append((done - decoded) * 1e3)
+        times["base64_ms"].append((time.perf_counter() - done) * 1e3)
+        times["decode_ms"].append((decoded - start) * 1e3)
+        times["align_ms"].append((done - decoded) * 1e3)
         assert batch.valid.sum() == tokens - 1
     copies = {
-        "decode_copies": held(lambda: record_from_npy(encoded, info)),
-        "align_copies": held(lambda: aligned(read)),
+        "decode_copies": copied_bytes(lambda: record_from_npy(encoded, info)),
+        "align_copies": copied_bytes(lambda: aligned(read)),
     }
-    both = [decode_ms + align_ms for decode_ms, align_ms in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
-    medians = {name: statistics.median(values) for name, values in taken.items()}
+    both = [decode_ms + align_ms for decode_ms, align_ms in zip(times["decode_ms"], times["align_ms"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in times.items()}
     total = {"decode_and_align_ms": statistics.median(both), "best_ms": min(both)}
     return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total, **copies}
 

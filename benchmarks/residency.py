@@ -52,8 +52,8 @@ def halves(bench: Bench, batch: int, runs: int) -> dict[str, float]:
 
 def hits(counts: np.ndarray) -> float:
     """Share of slots that residents ran."""
-    away, slots = counts.sum(axis=0)
-    return float(1.0 - away / slots)
+    misses, slots = counts.sum(axis=0)
+    return float(1.0 - misses / slots)
 
 
 def of_fraction(

@@ -225,15 +225,15 @@ def measure(
     base = [statistics.median(run.steps) for run in runs["off"]]
     rows = []
     for name in VARIANTS:
-        mine = [statistics.median(run.steps) for run in runs[name]]
+        medians = [statistics.median(run.steps) for run in runs[name]]
         rows.append(
             {
                 "batch": batch,
                 "capture": name,
-                "step ms": statistics.median(mine) * 1e3,
+                "step ms": statistics.median(medians) * 1e3,
                 "floor ms": floor * 1e3,
-                "step/floor": statistics.median(mine) / floor,
-                "to off": statistics.median(a / b for a, b in zip(mine, base, strict=True)),
+                "step/floor": statistics.median(medians) / floor,
+                "to off": statistics.median(a / b for a, b in zip(medians, base, strict=True)),
                 "prefill tok/s": batch * prompt / statistics.median(run.prefill for run in runs[name]),
                 "experts": float(experts.mean()),
                 "fewest": float(experts.mean(axis=0).min()),

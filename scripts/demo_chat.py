@@ -308,8 +308,10 @@ def _spell(rng: random.Random) -> tuple[str, str]:
 
 def _hello(rng: random.Random) -> tuple[str, str]:
     name = rng.choice(NAMES)
-    asked = rng.choice([f"Hello, my name is {name}.", f"Hi! I am {name}.", f"Good morning. I am {name}."])
-    return asked, rng.choice([f"Hello {name}! How can I help you?", f"Good day, {name}. What would you like to know?"])
+    question = rng.choice([f"Hello, my name is {name}.", f"Hi! I am {name}.", f"Good morning. I am {name}."])
+    return question, rng.choice(
+        [f"Hello {name}! How can I help you?", f"Good day, {name}. What would you like to know?"]
+    )
 
 
 def _who(rng: random.Random) -> tuple[str, str]:
@@ -360,6 +362,6 @@ def chat(rng: random.Random) -> str:
         [make for _, make in TURNS], weights=[weight for weight, _ in TURNS], k=rng.choice([1, 1, 2, 3, 4])
     )
     for make in makers:
-        asked, answered = make(rng)
-        parts.append(f"{IM_START}user\n{asked}{IM_END}\n{IM_START}assistant\n{answered}{IM_END}\n")
+        question, answer = make(rng)
+        parts.append(f"{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n{answer}{IM_END}\n")
     return "".join(parts)

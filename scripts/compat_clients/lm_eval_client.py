@@ -85,9 +85,11 @@ def main():
         remote = ("tokenizer_backend=remote", "tokenized_requests=True")
         choice, samples = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
         expected = [[logprob(item["question"], text) for text in item["choices"]] for item in QUESTIONS]
-        seen = [[float(answer[0][0]) for answer in sample] for sample in samples]
-        pairs = zip((value for row in seen for value in row), (value for row in expected for value in row), strict=True)
-        assert all(abs(item - other) < 1e-3 for item, other in pairs), (seen, expected)
+        actual = [[float(answer[0][0]) for answer in sample] for sample in samples]
+        pairs = zip(
+            (value for row in actual for value in row), (value for row in expected for value in row), strict=True
+        )
+        assert all(abs(item - other) < 1e-3 for item, other in pairs), (actual, expected)
         right = [row.index(max(row)) == item["answer"] for row, item in zip(expected, QUESTIONS, strict=True)]
         assert choice["acc,none"] == sum(right) / len(right), (choice, expected)
         _, samples = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")

@@ -27,16 +27,16 @@ def instance_maps(draw):
 
 @given(instance_maps())
 def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
-    held, num_experts, num_devices = case
-    placement = ExpertPlacement.from_instances(held, num_experts=num_experts, num_devices=num_devices)
-    for layer, row in enumerate(held.tolist()):
+    instances_by_layer, num_experts, num_devices = case
+    placement = ExpertPlacement.from_instances(instances_by_layer, num_experts=num_experts, num_devices=num_devices)
+    for layer, row in enumerate(instances_by_layer.tolist()):
         for expert in range(num_experts):
             instances = [i for i, logical in enumerate(row) if logical == expert]
             listed = placement.logical_to_physical_map[layer, expert].tolist()
             assert listed == instances + [-1] * (len(listed) - len(instances))
             assert placement.logical_replica_count[layer, expert] == len(instances)
-    assert placement.instances_per_device * num_devices == held.shape[1] == placement.num_instances
-    assert not placement.physical_to_logical_map.flags.writeable and held.flags.writeable
+    assert placement.instances_per_device * num_devices == instances_by_layer.shape[1] == placement.num_instances
+    assert not placement.physical_to_logical_map.flags.writeable and instances_by_layer.flags.writeable
 
 
 def test_the_identity_holds_each_expert_once_in_order():

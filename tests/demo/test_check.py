@@ -52,11 +52,11 @@ def answer_of(model, tokens, length, prompt, *, ids=None):
         num_experts=16,
         version_spans=((0, length - 1, 0),),
     )
-    heard = np.asarray(logprobs)[np.arange(prompt - 1, length - 1), tokens[prompt:length]]
+    chosen = np.asarray(logprobs)[np.arange(prompt - 1, length - 1), tokens[prompt:length]]
     return DemoOutput(
         title="",
         token_ids=tuple(tokens[:length].tolist()),
-        logprobs=tuple(heard.tolist()),
+        logprobs=tuple(chosen.tolist()),
         record=record,
         wire_shape=(length - 1, 4, 4),
         cached_tokens=0,
@@ -106,10 +106,10 @@ def test_a_logprob_that_is_no_number_fails(model, answers):
 
 def test_a_shift_that_changes_nothing_is_noticed(model):
     rng = np.random.default_rng(1)
-    alike = np.tile(
+    constant_ids = np.tile(
         np.arange(4, dtype=np.uint8), (20, 3, 1)
     )  # the rows of all tokens are one, so a shift must go unseen
-    check = check_replay(model, [answer_of(model, rng.integers(3, 313, 20), 20, 7, ids=alike)])
+    check = check_replay(model, [answer_of(model, rng.integers(3, 313, 20), 20, 7, ids=constant_ids)])
     assert check.faults == (
         "no live logits are known to be the replayed ones",
         "rows of the wrong tokens passed the check",

@@ -150,7 +150,7 @@ def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
         assert core.abort(rids[1])
 
     results = play(engine, kwargs, script)
-    assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["length", "abort"]
+    assert [item["meta_info"]["finish_reason"]["type"] for item in results] == ["length", "abort"]
     assert 8 <= len(results[1]["output_ids"]) <= 12
     for result, unhurried in zip(results, whole, strict=True):
         assert_row_law(result, unhurried)
@@ -274,7 +274,7 @@ def test_shutdown_ends_every_caller_with_what_it_has(folder):
         (result,) = call.result()
         assert result["meta_info"]["finish_reason"] == SHUT_DOWN
         assert_row_law(result, whole)
-    assert [one["meta_info"]["finish_reason"] for one in waiting.result()] == [SHUT_DOWN] * len(waiting.result())
+    assert [item["meta_info"]["finish_reason"] for item in waiting.result()] == [SHUT_DOWN] * len(waiting.result())
     assert not engine.thread.is_alive
     engine.shutdown()
     assert_dead(engine, "it was shut down")
@@ -345,11 +345,11 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
         return await asyncio.gather(*(engine.async_generate(f"q{i}", LONG) for i in range(3)), return_exceptions=True)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(asyncio.run, ask())
+        future = pool.submit(asyncio.run, ask())
         while engine.get_server_info()["requests_accepted"] < 1 + 1 + 5 + 3:
             pass
         poison.armed = True
-        assert [type(error) for error in asked.result(timeout=60)] == [EngineDeadError] * 3
+        assert [type(error) for error in future.result(timeout=60)] == [EngineDeadError] * 3
     for call in calls:
         with pytest.raises(EngineDeadError, match="the experts are") as excinfo:
             call.result()
@@ -383,16 +383,16 @@ def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its
 def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
     """The engine thread is held inside a command; what queues up behind it is never run."""
     engine = build(folder, enable_return_routed_experts=True)
-    held, go = threading.Event(), threading.Event()
+    blocked, go = threading.Event(), threading.Event()
 
     def hold():
-        held.set()
+        blocked.set()
         go.wait()
         raise RuntimeError("struck down")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         engine.thread.post(hold)
-        held.wait()
+        blocked.wait()
         calls = [
             pool.submit(engine.generate, "the cat", LONG),
             pool.submit(engine.check_integrity),

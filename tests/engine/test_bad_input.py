@@ -560,15 +560,15 @@ def assert_a_full_queue_takes_nothing(engine):
     next(stream)
 
     def crowd(core):
-        before, seen, taken = core.request_table.num_live, [], []
+        before, errors, queued = core.request_table.num_live, [], []
         for count in (4, 3, 1):
             reqs = [Req(engine.input_processor.process(GenerateReqInput(text="a"))[0]) for _ in range(count)]
             try:
                 core.add(reqs)
-                taken += reqs
+                queued += reqs
             except QueueFullError as error:
                 assert_readable(error)
-                seen.append(
+                errors.append(
                     (
                         count,
                         core.request_table.num_live - before,
@@ -576,9 +576,9 @@ def assert_a_full_queue_takes_nothing(engine):
                         core.request_table.finished["rejected"],
                     )
                 )
-        for req in taken:
+        for req in queued:
             core.abort(req.rid)
-        return seen
+        return errors
 
     assert on_engine_thread(engine, crowd) == [(4, 0, 0, 4), (1, 3, 3, 5)], "a call is taken whole or not at all"
     refused(engine, QueueFullError, prompt=["a"] * 4)

@@ -258,9 +258,9 @@ def test_what_is_no_weights_and_a_cache_that_is_none_are_refused(engine):
 def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released(engine):
     donated = [nnx.split(model_of(tiny_config(), oracle_of(seed).tensors))[1] for seed in (31, 32)]
     deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in donated]  # noqa: E731
-    for state, seed, gone in zip(donated, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
+    for state, seed, expected in zip(donated, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
         engine.update_weights(state, version=next_version(engine), donate=True)
-        assert deleted() == gone
+        assert deleted() == expected
         assert continues(oracle_of(seed), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
     engine.release_memory_occupation(["weights"])
     assert deleted() == [{True}, {True}]
@@ -273,13 +273,13 @@ def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released
 def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promised_it(engine):
     """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays
     are served."""
-    version, asked, renamed = next_version(engine), threading.Event(), threading.Event()
+    version, started, renamed = next_version(engine), threading.Event(), threading.Event()
 
     class Slow(dict):
         """Names that take their time."""
 
         def items(self):
-            asked.set()
+            started.set()
             renamed.wait(1)  # without a turn of its own the rename comes through
             return super().items()
 
@@ -293,7 +293,7 @@ def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promi
     slow = Slow({".".join(map(str, path)): leaf for path, leaf in flat})
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         update = pool.submit(engine.update_weights, slow, version=version, donate=True)
-        assert asked.wait(30)
+        assert started.wait(30)
         late = pool.submit(rename)
         assert update.result() is None
         with pytest.raises(WeightsMismatchError, match=rf"version={version} must be an integer above {version}"):

@@ -124,15 +124,15 @@ def assert_alike(outputs, expected):
 @contextlib.contextmanager
 def compile_events():
     """What JAX traces, lowers and compiles."""
-    seen = []
+    events = []
 
     def note(event, duration, **_):
         if event.startswith("/jax/core/compile/"):
-            seen.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield seen
+        yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 
@@ -236,8 +236,8 @@ def test_a_device_holds_its_share_of_weights_and_pages(qwen3, engines):
     for name, bench in {**qwen3.benches, "tp2": engines[1].components.core}.items():
         devices = MESHES[name][0]
         heads = min(devices, 2)  # a kv head is not cut: four devices hold each of the two twice
-        held = same + (whole - same - repeated) // devices + repeated // heads
-        assert _held(bench) == (held, pool // heads), name
+        expected = same + (whole - same - repeated) // devices + repeated // heads
+        assert _held(bench) == (expected, pool // heads), name
 
 
 def _arrays(bench):
@@ -298,14 +298,14 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
         alike(expected, replicated.generate(**ask))
         replicated.flush_cache()
         for next_one in (second, third):
-            with ThreadPoolExecutor(1) as pool, compile_events() as seen:
+            with ThreadPoolExecutor(1) as pool, compile_events() as compiled:
                 running = pool.submit(replicated.generate, **ask)
                 assert replicated.apply_placement(next_one) > 0
                 alike(expected, running.result())
                 assert replicated.apply_placement(next_one) == 0
                 replicated.flush_cache()
                 alike(expected, replicated.generate(**ask))
-            assert not seen, seen
+            assert not compiled, compiled
             held_is(replicated, next_one, qwen3.folder)
         scored = [engine.score(qwen3.prompts[2]) for engine in (alone, replicated)]
         np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
@@ -345,8 +345,8 @@ def held_is(engine, placement, folder):
         if path[-1] not in ("gate_up", "down") or path[:2] != ("blocks", 1):
             continue
         for device, shard in enumerate(leaf.get_raw_value().addressable_shards):
-            held = placement.physical_to_logical_map[:, device * own : (device + 1) * own]
-            expected = experts[path[-1]].reshape(3, 16, *leaf.shape[1:])[np.arange(3)[:, None], held]
+            experts_held = placement.physical_to_logical_map[:, device * own : (device + 1) * own]
+            expected = experts[path[-1]].reshape(3, 16, *leaf.shape[1:])[np.arange(3)[:, None], experts_held]
             np.testing.assert_array_equal(np.asarray(shard.data).reshape(expected.shape), expected)
 
 
@@ -363,9 +363,9 @@ def _state(engine):
 
 def test_every_sampler_draws_alike_and_compiles_nothing_the_second_time(qwen3, engines):
     for again in (False, True):
-        with compile_events() as seen:
+        with compile_events() as compiled:
             alone, shared = (generate_all(engine, qwen3.prompts) for engine in engines)
-        assert not again or not seen, seen
+        assert not again or not compiled, compiled
         alike(alone, shared)
 
 
@@ -384,21 +384,21 @@ def test_new_weights_are_sharded_as_before(qwen3, engines):
     shardings = [leaf.sharding for leaf in jax.tree.leaves(_state(shared))]
     before = generate_all(shared, qwen3.prompts)
     opened = ModelFolder.open(qwen3.other)
-    held = opened.load(opened.dtype("auto"))
+    weights = opened.load(opened.dtype("auto"))
     for how in ("arrays", "from disk", "after a release", "donated"):
         for engine in engines:
             version = engine.components.core.runner.weight_version + 1
             if how == "arrays":
-                engine.update_weights(held, version=version)
+                engine.update_weights(weights, version=version)
             elif how == "donated":
-                mine = jax.tree.leaves(nnx.split(gift := opened.load(opened.dtype("auto")))[1])
+                leaves = jax.tree.leaves(nnx.split(gift := opened.load(opened.dtype("auto")))[1])
                 engine.update_weights(gift, version=version, donate=True)
-                assert any(leaf.is_deleted() for leaf in mine) == (engine is shared), "sharded arrays are copies"
+                assert any(leaf.is_deleted() for leaf in leaves) == (engine is shared), "sharded arrays are copies"
             elif how == "from disk":
                 engine.update_weights_from_disk(qwen3.folder, version=version)
             else:
                 engine.release_memory_occupation()
-                engine.resume_memory_occupation(held, version=version)
+                engine.resume_memory_occupation(weights, version=version)
         after = generate_all(shared, qwen3.prompts)
         alike(generate_all(alone, qwen3.prompts), after)
         assert [leaf.sharding for leaf in jax.tree.leaves(_state(shared))] == shardings

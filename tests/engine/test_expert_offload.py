@@ -76,9 +76,9 @@ def recorded_steps(engine):
 def test_a_long_step_streams_the_hosts_experts(engine, undivided):
     engine.flush_cache()
     before = queue_of(engine).stats().num_jobs
-    with recorded_steps(engine) as steps, compile_events() as seen:
+    with recorded_steps(engine) as steps, compile_events() as compiled:
         assert_same(ask(engine), undivided)
-    assert seen == []
+    assert compiled == []
     streaming = [tokens for tokens, streams in steps if streams]
     assert streaming == [16, 16]  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
     assert len(steps) > 10
@@ -110,9 +110,9 @@ def test_scores_are_those_of_an_undivided_engine(folder):
         for seed in range(3):
             answer = engine.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=4)
             for expected, routed in ((live, None), (forced, drifted)):
-                for ours, theirs in zip(engine.score(prompts, routed=routed), expected, strict=True):
-                    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
-                    np.testing.assert_array_equal(ours.routed_experts.ids, theirs.routed_experts.ids)
+                for actual, reference in zip(engine.score(prompts, routed=routed), expected, strict=True):
+                    np.testing.assert_allclose(actual.logprobs, reference.logprobs, atol=1e-5, rtol=0)
+                    np.testing.assert_array_equal(actual.routed_experts.ids, reference.routed_experts.ids)
             swapped += engine.apply_residency(any_residents(seed, 2, epoch=seed + 1))
         assert swapped > 0 and len(answer["output_ids"]) == 4
     assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
@@ -123,10 +123,10 @@ def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
     fields = {"kt_max_deferred_experts_per_token": 1, "kt_gpu_prefill_token_threshold": 1}
     sizes = SIZES | {"precompile_bs_paddings": (1, 4)}
     with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, **fields), **sizes) as engine:
-        with recorded_steps(engine) as steps, compile_events() as seen:
+        with recorded_steps(engine) as steps, compile_events() as compiled:
             answers = ask(engine)
             batch = engine.generate(input_ids=PROMPTS[:1] * 4, sampling_params=GREEDY, max_new_tokens=6)
-        assert seen == []
+        assert compiled == []
         assert {streams for tokens, streams in steps if tokens == 16} == {True}
         assert (4, False) in steps and (4, True) not in steps
         assert len({tuple(answer["output_ids"]) for answer in batch}) == 1
@@ -137,10 +137,10 @@ def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
         engine.flush_cache()
         assert [answer["output_ids"] for answer in ask(engine)] == [answer["output_ids"] for answer in answers]
         score = engine.score(PROMPTS[0])
-    for ours, theirs in zip(answers, undivided, strict=True):
-        assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
+    for actual, reference in zip(answers, undivided, strict=True):
+        assert actual["meta_info"]["exact"] is False and "exact" not in reference["meta_info"]
         prompts = [
-            [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)
+            [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (actual, reference)
         ]
         np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)
     expected = [value for value, *_ in undivided[0]["meta_info"]["input_token_logprobs"][1:]]

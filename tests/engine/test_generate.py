@@ -161,8 +161,8 @@ def test_the_answer_has_exactly_its_keys(engine):
 
 
 def test_what_was_asked_for_is_added_and_nothing_else(engine):
-    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
-    meta = engine.generate("the cat", GREEDY, max_new_tokens=4, **asked)["meta_info"]
+    kwargs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
+    meta = engine.generate("the cat", GREEDY, max_new_tokens=4, **kwargs)["meta_info"]
     assert set(meta) - META_KEYS == {
         "output_token_logprobs",
         "output_top_logprobs",
@@ -244,8 +244,8 @@ def test_every_token_but_the_last_has_a_row(engine, max_new_tokens):
 
 
 def test_every_format_gives_the_same_rows(engine):
-    def rows(**asked):
-        result = engine.generate("the cat", GREEDY, max_new_tokens=5, return_routed_experts=True, **asked)
+    def rows(**kwargs):
+        result = engine.generate("the cat", GREEDY, max_new_tokens=5, return_routed_experts=True, **kwargs)
         return extract_routed_experts_from_meta_info(result).reshape(-1, 4, 4)
 
     expected = rows()
@@ -295,8 +295,8 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(engine, spe
     joined, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
     num_tokens = int(np.searchsorted(ends, begin + len(stop))) + 1
     for keep in (False, True):
-        asked = params | {"stop": ["never this", stop], "include_stop_str_in_output": keep}
-        result = engine.generate("the cat", asked, max_new_tokens=24, return_routed_experts=True)
+        stopping = params | {"stop": ["never this", stop], "include_stop_str_in_output": keep}
+        result = engine.generate("the cat", stopping, max_new_tokens=24, return_routed_experts=True)
         assert result["text"] == joined[: begin + len(stop) * keep]
         assert result["output_ids"] == ids[:num_tokens]
         assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
@@ -344,8 +344,8 @@ def test_a_stop_token_beside_stop_strings_is_hidden_unless_its_text_completes_on
     before, spanning = "".join(pieces[:first]), pieces[first - 1][-1] + pieces[first]
 
     def ask(stop):
-        asked = params | {"stop": [stop], "stop_token_ids": [ids[first]]}
-        result = engine.generate("the cat", asked, max_new_tokens=24, stream=stream)
+        stopping = params | {"stop": [stop], "stop_token_ids": [ids[first]]}
+        result = engine.generate("the cat", stopping, max_new_tokens=24, stream=stream)
         result = list(result)[-1] if stream else result
         assert result["output_ids"] == ids[: first + 1]
         return result["text"], result["meta_info"]["finish_reason"]["matched"]
@@ -408,9 +408,9 @@ def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
             ]
             != []
         )
-        for asked in ({"prompt": "text"}, {"input_ids": [3], "sampling_params": {"stop": "x"}}):
+        for kwargs in ({"prompt": "text"}, {"input_ids": [3], "sampling_params": {"stop": "x"}}):
             with pytest.raises(InvalidRequestError, match="no tokenizer"):
-                engine.generate(**asked)
+                engine.generate(**kwargs)
 
 
 def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(tmp_path):

@@ -124,9 +124,9 @@ def test_choices_and_others_beside_them(testbed):
 @pytest.mark.parametrize("stream", [False, True])
 def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
     prompt = [7, 8, 9] * 100
-    asked = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
+    kwargs = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
     result = engine.generate(
-        input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **asked
+        input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **kwargs
     )
     result = list(result)[-1] if stream else result
     assert len(result["output_ids"]) == 212, "S is the whole context of 512 tokens"

@@ -91,9 +91,9 @@ class TappedRegistry(BackendRegistry):
 
     def take(self):
         jax.effects_barrier()
-        taken = self.notes[:]
+        notes = self.notes[:]
         self.notes.clear()
-        return taken
+        return notes
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +145,15 @@ def rerouting(folder):
 
 @contextlib.contextmanager
 def compile_events():
-    seen = []
+    events = []
 
     def note(event, duration, **_):
         if event.startswith("/jax/core/compile/"):
-            seen.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield seen
+        yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 
@@ -227,7 +227,7 @@ def assert_as_defined(notes, factor, num_instances, *, overflows):
 def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
     """Factors change while it serves, and compile nothing; every answer says what was changed, and so do the counts."""
     before = rerouting.placement_stats()
-    with compile_events() as seen:
+    with compile_events() as compiled:
         by_factor = {}
         for factor in ("1", "5/4", 3.5):
             rerouting.set_capacity_factor(factor)
@@ -245,7 +245,7 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
             ]
             assert all(meta["exact"] == (meta["rerouted_slots"] == 0) for meta in metas)
             assert changed[1] == 0 and (changed[0] > 0 or factor == 3.5)
-    assert not seen, seen
+    assert not compiled, compiled
     assert any(left["output_ids"] != right["output_ids"] for left, right in zip(by_factor["1"], alone, strict=True))
     stats = rerouting.placement_stats()
     total = sum(answer["meta_info"]["rerouted_slots"] for answers in by_factor.values() for answer in answers)
@@ -313,10 +313,10 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         plan=WITH_SPARES, mode="reroute", capacity_factor="1/2", on_exhausted="drop", rebalance_every=10**6
     )
     with serving(folder, config, registry=registry, enable_return_routed_experts=False) as engine:
-        with compile_events() as seen:
+        with compile_events() as compiled:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
         notes, counts = registry.take(), counts_of(engine)
-        assert engine.components.core.capturer.enabled is False and not seen
+        assert engine.components.core.capturer.enabled is False and not compiled
         assert_as_defined(notes, "1/2", 20, overflows=False)
         ran = np.concatenate([note.ids[note.valid].ravel() for note in notes])
         np.testing.assert_array_equal(counts.sum(axis=(0, 1)), np.bincount(ran[ran >= 0], minlength=EXPERTS))
@@ -328,12 +328,12 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         follower._config = dataclasses.replace(
             config, rebalance_every=4
         )  # from now on the experts follow what they ran
-        with compile_events() as seen:
+        with compile_events() as compiled:
             for _ in range(3):
                 engine.generate(input_ids=PROMPTS, **ASK)
                 follower.settle()
         stats = engine.placement_stats()
-        assert stats.rebalances + stats.skipped > 0 and stats.failed == 0 and not seen
+        assert stats.rebalances + stats.skipped > 0 and stats.failed == 0 and not compiled
         assert_as_defined(registry.take(), "1/2", 20, overflows=False)
 
 
@@ -344,12 +344,12 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     core, follower = following.components.core, following.components.rebalancer
     follower.settle()
     before = following.placement_stats()
-    with compile_events() as seen:
+    with compile_events() as compiled:
         for _ in range(6):
             assert_same(ask(following), alone, atol=1e-4)
             following.flush_cache()
             follower.settle()
-    assert not seen, seen
+    assert not compiled, compiled
     stats = following.placement_stats()
     assert stats.rebalances > 0 and stats.copies > before.copies and stats.epoch > 0 and stats.failed == 0
     assert (core.runner.placement.physical_to_logical_map != ONE_EACH.physical_to_logical_map).any()
@@ -401,14 +401,14 @@ def test_balancedness_is_that_of_the_rows(following):
     placement, load = runner.placement, np.zeros((MOE_LAYERS, 2))
     fed = [
         rows[meta["cached_tokens"] :]
-        for rows, meta in zip(rows_of(answers), (one["meta_info"] for one in answers), strict=True)
+        for rows, meta in zip(rows_of(answers), (reply["meta_info"] for reply in answers), strict=True)
     ]
     for row in np.concatenate(fed):
         for layer in range(MOE_LAYERS):
             for expert in row[layer]:
-                held = np.flatnonzero(placement.physical_to_logical_map[layer] == expert)
-                for instance in held:
-                    load[layer, instance // (placement.num_instances // 2)] += 1 / len(held)
+                instances = np.flatnonzero(placement.physical_to_logical_map[layer] == expert)
+                for instance in instances:
+                    load[layer, instance // (placement.num_instances // 2)] += 1 / len(instances)
     window = stats.balance[1000]
     assert window.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
     assert window.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())

@@ -36,8 +36,8 @@ class Counting:
         self.held = self.held + self.steps[-1]
 
     def take_counts(self):
-        taken, self.held = self.held, np.zeros_like(self.held)
-        return Late(taken, self)
+        counts, self.held = self.held, np.zeros_like(self.held)
+        return Late(counts, self)
 
 
 @pytest.mark.parametrize("every", [10**6, 1, 7, 10, 25])
@@ -45,16 +45,16 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
     """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they
     name."""
     rng, runner = np.random.default_rng(every), Counting()
-    watch, taken = ExpertLoadMonitor(runner), []
+    watch, readers = ExpertLoadMonitor(runner), []
     for step in range(1, 1301):
         if step == 700:
             runner.placement = PLACEMENTS[1]
         runner.step(rng)
         watch.after_step(0.001)
         if step % every == 0:
-            taken.append(watch.take_window())
+            readers.append(watch.take_window())
     runner.steps.append(None)  # one more has ended, and is not looked at
-    windows = [np.asarray(read()) for read in taken]
+    windows = [np.asarray(read()) for read in readers]
     runner.steps.append(None)
     for index, window in enumerate(windows):
         np.testing.assert_array_equal(window, sum(runner.steps[index * every : (index + 1) * every]))
@@ -63,13 +63,13 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
     watch.take_window()
     balance, steps = watch.balance(), runner.steps[:1300]
     assert set(balance) == {10, 100, 1000}
-    for expected, told in balance.items():
-        assert expected <= told.num_steps < expected + 20, "few parts of beats"
+    for expected, report in balance.items():
+        assert expected <= report.num_steps < expected + 20, "few parts of beats"
         load = np.zeros((LAYERS, 2))
-        for counts in steps[-told.num_steps :]:
+        for counts in steps[-report.num_steps :]:
             load += counts.sum(axis=0).reshape(LAYERS, 2, EXPERTS // 2).sum(axis=2)
-        assert told.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-6)
-        np.testing.assert_allclose(told.max_over_mean, load.max(axis=1) / load.mean(axis=1))
+        assert report.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-6)
+        np.testing.assert_allclose(report.max_over_mean, load.max(axis=1) / load.mean(axis=1))
     assert len(watch._beats) < 320, "memory is bounded, however short the windows are"
 
 

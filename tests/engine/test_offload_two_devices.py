@@ -133,16 +133,16 @@ def version_of(engine):
     return engine.components.core.runner.weight_version
 
 
-def exchange(engine, folder, version, *, donated_state):
+def exchange(engine, folder, version, *, donate):
     """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or
     from disk."""
-    if not donated_state:
+    if not donate:
         engine.update_weights_from_disk(folder, version=version)
         return
     state = weights_of(folder)
-    with compile_events() as seen:
+    with compile_events() as compiled:
         engine.update_weights(state, version=version, donate=True)
-    assert seen == []
+    assert compiled == []
 
 
 def assert_served(engine, answers, expected, version):
@@ -150,21 +150,21 @@ def assert_served(engine, answers, expected, version):
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
     runner = engine.components.core.runner
     for group, table in runner.tables.items():  # residents are the new store's, byte for byte
-        held = (
+        expert_rows = (
             (layer.index * EXPERTS + runner.residency.experts[layer.moe_layer]).tolist()
             for layer in runner.layers
             if layer.group == group
         )
-        rows = np.array([*held], np.int64).reshape(-1)
+        rows = np.array([*expert_rows], np.int64).reshape(-1)
         np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[group].down)[rows])
 
 
 def assert_same(answers, expected):
-    for ours, theirs in zip(answers, expected, strict=True):
-        assert ours["output_ids"] == theirs["output_ids"]
-        rows = [extract_routed_experts_from_meta_info(answer) for answer in (ours, theirs)]
+    for actual, reference in zip(answers, expected, strict=True):
+        assert actual["output_ids"] == reference["output_ids"]
+        rows = [extract_routed_experts_from_meta_info(answer) for answer in (actual, reference)]
         np.testing.assert_array_equal(*rows)
-        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(logprobs_of(actual), logprobs_of(reference), atol=1e-5, rtol=0)
 
 
 def hits_of(residency, rows):
@@ -174,22 +174,22 @@ def hits_of(residency, rows):
 
 def any_residents(seed, num_resident, *, epoch=0):
     noise = np.random.default_rng(seed)
-    held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
-    return ResidencyMap.from_experts(held, num_experts=EXPERTS, epoch=epoch)
+    experts = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
+    return ResidencyMap.from_experts(experts, num_experts=EXPERTS, epoch=epoch)
 
 
 @contextlib.contextmanager
 def compile_events():
     """What JAX traces, lowers and compiles meanwhile."""
-    seen = []
+    events = []
 
     def note(event, duration, **_):
         if event.startswith(COMPILING):
-            seen.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield seen
+        yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 
@@ -208,7 +208,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
     )
     with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
-        held, hits = engine.residency()
+        residency, hits = engine.residency()
         core, host = engine.components.core, engine.components.core.runner.host
         steps, jobs = core.num_steps, 0 if host is None else host.queue.stats().num_jobs
         if num_resident == EXPERTS:  # no expert is on the host, and resident experts keep their slots
@@ -216,11 +216,11 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
             assert_same(ask(engine), undivided)
         gc.collect()  # what is left over of loading
         before = device_bytes()
-        exchange(engine, other, 5, donated_state=num_resident % 2 == 0)
+        exchange(engine, other, 5, donate=num_resident % 2 == 0)
         assert device_bytes() == before, "the accelerator holds residents and the rest once"
-        with compile_events() as seen:
+        with compile_events() as compiled:
             assert_served(engine, ask(engine), undivided_other, 5)
-        assert seen == []
+        assert compiled == []
         busy_s = metrics_of(engine)["host_experts_seconds_total"]
         assert busy_s == (0 if host is None else host.queue.stats().busy_s)
         assert (busy_s > 0) == (num_resident < EXPERTS)
@@ -228,7 +228,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
         extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided
     ]
     rows = np.concatenate(rows)  # the last token of each was not fed
-    np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
+    np.testing.assert_allclose(hits, hits_of(residency, rows), atol=1e-12)
     assert jobs == (0 if num_resident == EXPERTS else steps * MOE_LAYERS)  # one of each step and MoE layer
 
 
@@ -253,7 +253,7 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
         while not ended.is_set():
             swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=len(swapped) + 1)))
 
-    with compile_events() as seen:
+    with compile_events() as compiled:
         thread = threading.Thread(target=swap)
         thread.start()
         answers = [ask(engine) for _ in range(4)]
@@ -262,7 +262,7 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
     for answer in answers:
         assert_same(answer, undivided)
     assert len(swapped) > 3 and sum(swapped) > 8
-    assert seen == []
+    assert compiled == []
     assert engine.components.core.runner.num_swapped == sum(swapped)
 
 
@@ -280,7 +280,7 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
     thread.start()
     try:
         for number in range(1, 5):
-            exchange(engine, (folder, other)[number % 2], version + number, donated_state=number > 2)
+            exchange(engine, (folder, other)[number % 2], version + number, donate=number > 2)
             assert_same(ask(engine), expected[number % 2])
             scores.append(engine.score(PROMPTS[0]))
     finally:
@@ -347,13 +347,13 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
     state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(weights_of(folder))}
     pair = ["blocks.1.0.q_norm", "blocks.1.0.k_norm"]
     twice = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1])
-    mine, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
+    array, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
     engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)
     runner = engine.components.core.runner
     layers = runner.model.layers[runner.layers[-1].group]
-    assert twice.is_deleted() and not mine.is_deleted()
+    assert twice.is_deleted() and not array.is_deleted()
     for name in pair:
-        np.testing.assert_array_equal(layers[name.rsplit(".", 1)[1]], mine)
+        np.testing.assert_array_equal(layers[name.rsplit(".", 1)[1]], array)
     engine.update_weights_from_disk(folder, version=version + 2)
 
 
@@ -404,10 +404,10 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
         router = runner.model.layers[runner.layers[1].group]["router"]
         down = np.array(table.down)  # the table is written anew, in place
         engine.update_weights_from_disk(folder, version=1)  # with its own experts, in the host's number format
-        (later,) = engine.components.core.runner.model.host.values()
-    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
+        (reloaded,) = engine.components.core.runner.model.host.values()
+    own, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
-    np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
+    np.testing.assert_array_equal(router, np.stack([own[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
     experts = [
         theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T
         for layer in (1, 2)
@@ -419,9 +419,9 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
         down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:])
     )
     experts = [
-        mine[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)
+        own[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)
     ]
-    np.testing.assert_array_equal(later.down, np.stack(experts).astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(reloaded.down, np.stack(experts).astype(ml_dtypes.bfloat16))
     assert table.down.dtype == np.float32  # residents have the model's dtype, and the numbers of the store
 
 

@@ -82,9 +82,9 @@ def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypa
     for load, num_tokens in looks:
         np.testing.assert_array_equal(load, count_experts(rows[:num_tokens], 16))
     state = followed(AdaptiveResidency.start(start), looks)
-    held, hits = engine.residency()
-    assert held.epoch == state.residency.epoch > 0
-    assert (held.slot_of == state.residency.slot_of).all() and (held.slot_of != start.slot_of).any()
+    residency, hits = engine.residency()
+    assert residency.epoch == state.residency.epoch > 0
+    assert (residency.slot_of == state.residency.slot_of).all() and (residency.slot_of != start.slot_of).any()
     with Engine(folder, enable_return_routed_experts=True, **SIZES) as undivided:
         plain = undivided.generate(input_ids=PROMPT, **SAID)
     for answer in answers:
@@ -98,13 +98,13 @@ def test_nobody_waits_for_counts(engine):
     """A request ends while the thread that counts does nothing."""
     engine.flush_cache()
     go_on = threading.Event()
-    held = engine.thread.run_between_steps(
+    blocked = engine.thread.run_between_steps(
         lambda: engine.components.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120)
     )
     assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
-    assert not held.done()
+    assert not blocked.done()
     go_on.set()
-    assert held.result()
+    assert blocked.result()
 
 
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
@@ -114,10 +114,12 @@ def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     )
     engine.apply_residency(worst)
     answer = engine.generate(input_ids=PROMPT, **SAID)
-    held, _ = engine.residency()
-    assert held.epoch > 100 and (held.slot_of != worst.slot_of).any()
+    residency, _ = engine.residency()
+    assert residency.epoch > 100 and (residency.slot_of != worst.slot_of).any()
     busy = count_experts(record_from_meta_info(answer).ids, 16)
-    assert (np.where(held.slot_of >= 0, busy, 0).sum(axis=1) > np.where(worst.slot_of >= 0, busy, 0).sum(axis=1)).all()
+    assert (
+        np.where(residency.slot_of >= 0, busy, 0).sum(axis=1) > np.where(worst.slot_of >= 0, busy, 0).sum(axis=1)
+    ).all()
 
 
 def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
@@ -186,11 +188,11 @@ def followed_late(state, record):
 def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
     with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES) as unseen:
         answer = unseen.generate(input_ids=PROMPT, **{**SAID, "return_routed_experts": False})
-        held, _ = unseen.residency()
+        residency, _ = unseen.residency()
         assert_idle(unseen)
     recorded = engine.generate(input_ids=PROMPT, **SAID)
     state = followed_late(AdaptiveResidency.start(ResidencyMap.first_n(2, 16, 4)), record_from_meta_info(recorded))
-    assert held.epoch == state.residency.epoch > 0 and (held.slot_of == state.residency.slot_of).all()
+    assert residency.epoch == state.residency.epoch > 0 and (residency.slot_of == state.residency.slot_of).all()
     assert answer["output_ids"] == recorded["output_ids"]
 
 

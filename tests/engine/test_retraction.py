@@ -122,10 +122,10 @@ def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(testbed):
     drive.add(request("r", prompt, 2, prompt_logprobs_from=0))
     drive.steps(2)
     drive.update_weights(other_weights(1), cache="flush")  # the first two chunks have been read; the prompt is fed anew
-    told = drive.run()["r"].prompt_logprobs
+    logprobs = drive.run()["r"].prompt_logprobs
     old, new = (oracle.run(prompt).logprobs[np.arange(39), prompt[1:]] for oracle in (testbed.oracle, other_oracle(1)))
     assert np.abs(old - new).min() > 1e-3
-    np.testing.assert_allclose(told[1:], np.concatenate([old[:32], new[32:]]), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logprobs[1:], np.concatenate([old[:32], new[32:]]), atol=1e-4, rtol=0)
 
 
 def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(testbed):
@@ -143,7 +143,7 @@ def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(testb
     assert_all_faithful(drive)
     whole = unhurried(testbed, requests(50, count=8))
     for rid, tokens in aborted:
-        told, (all_tokens, _, _, _, record) = drive.outputs[rid], whole[rid]
-        assert told.end.finish_reason.type == "abort"
-        assert told.tokens == tokens == all_tokens[: len(tokens)]
-        np.testing.assert_array_equal(told.end.routed_experts.ids, record.ids[: told.end.routed_experts.num_rows])
+        output, (all_tokens, _, _, _, record) = drive.outputs[rid], whole[rid]
+        assert output.end.finish_reason.type == "abort"
+        assert output.tokens == tokens == all_tokens[: len(tokens)]
+        np.testing.assert_array_equal(output.end.routed_experts.ids, record.ids[: output.end.routed_experts.num_rows])

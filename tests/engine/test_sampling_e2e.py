@@ -201,8 +201,10 @@ def test_first_tokens_are_drawn_from_the_models_distribution(engine, oracle):
         params = {"n": 128, "seed": block, "temperature": 0.7, "top_k": 6, "max_tokens": 1, "ignore_eos": True}
         counts.update(ids[0] for ids in ids_of(engine, params))
     assert set(counts) <= set(allowed.tolist())
-    seen = np.array([counts[token] for token in allowed.tolist()])
-    assert ((seen - 512 * probabilities) ** 2 / (512 * probabilities)).sum() < 25.7  # 5 degrees of freedom, p = 1e-4
+    observed = np.array([counts[token] for token in allowed.tolist()])
+    assert (
+        (observed - 512 * probabilities) ** 2 / (512 * probabilities)
+    ).sum() < 25.7  # 5 degrees of freedom, p = 1e-4
 
 
 @pytest.mark.parametrize(
@@ -268,9 +270,9 @@ def test_greedy_logprobs_are_the_models_own(request, engine, oracle, raw):
 
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 69])
 def test_prompt_logprobs_are_those_of_the_oracle_across_chunks(engine, oracle, start):
-    asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 3}
+    kwargs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 3}
     meta = engine.generate(
-        input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked
+        input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **kwargs
     )["meta_info"]
     expected = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
     entries = meta["input_token_logprobs"]

@@ -44,12 +44,12 @@ def assert_cumulative(events):
 # --- the same answer
 
 
-@pytest.mark.parametrize("asked", [{}, EVERYTHING, {"return_routed_experts": True, "routed_experts_format": "npy"}])
-def test_the_last_event_is_the_answer_at_once(engine, asked):
+@pytest.mark.parametrize("kwargs", [{}, EVERYTHING, {"return_routed_experts": True, "routed_experts_format": "npy"}])
+def test_the_last_event_is_the_answer_at_once(engine, kwargs):
     engine.flush_cache()
-    events = list(engine.generate("once upon a time", GREEDY, max_new_tokens=20, stream=True, **asked))
+    events = list(engine.generate("once upon a time", GREEDY, max_new_tokens=20, stream=True, **kwargs))
     engine.flush_cache()
-    at_once = engine.generate("once upon a time", GREEDY, max_new_tokens=20, **asked)
+    at_once = engine.generate("once upon a time", GREEDY, max_new_tokens=20, **kwargs)
     assert_cumulative(events)
     assert len(events) == 20 and [len(event["output_ids"]) for event in events] == list(range(1, 21))
     assert told(events[-1]) == told(at_once)
@@ -222,15 +222,15 @@ def test_an_id_may_be_used_again_as_soon_as_its_stream_is_closed(engine):
     """Abort and new request come in between the same two steps: the end of the first is not told to the second."""
     stream = engine.generate("once upon a time", LONG, rid="again", stream=True)
     next(stream)
-    held, go = threading.Event(), threading.Event()
+    blocked, go = threading.Event(), threading.Event()
 
     def hold(core):
-        held.set()
+        blocked.set()
         go.wait()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         holder = pool.submit(on_engine_thread, engine, hold)
-        held.wait()
+        blocked.wait()
         stream.close()
         second = pool.submit(engine.generate, "the cat", GREEDY, max_new_tokens=5, rid="again")
         while engine.thread.num_pending_commands < 2:

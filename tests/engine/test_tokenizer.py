@@ -224,8 +224,8 @@ def test_scalars_reach_the_template_and_nothing_else_does(tmp_path):
     assert (
         tokenizer.apply_chat_template(MESSAGES, scalars={"enable_thinking": False}, tools=[{"name": "t"}]) == "False t"
     )
-    taken = [{"messages": "x"}, {"eos_token": "x"}, {"raise_exception": 1}]
-    for bad in (*taken, {"_x": 1}, {"a b": 1}, {"x": []}, {"x": {"y": 1}}, {"x": print}):
+    reserved = [{"messages": "x"}, {"eos_token": "x"}, {"raise_exception": 1}]
+    for bad in (*reserved, {"_x": 1}, {"a b": 1}, {"x": []}, {"x": {"y": 1}}, {"x": print}):
         with pytest.raises(InvalidRequestError, match="is refused"):
             tokenizer.apply_chat_template(MESSAGES, scalars=bad)
 

@@ -22,9 +22,9 @@ def prompts(middle):
     return [first, *others]
 
 
-def told(drive, asked):
-    drive.run(*(request(str(i), prompt, 6, prompt_logprobs_from=0) for i, prompt in enumerate(asked)), check=False)
-    return [drive.outputs[str(i)] for i in range(len(asked))]
+def told(drive, prompts):
+    drive.run(*(request(str(i), prompt, 6, prompt_logprobs_from=0) for i, prompt in enumerate(prompts)), check=False)
+    return [drive.outputs[str(i)] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,9 +13,9 @@ def play(old, plan, num_devices):
     own = len(old) // num_devices
     before, after = old.reshape(num_devices, own), old.reshape(num_devices, own).copy()
     for index in range(plan.num_rounds):
-        for device, (source, place) in enumerate(zip(plan.received[index], plan.written[index], strict=True)):
+        for device, (source, target) in enumerate(zip(plan.received[index], plan.written[index], strict=True)):
             if source >= 0:
-                after[device, place] = before[source, plan.sent[index, source]]
+                after[device, target] = before[source, plan.sent[index, source]]
     return after.reshape(-1)
 
 
@@ -44,8 +44,8 @@ def test_every_instance_ends_with_its_expert_and_only_what_a_device_lacks_is_cop
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_what_stays_takes_no_round(num_devices):
-    held = np.arange(8)
-    plan = plan_transfers(held, held, num_devices=num_devices)
+    slots = np.arange(8)
+    plan = plan_transfers(slots, slots, num_devices=num_devices)
     assert (plan.num_rounds, plan.num_copied) == (0, 0)
 
 

@@ -78,12 +78,12 @@ def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
     assert "\n" not in str(excinfo.value) and len(str(excinfo.value)) <= 1024
 
 
-@pytest.mark.parametrize("asked", [None, 16, 1 << 40])
-def test_weights_that_leave_no_room_are_refused(asked):
+@pytest.mark.parametrize("max_total_tokens", [None, 16, 1 << 40])
+def test_weights_that_leave_no_room_are_refused(max_total_tokens):
     with pytest.raises(
         MemoryPlanError, match=r"weights 58\.6 KiB \+ penalties .* KV pages of 16 tokens.* above the limit of 0 B"
     ) as excinfo:
-        plan(max_total_tokens=asked, mem_fraction_static=1e-12)
+        plan(max_total_tokens=max_total_tokens, mem_fraction_static=1e-12)
     assert len(str(excinfo.value)) <= 1024
 
 

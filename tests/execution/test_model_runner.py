@@ -62,10 +62,12 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
         Fed(1, PAGES[1], PROMPTS[1], prompt_len=len(PROMPTS[1])),
     ]
     result = run(compiled(), step_of(*parts, sampling_mode=SamplingMode.FULL))
-    counts, seen = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
+    counts, in_prompt = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
     logits = oracle().run(prompt).logits[-1]
     logits = (
-        np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits) - 0.25 * counts - 0.5 * (counts > 0)
+        np.where(in_prompt, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
+        - 0.25 * counts
+        - 0.5 * (counts > 0)
     )
     logits[17] += 9.0
     logits[300] -= 2.0
@@ -85,8 +87,8 @@ def test_a_new_request_in_a_slot_inherits_no_counts():
     np.testing.assert_allclose(result.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
     heavier = Fed(2, PAGES[1], (4,), start=6, prompt_len=6, sampling={"repetition": 5.0})
     result = run(compiled(), step_of(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
-    logits, seen = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
-    assert result.tokens[0] == np.where(seen, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
+    logits, in_prompt = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
+    assert result.tokens[0] == np.where(in_prompt, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
 
 
 def test_prompt_logprobs_speak_of_the_token_that_follows():
@@ -223,8 +225,8 @@ def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
     new = other_weights(7)
     try:
         runner.update_weights(new, version=version + 1)
-        held = [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)]
-        assert held == [leaf.unsafe_buffer_pointer() for leaf in leaves(new)]
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)]
+        assert pointers == [leaf.unsafe_buffer_pointer() for leaf in leaves(new)]
         before, after = read(runner, pending), run(runner, step_of(*PROMPT_PARTS))
     finally:
         runner.update_weights(served, version=version + 2)
@@ -238,12 +240,12 @@ def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
 def test_weights_of_the_host_are_copied_once_and_owned():
     runner, served = compiled(), compiled().state
     version = runner.weight_version
-    mine = jax.tree.map(np.array, other_weights(7))
+    host_weights = jax.tree.map(np.array, other_weights(7))
     try:
-        runner.update_weights(mine, version=version + 1)
+        runner.update_weights(host_weights, version=version + 1)
         assert all(isinstance(leaf, jax.Array) for leaf in leaves(runner.state))
         first = run(runner, step_of(*PROMPT_PARTS))
-        for leaf in leaves(mine):
+        for leaf in leaves(host_weights):
             leaf[...] = np.nan
         assert np.array_equal(run(runner, step_of(*PROMPT_PARTS)).logprobs, first.logprobs)
     finally:

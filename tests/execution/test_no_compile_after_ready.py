@@ -48,27 +48,27 @@ SAMPLING = {
 @contextlib.contextmanager
 def compile_events():
     """Collect what JAX traces, lowers and compiles."""
-    seen = []
+    events = []
 
     def note(event, duration, **_):
         if event.startswith(COMPILING):
-            seen.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield seen
+        yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_a_new_shape_of_a_small_operation_is_seen():
-    with compile_events() as seen:
+    with compile_events() as compiled:
         jnp.zeros((3, 1, 4, 1, 5, 9, 2, 6))
-    assert set(seen) == STEPS
-    with compile_events() as seen:
+    assert set(compiled) == STEPS
+    with compile_events() as compiled:
         jnp.zeros((3, 1, 4, 1, 5, 9, 2, 6))
         jax.device_put(np.zeros((2, 7, 1, 8)))
-    assert seen == []
+    assert compiled == []
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_nothing_compiles_once_the_engine_is_ready(folder, kind):
     }
     with Engine(str(folder), **(sizes | small | args)) as engine:
         states = [other_weights(engine, seed) for seed in (1, 2)]
-        with compile_events() as seen:
+        with compile_events() as compiled:
             ask_everything(engine, capture=capture)
             if capture:
                 ask_for_rows(engine)
@@ -148,4 +148,4 @@ def test_nothing_compiles_once_the_engine_is_ready(folder, kind):
             engine.get_server_info()
             assert_idle(engine)
         assert engine.components.core.scheduler.num_retracted > 0  # pages ran out, too
-    assert seen == []
+    assert compiled == []

@@ -195,8 +195,8 @@ class Offloaded:
         self.plain = build_model(name)
         config = self.plain.config
         noise, num_moe = np.random.default_rng(5), config.capture_spec.num_moe_layers
-        held = np.stack([noise.permutation(EXPERTS)[:RESIDENT] for _ in range(num_moe)])
-        self.residency, device = ResidencyMap.from_experts(held, num_experts=EXPERTS), jax.devices()[0]
+        resident_experts = np.stack([noise.permutation(EXPERTS)[:RESIDENT] for _ in range(num_moe)])
+        self.residency, device = ResidencyMap.from_experts(resident_experts, num_experts=EXPERTS), jax.devices()[0]
         host = jax.devices("cpu")[0]
         self.model = offload_model(self.plain, self.residency, device=device, host=host, host_dtype=None)
         self.stores = {group: jax.device_put(store, device) for group, store in self.model.host.items()}
@@ -278,7 +278,9 @@ def test_a_step_with_experts_on_the_host_is_the_step(name, streams, monkeypatch)
     np.testing.assert_allclose(own.hidden[:real], out.hidden[:real], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(own.logits, out.logits, atol=1e-5, rtol=1e-5)
     np.testing.assert_array_equal(own.rows[:real], out.rows[:real])
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5), own_pool, pool)
+    jax.tree.map(
+        lambda actual, reference: np.testing.assert_allclose(actual, reference, atol=1e-5, rtol=1e-5), own_pool, pool
+    )
     jobs_of_layer = -(-(EXPERTS - RESIDENT) // offloaded.host.max_chunk) if streams else 1
     assert offloaded.host.queue.stats().num_jobs - jobs == num_moe * jobs_of_layer
     assert not streams or jobs_of_layer > 1

@@ -93,11 +93,13 @@ def oracle(step):
     out = np.zeros(step.queries.shape)
     positions, rows = np.asarray(step.batch.positions), np.asarray(step.batch.token_rows)
     for n in range(step.num_tokens):
-        seen = positions[n] + 1
+        num_visible = positions[n] + 1
         for head in range(heads):
             group = head // (heads // groups)
             out[n, head] = softmax_mix(
-                step.queries[n, head], step.keys[rows[n]][:seen, group], step.values[rows[n]][:seen, group]
+                step.queries[n, head],
+                step.keys[rows[n]][:num_visible, group],
+                step.values[rows[n]][:num_visible, group],
             )
     return out[: step.num_tokens]
 
@@ -258,8 +260,10 @@ def dense_oracle(queries, keys, values, segments):
     out = np.zeros(queries.shape)
     share = queries.shape[2] // keys.shape[2]
     for b, s, head in np.ndindex(queries.shape[:3]):
-        seen = np.flatnonzero(segments[b, : s + 1] == segments[b, s])
-        out[b, s, head] = softmax_mix(queries[b, s, head], keys[b, seen, head // share], values[b, seen, head // share])
+        visible = np.flatnonzero(segments[b, : s + 1] == segments[b, s])
+        out[b, s, head] = softmax_mix(
+            queries[b, s, head], keys[b, visible, head // share], values[b, visible, head // share]
+        )
     return out
 
 

@@ -73,15 +73,15 @@ def step_of(name, *, latent, seed=0):
 
 def attend(query, stored, at, head, features):
     """One head of one token over what it sees."""
-    seen = [t for t in range(at + 1) if (not features.window or t > at - features.window)]
-    seen = [t for t in seen if not features.chunk or t // features.chunk == at // features.chunk]
+    visible = [t for t in range(at + 1) if (not features.window or t > at - features.window)]
+    visible = [t for t in visible if not features.chunk or t // features.chunk == at // features.chunk]
     group = 0 if features.latent else head // (HEADS // GROUPS)
     scale = features.scale or DIM**-0.5
-    scores = [scale * float(query @ stored[t, 2 * group]) for t in seen]
+    scores = [scale * float(query @ stored[t, 2 * group]) for t in visible]
     sink = [] if features.sinks is None else [float(features.sinks[head])]
     weights = np.exp(np.array(scores + sink) - max(scores + sink))
     weights /= weights.sum()
-    values = [stored[t, 0, : features.latent] if features.latent else stored[t, 2 * group + 1] for t in seen]
+    values = [stored[t, 0, : features.latent] if features.latent else stored[t, 2 * group + 1] for t in visible]
     return sum(w * v for w, v in zip(weights, values, strict=False))
 
 
@@ -143,13 +143,13 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
     row, position = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
     pool[PAGES + int(batch.page_table[row, position // PAGE]), position % PAGE, -1] = np.nan
     out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
-    at, mine = np.asarray(batch.positions), np.asarray(batch.token_rows) == row
+    at, same_request = np.asarray(batch.positions), np.asarray(batch.token_rows) == row
     sees = (
         (at >= position)
         & (not features.window or at - features.window < position)
         & (not features.chunk or at // features.chunk == position // features.chunk)
     )
-    hit = (mine & sees)[:num_tokens]
+    hit = (same_request & sees)[:num_tokens]
     assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()
     assert np.array_equal(out[:num_tokens][~hit], expected[:num_tokens][~hit])
 

@@ -81,8 +81,8 @@ def test_a_slot_of_nobody_adds_nothing_even_to_a_row_of_nan(layer, backend):
 def test_two_tables_add_up_to_the_layer(layer):
     x, ids, weights, table = layer
     call = ExpertCall(x, jnp.asarray(ids), weights, jnp.ones(N, bool), table.gate_up, table.down, jnp.int32(E), E)
-    here, away = np.where(ids < 2, ids, -1), np.where(ids < 2, -1, ids)
-    both = [run(x, slots, weights, table, 1, "tiled") for slots in (here, away)]
+    device_ids, host_ids = np.where(ids < 2, ids, -1), np.where(ids < 2, -1, ids)
+    both = [run(x, slots, weights, table, 1, "tiled") for slots in (device_ids, host_ids)]
     np.testing.assert_allclose(sum(both), reference_experts(call), atol=2e-4, rtol=1e-4)
 
 

@@ -176,8 +176,8 @@ def test_serial_jobs_give_the_same_numbers():
     x, ids, weights = random_inputs(10)
     together = run(queue, x, 2, ids, weights)
     queue.set_signals(serial=True)
-    for ours, theirs in zip(run(queue, x, 2, ids, weights), together, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(run(queue, x, 2, ids, weights), together, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_an_unknown_expert_ends_the_step_and_the_queue():
@@ -285,15 +285,15 @@ def test_the_gpus_handlers_order_copies_and_signals(driver, words, serial):
 def test_the_gpus_handlers_keep_deferred_jobs_apart(driver, words):
     store, count = random_store(50), 40
     queue = open_queue(driver, store)
-    jobs, later = ([random_inputs(first + i) for i in range(count)] for first in (100, 200))
+    jobs, deferred = ([random_inputs(first + i) for i in range(count)] for first in (100, 200))
     x = np.stack([np.asarray(fed) for fed, _, _ in jobs])
-    packed = [np.stack([job_words(i % LAYERS, *job[1:]) for i, job in enumerate(part)]) for part in (jobs, later)]
+    packed = [np.stack([job_words(i % LAYERS, *job[1:]) for i, job in enumerate(part)]) for part in (jobs, deferred)]
     sums = [np.full(x.shape, np.nan, np.float32) for _ in range(2)]
     numbers = (ctypes.c_int64(queue), ctypes.c_bool(words), *int64s(count, TOKENS, TOP_K, HIDDEN))
     error = driver.enqueue_deferred_jobs(*numbers, *map(pointer, (x, *packed, *sums)))
     driver.RexQueueClose(ctypes.c_int64(queue))
     assert error is None, error
-    for part, out in zip((jobs, later), sums, strict=True):
+    for part, out in zip((jobs, deferred), sums, strict=True):
         for index, (_, ids, weights) in enumerate(part):
             expected = sums_by_loop(store, index % LAYERS, x[index], ids, weights)
             np.testing.assert_allclose(out[index], expected, atol=2e-5)

@@ -114,11 +114,11 @@ def test_raw_and_processed_logprobs_of_a_greedy_row_are_equal_and_of_a_random_ro
         position=jnp.zeros(2, jnp.int32),
     )
     tokens, processed = sample(logits, batch, mode)
-    raw, seen = token_logprobs(logits, tokens), token_logprobs(processed, tokens)
-    assert raw[0] == seen[0]
+    raw, sampled = token_logprobs(logits, tokens), token_logprobs(processed, tokens)
+    assert raw[0] == sampled[0]
     if mode is not SamplingMode.GREEDY:
-        assert raw[1] != seen[1]
+        assert raw[1] != sampled[1]
     if mode is SamplingMode.RANDOM:
         expected = log_softmax(np.asarray(logits[1], np.float64) / 0.5)[int(tokens[1])]
-        np.testing.assert_allclose(seen[1], expected, rtol=1e-6, atol=1e-6)
-    assert np.isfinite(np.asarray(seen)).all(), "a sampled token was not dropped"
+        np.testing.assert_allclose(sampled[1], expected, rtol=1e-6, atol=1e-6)
+    assert np.isfinite(np.asarray(sampled)).all(), "a sampled token was not dropped"

@@ -138,17 +138,17 @@ class Served:
         offsets = StackOffsets(first_layer=0, first_moe_layer=1)
         return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, offsets, self.case.spec)
 
-    def step(self, asked, pool=None):
+    def step(self, chunks, pool=None):
         """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the
         pool."""
-        total, counts = sum(count for _, _, count in asked), [count for _, _, count in asked]
+        total, counts = sum(count for _, _, count in chunks), [count for _, _, count in chunks]
         requests, positions = np.zeros(self.TOKENS, np.int32), np.zeros(self.TOKENS, np.int32)
-        requests[:total] = np.repeat([request for request, _, _ in asked], counts)
-        positions[:total] = np.concatenate([np.arange(start, start + count) for _, start, count in asked])
-        named, ends = [request for request, _, _ in asked] + [0] * (ROWS - len(asked)), np.cumsum([0, *counts])
+        requests[:total] = np.repeat([request for request, _, _ in chunks], counts)
+        positions[:total] = np.concatenate([np.arange(start, start + count) for _, start, count in chunks])
+        named, ends = [request for request, _, _ in chunks] + [0] * (ROWS - len(chunks)), np.cumsum([0, *counts])
         batch = PagedBatch(
             positions=jnp.asarray(positions),
-            token_rows=jnp.asarray(np.repeat(np.arange(len(asked) + 1), [*counts, self.TOKENS - total]), jnp.int32),
+            token_rows=jnp.asarray(np.repeat(np.arange(len(chunks) + 1), [*counts, self.TOKENS - total]), jnp.int32),
             valid=jnp.arange(self.TOKENS) < total,
             query_starts=jnp.asarray(np.pad(ends, (0, ROWS + 1 - ends.size), mode="edge"), jnp.int32),
             seq_lens=jnp.zeros(ROWS, jnp.int32),
@@ -185,15 +185,15 @@ def test_a_request_of_a_run_is_its_own(case):
     expected, pool = run.step(tokens)
     pages = [run.kept(pool, request) for request in range(ROWS)]
     for count, rows in zip(COUNTS, groups(), strict=True):
-        asked = [tokens[row] for row in rows]
+        chunks = [tokens[row] for row in rows]
         if count <= 20:
             others = rng.permutation(np.setdiff1d(np.arange(ROWS), rows))[:2]
-            asked[count // 2 : count // 2] = [(request, 3, 7 + request % 19) for request in others]
-        results, pool = run.step(asked)
-        for (request, _, number), outs in zip(asked, results, strict=True):
+            chunks[count // 2 : count // 2] = [(request, 3, 7 + request % 19) for request in others]
+        results, pool = run.step(chunks)
+        for (request, _, number), outs in zip(chunks, results, strict=True):
             if number == 1:
-                for ours, alone in zip(outs, expected[request], strict=True):
-                    np.testing.assert_array_equal(ours, alone)
+                for actual, alone in zip(outs, expected[request], strict=True):
+                    np.testing.assert_array_equal(actual, alone)
                 np.testing.assert_array_equal(run.kept(pool, request), pages[request])
 
 
@@ -209,8 +209,8 @@ def test_how_a_prompt_is_cut_changes_no_bit(case):
             results, pool = run.step([(17, 5, 1), (9, start, count), (30, 0, 11)], pool)
             parts.append(results[1])
             start += count
-        for ours, expected in zip(zip(*parts, strict=True), whole, strict=True):
-            np.testing.assert_array_equal(np.concatenate(ours), expected)
+        for actual, expected in zip(zip(*parts, strict=True), whole, strict=True):
+            np.testing.assert_array_equal(np.concatenate(actual), expected)
         np.testing.assert_array_equal(run.kept(pool, 9), pages)
 
 
@@ -244,10 +244,10 @@ def test_one_thread_says_what_all_of_them_say(tmp_path):
     file, tests = tmp_path / "told.npz", Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
     subprocess.run([sys.executable, "-c", ON_ONE_CORE, str(file)], env=environment, check=True, timeout=300)
-    ours, theirs = everything(), np.load(file)
-    assert sorted(ours) == sorted(theirs)
-    for name, expected in ours.items():
-        np.testing.assert_array_equal(theirs[name], expected, err_msg=name)
+    actual, single = everything(), np.load(file)
+    assert sorted(actual) == sorted(single)
+    for name, expected in actual.items():
+        np.testing.assert_array_equal(single[name], expected, err_msg=name)
 
 
 @pytest.mark.parametrize("shape", MATRICES)

@@ -51,8 +51,8 @@ def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
         assert np.mean(rows != wanted_rows) <= (0 if dtype == "float32" else 0.1)  # bfloat16 may decide a tie otherwise
         np.testing.assert_allclose(hidden.astype(np.float32), wanted_hidden.astype(np.float32), atol=BOUNDS[dtype])
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
-        mine, plain = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
-        np.testing.assert_allclose(mine, plain, atol=BOUNDS[dtype])
+        actual, plain = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
+        np.testing.assert_allclose(actual, plain, atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

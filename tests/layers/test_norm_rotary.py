@@ -36,11 +36,11 @@ def test_rms_norm_is_that_of_transformers(dtype, shape):
     with torch.no_grad():
         oracle.weight.copy_(torch.from_numpy(scale))
         expected = oracle(torch.from_numpy(x).to(TORCH[dtype])).float().numpy()
-    ours = NORM(jnp.asarray(x.astype(NUMPY[dtype])), jnp.asarray(scale.astype(NUMPY[dtype])), eps=1e-6)
-    assert ours.dtype == NUMPY[dtype]
+    actual = NORM(jnp.asarray(x.astype(NUMPY[dtype])), jnp.asarray(scale.astype(NUMPY[dtype])), eps=1e-6)
+    assert actual.dtype == NUMPY[dtype]
     # one unit in the last place: both cast to the dtype before they multiply by the scale
     np.testing.assert_allclose(
-        np.asarray(ours, np.float32), expected, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6
+        np.asarray(actual, np.float32), expected, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6
     )
 
 
@@ -63,9 +63,9 @@ def test_rotary_is_that_of_transformers(head_dim, theta):
     near = positions < 1000
     np.testing.assert_allclose(np.asarray(own_cos)[near], cos[0].numpy()[near], atol=1e-4)
     np.testing.assert_allclose(np.asarray(own_cos), cos[0].numpy(), atol=5e-3)
-    ours = np.asarray(ROTATE(jnp.asarray(x), own_cos, own_sin))
-    np.testing.assert_allclose(ours[near], expected[0].transpose(0, 1).numpy()[near], atol=2e-4)
-    np.testing.assert_allclose(ours, expected[0].transpose(0, 1).numpy(), atol=2e-2)
+    actual = np.asarray(ROTATE(jnp.asarray(x), own_cos, own_sin))
+    np.testing.assert_allclose(actual[near], expected[0].transpose(0, 1).numpy()[near], atol=2e-4)
+    np.testing.assert_allclose(actual, expected[0].transpose(0, 1).numpy(), atol=2e-2)
 
 
 def test_rotated_products_depend_on_distance_alone():

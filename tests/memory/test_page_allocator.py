@@ -65,19 +65,19 @@ def test_wrong_free_asserts_and_changes_nothing(pages: list[int], message: str) 
 
 @given(st.lists(st.integers(-6, 6), max_size=40))
 def test_any_order_of_allocate_and_free_equals_a_python_stack(steps: list[int]) -> None:
-    allocator, stack, held = PageAllocator(12, 1), list(range(11, 0, -1)), list[int]()
+    allocator, stack, owned = PageAllocator(12, 1), list(range(11, 0, -1)), list[int]()
     for step in steps:
         if step >= 0:
             pages = allocator.allocate(step)
             assert (pages is None) == (step > len(stack))
             expected = [stack.pop() for _ in range(step)] if pages is not None else []
             assert pages is None or pages.tolist() == expected
-            held += expected
+            owned += expected
         else:
-            gone, held = held[:-step], held[-step:]
-            allocator.free(np.array(gone, dtype=np.int32))
-            stack += gone[::-1]
-        assert not allocator.check_integrity({"test": np.array(held, dtype=np.int32)})
+            freed, owned = owned[:-step], owned[-step:]
+            allocator.free(np.array(freed, dtype=np.int32))
+            stack += freed[::-1]
+        assert not allocator.check_integrity({"test": np.array(owned, dtype=np.int32)})
         assert allocator.num_free == len(stack)
 
 

@@ -462,20 +462,20 @@ def test_each_device_holds_its_own_shard(tmp_path, host_bytes):
         name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=None if name == "embed" else shardings[name])
         for name, s in targets_of(2, 4, 8, 6, "float32").items()
     }
-    seen = []
+    calls = []
     loaded = load(
         Checkpoint(tmp_path),
         table,
         targets,
         sharding=shardings["embed"],
         host_bytes=host_bytes,
-        progress=lambda *pair: seen.append(pair),
+        progress=lambda *pair: calls.append(pair),
     )
     for name, value in by_hand(tensors, 2, 4, np.float32).items():
         assert loaded[name].sharding == shardings[name], name
         for shard in loaded[name].addressable_shards:
             assert np.array_equal(np.asarray(shard.data), value[shard.index]), (name, shard.index)
-    assert seen[-1][0] == seen[-1][1], seen[-1]
+    assert calls[-1][0] == calls[-1][1], calls[-1]
 
 
 def test_stacks_of_half_precision_are_written_as_bits_on_cpu():

@@ -52,11 +52,11 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
     checked = 0
     for key in sorted(watched.asked - SHOWN_BY_TENSORS):
         without = {other: value for other, value in values.items() if other != key}
-        ours = read(family, without)
-        taken = json.loads(kind.from_dict(dict(without)).to_json_string()).get(key)
-        if ours is None or taken is None:
+        parsed = read(family, without)
+        default = json.loads(kind.from_dict(dict(without)).to_json_string()).get(key)
+        if parsed is None or default is None:
             continue
-        assert ours == read(family, without | {key: taken}), (key, taken)
+        assert parsed == read(family, without | {key: default}), (key, default)
         checked += 1
     assert checked >= 4
 
@@ -65,6 +65,6 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
 def test_a_base_that_is_left_out_of_positions_is_what_transformers_takes(name):
     kind, values, family = config_of(name)
     without = values | {"rope_parameters": {"rope_type": "default"}}
-    taken = json.loads(kind.from_dict(dict(without)).to_json_string())["rope_parameters"]
-    assert taken["rope_theta"] > 0
-    assert read(family, without) == read(family, without | {"rope_parameters": taken})
+    default = json.loads(kind.from_dict(dict(without)).to_json_string())["rope_parameters"]
+    assert default["rope_theta"] > 0
+    assert read(family, without) == read(family, without | {"rope_parameters": default})

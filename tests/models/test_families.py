@@ -74,15 +74,15 @@ def compare_ids(judged, rows, tally):
     decided = (margins[..., -1] > MARGIN) & (judged.groups[: len(rows)] > MARGIN)
     ordered = decided & (margins.min(axis=-1) > MARGIN)
     expected = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
-    theirs = np.sort(judged.ids[: len(rows)], axis=-1)
-    assert np.array_equal(np.sort(expected[decided], axis=-1), theirs[decided]), (
+    reference = np.sort(judged.ids[: len(rows)], axis=-1)
+    assert np.array_equal(np.sort(expected[decided], axis=-1), reference[decided]), (
         "the margin rule does not speak of the oracle's choice"
     )
-    assert np.array_equal(np.sort(rows[decided], axis=-1), theirs[decided])
+    assert np.array_equal(np.sort(rows[decided], axis=-1), reference[decided])
     assert np.array_equal(rows[ordered], expected[ordered])
     tally.ids += rows.size
     tally.near_ids += int(np.sum(~decided)) * top_k
-    tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != theirs, axis=-1)))
+    tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != reference, axis=-1)))
 
 
 def compare(oracle, prompt, result, tally, *, prompt_logprobs):
@@ -180,14 +180,14 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     oracle, tally = Oracle(CASES[name], tmp_path), Tally()
     capture, rng = bool(oracle.case.layer_ids), np.random.default_rng(len(name))
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
-    asked = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=capture)
+    kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=capture)
     with Engine(str(tmp_path), enable_return_routed_experts=capture, **ENGINE) as engine:
-        results = engine.generate(input_ids=prompts, logprob_start_len=0, **asked)
+        results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
             compare(oracle, prompt, result, tally, prompt_logprobs=True)
         assert results[1]["output_ids"] == oracle.generate(prompts[1], NEW_TOKENS)
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
-        hit = engine.generate(input_ids=longer, **asked)
+        hit = engine.generate(input_ids=longer, **kwargs)
         if name in NO_PREFIX_CACHE:
             assert hit["meta_info"]["cached_tokens"] == 0 and not engine.get_server_info()["prefix_cache"]
         else:

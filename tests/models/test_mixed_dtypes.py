@@ -67,12 +67,12 @@ def test_a_checkpoint_of_two_dtypes_is_cast_to_that_of_most_of_its_bytes(tmp_pat
 def test_a_checkpoint_of_two_dtypes_runs_on_the_best_kernels(tmp_path):
     folder = Oracle(CASES["Qwen3Moe"], tmp_path).folder
     cast_checkpoint(folder, half_but_norms_and_routers)
-    asked = dict(input_ids=[5, 6, 7, 8, 9], sampling_params=GREEDY)
+    kwargs = dict(input_ids=[5, 6, 7, 8, 9], sampling_params=GREEDY)
     with Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **ENGINE) as engine:
-        mixed = engine.generate(**asked)["output_ids"]
+        mixed = engine.generate(**kwargs)["output_ids"]
     cast_checkpoint(folder, lambda name: ml_dtypes.bfloat16)
     with Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **ENGINE) as engine:
-        assert engine.generate(**asked)["output_ids"] == mixed
+        assert engine.generate(**kwargs)["output_ids"] == mixed
 
 
 def test_many_small_tensors_do_not_outvote_few_large_ones(tmp_path):

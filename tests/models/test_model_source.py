@@ -303,8 +303,8 @@ SMALL = ("--precompile-bs-paddings", "1", "--precompile-token-paddings", "32", "
 
 
 def test_commands_take_ids_and_revisions(hub, tmp_path):
-    seen = command(hub, tmp_path, "inspect", "org/whole", "--config-only", "--json")
-    assert json.loads(seen)["num_experts"] > 0 and not any("model.safetensors" in path for path in hub.requests)
+    printed = command(hub, tmp_path, "inspect", "org/whole", "--config-only", "--json")
+    assert json.loads(printed)["num_experts"] > 0 and not any("model.safetensors" in path for path in hub.requests)
     words = ("generate", "org/whole", "--revision", "v1", "--prompt", "a", "--max-new-tokens", "2", *SMALL)
     assert command(hub, tmp_path, *words)
     assert any(path.endswith(f"/org/whole/resolve/{OLDER}/model.safetensors") for path in hub.requests)

@@ -90,14 +90,14 @@ class Tally:
 
 def judge(model, tokens) -> Judged:
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    seen = []
-    hooks = [router.register_forward_hook(lambda module, inputs, output: seen.append(output)) for router in routers]
+    recorded = []
+    hooks = [router.register_forward_hook(lambda module, inputs, output: recorded.append(output)) for router in routers]
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0].float().numpy()
     for hook in hooks:
         hook.remove()
-    scores = np.stack([torch.softmax(logits.float(), -1).numpy() for logits, _, _ in seen], axis=1)
-    return Judged(logits, scores, np.stack([ids.numpy() for _, _, ids in seen], axis=1))
+    scores = np.stack([torch.softmax(logits.float(), -1).numpy() for logits, _, _ in recorded], axis=1)
+    return Judged(logits, scores, np.stack([ids.numpy() for _, _, ids in recorded], axis=1))
 
 
 def compare_ids(judged, rows, tally):
@@ -179,15 +179,15 @@ def prompts_of(model, lengths, seed=0):
 def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, name):
     model = write_hf_qwen3_moe(tmp_path, seed=len(name), **CONFIGS[name])
     prompts, tally = prompts_of(model, PROMPT_LENGTHS), Tally()
-    asked = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
+    kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
     with build(tmp_path) as engine:
-        results = engine.generate(input_ids=prompts, logprob_start_len=0, **asked)
+        results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
             assert len(result["output_ids"]) == NEW_TOKENS
             compare(model, prompt, result, tally)
         assert results[1]["output_ids"] == generate(model, prompts[1])
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
-        hit = engine.generate(input_ids=longer, **asked)
+        hit = engine.generate(input_ids=longer, **kwargs)
         assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(model, longer, hit, tally, prompt_logprobs=False)
         assert engine.check_integrity() == []

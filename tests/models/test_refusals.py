@@ -118,7 +118,7 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
     values = json.loads((folder / "config.json").read_text())
     assert ModelFolder.open(folder).config.num_layers == values["num_hidden_layers"]
     gc.collect()  # what other tests left may go at any time
-    held, checked, wrong = len(jax.live_arrays()), 0, []
+    num_arrays, checked, wrong = len(jax.live_arrays()), 0, []
     for change, words in faults(name, values):
         if not change:
             continue
@@ -128,7 +128,7 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
             wrong.append((change, message))
         checked += 1
     assert not wrong, wrong
-    assert len(jax.live_arrays()) <= held, "memory was taken"
+    assert len(jax.live_arrays()) <= num_arrays, "memory was taken"
     assert checked >= 25
 
 

@@ -23,8 +23,8 @@ def packed(rng, *shape):
 
 def test_mxfp4_is_unpacked_as_transformers_does():
     blocks, scales = packed(np.random.default_rng(0), 3, 8, 2, 16)
-    theirs = _convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
-    assert np.array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), theirs.numpy())
+    expected = _convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
+    assert np.array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), expected.numpy())
 
 
 def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):

@@ -96,17 +96,17 @@ class Oracle:
         """Score a whole sequence."""
         import torch
 
-        seen = []
+        recorded = []
         hooks = [
-            router.register_forward_hook(lambda module, inputs, output: seen.append((module, output)))
+            router.register_forward_hook(lambda module, inputs, output: recorded.append((module, output)))
             for router in self.routers
         ]
         with torch.no_grad():
             logits = self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
         for hook in hooks:
             hook.remove()
-        biases = [self.biases_of(router) for router, _ in seen]
-        layers = [logits_and_ids(output) for _, output in seen]
+        biases = [self.biases_of(router) for router, _ in recorded]
+        layers = [logits_and_ids(output) for _, output in recorded]
         chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, layers, strict=True)]
         if not chosen:
             return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))

@@ -51,10 +51,10 @@ class FullSequence:
                 gate, up, down = (self.tensors[f"{at}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
                 x = x + (_silu(normed @ gate) * (normed @ up)) @ down
                 continue
-            chosen, weights, seen = self._route(layer, normed, np.asarray(forced, int)[:, len(ids)])
+            chosen, weights, router_scores = self._route(layer, normed, np.asarray(forced, int)[:, len(ids)])
             x = x + self._mix(layer, normed, chosen, weights)
             ids.append(chosen)
-            scores.append(seen)
+            scores.append(router_scores)
         head = self.tensors["model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"]
         logits = self._norm(x, "model.norm") @ head.T
         return Judged(np.stack(ids, axis=1), np.stack(scores, axis=1), logits)

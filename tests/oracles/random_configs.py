@@ -78,8 +78,8 @@ def experts_of(name, config, rng):
         return {}
     count, few = (next(key for key in keys if key in config) for keys in (EXPERTS, PER_TOKEN))
     experts = pick(rng, (3, 5, 8, 13, 257))
-    taken = {"Phimoe": 2, "Llama4": 1}.get(name) or min(int(rng.integers(1, experts + 1)), 12)
-    return {count: experts, few: taken}
+    top_k = {"Phimoe": 2, "Llama4": 1}.get(name) or min(int(rng.integers(1, experts + 1)), 12)
+    return {count: experts, few: top_k}
 
 
 def positions_of(name, config, rng):

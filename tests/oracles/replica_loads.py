@@ -61,9 +61,9 @@ def plain_waterfill(ids, table, num_devices, num_instances, iterations):
     for e, row in enumerate(table):
         ends = np.cumsum([shares[e, j] for j in range(int(np.sum(row >= 0)))])
         cuts[e] = [*(int(np.floor(counts[e] * end + 0.5)) for end in ends[:-1]), float("inf")]
-    seen, out = [0] * len(table), np.full(ids.shape, -1)
+    num_seen, out = [0] * len(table), np.full(ids.shape, -1)
     for index, e in np.ndenumerate(ids):
         if e >= 0:
-            out[index] = table[e, sum(cut <= seen[e] for cut in cuts[e])]
-            seen[e] += 1
+            out[index] = table[e, sum(cut <= num_seen[e] for cut in cuts[e])]
+            num_seen[e] += 1
     return out

@@ -54,7 +54,7 @@ def plain_selection(case, k, *, overflows=True):
     """Select; give ids, instances, loads, and how many slots were rerouted, overflowed, dropped."""
     num_tokens = len(case.scores)
     ids, instances = np.full((num_tokens, k), -1), np.full((num_tokens, k), -1)
-    load, held = dict.fromkeys(range(len(case.capacity)), 0), {t: set() for t in range(num_tokens)}
+    load, selected = dict.fromkeys(range(len(case.capacity)), 0), {t: set() for t in range(num_tokens)}
     tokens = [t for t in range(num_tokens) if case.valid[t]]
     worth = {
         t: {e: float(s) for e, s in enumerate(case.scores[t]) if not math.isnan(s) and s > -math.inf} for t in tokens
@@ -69,11 +69,13 @@ def plain_selection(case, k, *, overflows=True):
     def put(token, rank, expert, instance):
         ids[token, rank], instances[token, rank] = expert, instance
         load[instance] += 1
-        held[token].add(expert)
+        selected[token].add(expert)
 
     for rank in range(k):
         for t in tokens:
-            roomy = {e: [i for i in replicas(t, e) if load[i] < case.capacity[i]] for e in worth[t] if e not in held[t]}
+            roomy = {
+                e: [i for i in replicas(t, e) if load[i] < case.capacity[i]] for e in worth[t] if e not in selected[t]
+            }
             fitting = [e for e in roomy if roomy[e]]
             if fitting:
                 expert = min(fitting, key=lambda e: (-worth[t][e], e))
@@ -81,7 +83,7 @@ def plain_selection(case, k, *, overflows=True):
                 rerouted += expert not in best[t]
     for rank in range(k):
         for t in tokens:
-            free = set(worth[t]) - held[t]
+            free = set(worth[t]) - selected[t]
             if overflows and ids[t, rank] < 0 and free:
                 expert = min(free, key=lambda e: (-worth[t][e], e))
                 put(t, rank, expert, replicas(t, expert)[0])

@@ -234,13 +234,13 @@ def compare(case, folder):
     difference = float(np.abs(wide - np.log(np.exp(wide).sum(-1, keepdims=True)) - judged.logprobs).max())
     if not sparse:
         return Verdict(difference, largest, 0, 0, 0)
-    ids, theirs = np.sort(np.asarray(out.ids)[0], axis=-1), np.sort(judged.ids, axis=-1)
+    ids, reference = np.sort(np.asarray(out.ids)[0], axis=-1), np.sort(judged.ids, axis=-1)
     top_k, experts = ids.shape[-1], judged.choice.shape[-1]
     best = -np.sort(-judged.choice, axis=-1)
     margin = np.full(ids.shape[:2], np.inf) if top_k == experts else best[..., top_k - 1] - best[..., top_k]
     decided = (margin > MARGIN) & (judged.groups > MARGIN)
     return Verdict(
-        difference, largest, ids.size, int((~decided).sum()) * top_k, int((ids[decided] != theirs[decided]).sum())
+        difference, largest, ids.size, int((~decided).sum()) * top_k, int((ids[decided] != reference[decided]).sum())
     )
 
 

@@ -20,9 +20,9 @@ def drifted(seed, *, num_experts=10, num_instances=16, num_devices=4):
     """Placements of a load and of what it has become."""
     rng = np.random.default_rng(seed)
     load = rng.gamma(0.7, size=(2, num_experts))
-    later = load * np.exp(0.6 * rng.standard_normal(load.shape))
+    new_load = load * np.exp(0.6 * rng.standard_normal(load.shape))
     sizes = {"num_instances": num_instances, "num_devices": num_devices}
-    return rebalance(load, **sizes), rebalance(later, **sizes), later
+    return rebalance(load, **sizes), rebalance(new_load, **sizes), new_load
 
 
 def copies_of(old_devices, new_devices):

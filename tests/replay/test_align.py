@@ -98,10 +98,10 @@ def test_zigzag_gives_rank_r_its_chunk_and_the_opposite_one(parts):
             *range(rank * size, (rank + 1) * size),
             *range((2 * parts - 1 - rank) * size, (2 * parts - rank) * size),
         ]
-        here = slice(rank * 2 * size, (rank + 1) * 2 * size)
-        assert zigzag_order(32, parts)[here].tolist() == expected
+        chunk = slice(rank * 2 * size, (rank + 1) * 2 * size)
+        assert zigzag_order(32, parts)[chunk].tolist() == expected
         for name in ("ids", "valid", "pad"):
-            np.testing.assert_array_equal(getattr(turned, name)[:, here], getattr(straight, name)[:, expected])
+            np.testing.assert_array_equal(getattr(turned, name)[:, chunk], getattr(straight, name)[:, expected])
 
 
 def test_weights_travel_with_their_ids():
@@ -245,7 +245,7 @@ def test_reading_and_cutting_rows_copies_none():
     record = random_record(np.random.default_rng(5), 400)
     encoded = npy_bytes(record.ids)
     read = record_from_npy(encoded, to_metadata(record, payload_format="npy").to_json())
-    there = np.frombuffer(encoded, np.uint8)
-    assert np.shares_memory(read.ids, there) and np.shares_memory(read[100:200].ids, there)
+    buffer = np.frombuffer(encoded, np.uint8)
+    assert np.shares_memory(read.ids, buffer) and np.shares_memory(read[100:200].ids, buffer)
     batch = align([Sample(read, 400)], layout="pad_right", seq_len=400, spec=SPEC)
-    assert np.array_equal(batch.ids[0, :-1], record.ids) and not np.shares_memory(batch.ids, there)
+    assert np.array_equal(batch.ids[0, :-1], record.ids) and not np.shares_memory(batch.ids, buffer)

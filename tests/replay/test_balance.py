@@ -93,8 +93,8 @@ def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_route
     forms = (("executed", False), ("native", False), ("executed", True))
     ((_, out), plain), ((_, live), _), (_, remat) = (gradient(state, *form) for form in forms)
     for layer in range(spec.num_moe_layers):
-        seen = np.bincount(np.asarray(out.ids)[~pad][:, layer].ravel(), minlength=spec.num_experts)
-        np.testing.assert_array_equal(out.balance.counts[layer], seen)
+        counts = np.bincount(np.asarray(out.ids)[~pad][:, layer].ravel(), minlength=spec.num_experts)
+        np.testing.assert_array_equal(out.balance.counts[layer], counts)
     assert not np.array_equal(live.balance.counts, out.balance.counts) and int(out.balance.num_tokens) == np.sum(~pad)
     np.testing.assert_array_equal(live.balance.counts.sum(axis=1), [np.sum(~pad) * spec.top_k] * spec.num_moe_layers)
     np.testing.assert_allclose(live.balance.probabilities, out.balance.probabilities, atol=1e-6)

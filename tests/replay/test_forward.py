@@ -254,9 +254,9 @@ def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
         context_length=64,
     )
     with Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **sizes) as engine:
-        asked = dict(return_logprob=True, logprob_start_len=0, return_routed_experts=True)
+        kwargs = dict(return_logprob=True, logprob_start_len=0, return_routed_experts=True)
         sampling = {"temperature": 0.9, "seed": 7, "max_tokens": 8, "ignore_eos": True}
-        results = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
+        results = engine.generate(input_ids=prompts, sampling_params=sampling, **kwargs)
     processed = []
     for prompt, result in zip(prompts, results, strict=True):
         meta, tokens = result["meta_info"], [*prompt, *result["output_ids"]]

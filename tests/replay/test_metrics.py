@@ -84,8 +84,8 @@ def test_misses_are_counted_by_layer_and_rows_that_fell_back_are_told():
     routed, missed, valid, pad = batch()
     report = mismatch_report(rollout, train, mask, slot_miss=missed, routed=routed)
     for layer in range(3):
-        seen = [int(missed[at][layer]) for at in np.ndindex(SHAPE) if valid[at]]
-        assert report.slot_miss[layer] == pytest.approx(sum(seen) / len(seen) / 4)
+        misses = [int(missed[at][layer]) for at in np.ndindex(SHAPE) if valid[at]]
+        assert report.slot_miss[layer] == pytest.approx(sum(misses) / len(misses) / 4)
     assert report.fallback_frac == pytest.approx(1 - valid.sum() / (~pad).sum())
     value = jax.jit(canary)(jnp.asarray(missed), routed)
     assert float(value) == pytest.approx(np.mean(report.slot_miss), rel=1e-6)

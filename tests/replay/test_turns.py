@@ -81,7 +81,7 @@ def test_turns_that_do_not_fit_are_named():
     rng = np.random.default_rng(5)
     tokens, record = np.arange(9), random_record(rng, 9)
     other = dataclasses.replace(record, num_hidden_layers=9)
-    for turns, given, match in (
+    for turns, final_tokens, match in (
         ([], tokens, "turns is empty"),
         ([(tokens, record), (tokens[:8], record)], tokens, "turn 1: the record is of 9 tokens, and 8 are given"),
         ([(tokens, record), (tokens, other)], tokens, "turn 1: num_hidden_layers=9, but turn 0 has 4"),
@@ -91,4 +91,4 @@ def test_turns_that_do_not_fit_are_named():
         ([(tokens / 2, record)], tokens, "turn 0: tokens are float64"),
     ):
         with pytest.raises(RoutingAlignmentError, match=match):
-            merge_turns(turns, given)
+            merge_turns(turns, final_tokens)

@@ -39,16 +39,16 @@ def test_forced_rows_give_the_same_logprobs_and_misses(renormalize):
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
     for flags in (valid, np.zeros(SHAPE, bool)):
         missed = trainer.replay(ids, flags)
-        theirs = trainer.logprobs(tokens)
+        expected = trainer.logprobs(tokens)
         batch = RoutedBatch(jnp.asarray(ids), jnp.asarray(flags), jnp.zeros(SHAPE, bool))
         out = forward(wide, jnp.asarray(tokens, jnp.int32), routed=batch)
-        ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.logits[:, :-1])), tokens[:, 1:, None], axis=-1)[
+        actual = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.logits[:, :-1])), tokens[:, 1:, None], axis=-1)[
             ..., 0
         ]
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
         share = np.asarray(out.slot_miss)[flags].mean(axis=0) / 2 if flags.any() else np.zeros(2)
         np.testing.assert_allclose([float(value) for value in missed], share, atol=1e-6)
-    assert np.max(np.abs(theirs - trainer_of_all(trainer, tokens, ids))) > 1e-3, "rows change what is computed"
+    assert np.max(np.abs(expected - trainer_of_all(trainer, tokens, ids))) > 1e-3, "rows change what is computed"
 
 
 def trainer_of_all(trainer, tokens, ids):

@@ -37,8 +37,8 @@ def enter(builder, table, req, pages):
 
 
 def running(builder, table, *, prompt_len=6, generated=0, pages=None, asks=True, **sampling):
-    wish = RoutingOptions(enabled=asks)
-    req = Req(dataclasses.replace(source(range(prompt_len), rid="r", max_tokens=8, **sampling), routed_experts=wish))
+    options = RoutingOptions(enabled=asks)
+    req = Req(dataclasses.replace(source(range(prompt_len), rid="r", max_tokens=8, **sampling), routed_experts=options))
     req.num_known += generated
     req.tokens[prompt_len : prompt_len + generated] = np.arange(generated) + 50
     return enter(builder, table, req, range(1, 9) if pages is None else pages)
@@ -82,7 +82,7 @@ def test_arrays_equal_a_loop_over_tokens(planned):
     assert (batch.step, batch.num_tokens, batch.num_requests) == (3, total, len(rows))
     assert batch.mode is (ForwardMode.DECODE if all_single else ForwardMode.EXTEND)
     got = zip(batch.token_rows[:total], batch.positions[:total], batch.token_ids[:total], batch.kv_slots, strict=True)
-    assert [tuple(map(int, one)) for one in got] == expected
+    assert [tuple(map(int, values)) for values in got] == expected
     for padded in (batch.token_rows, batch.positions, batch.token_ids):
         assert not padded[total:].any()
     ends = np.cumsum([row.count for row in rows])

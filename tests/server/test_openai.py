@@ -78,12 +78,13 @@ def test_a_stream_says_what_the_answer_says_at_once(server, echo):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert all(chunk["usage"] is None and chunk["object"] == "text_completion" for chunk in chunks)
     for choice in whole["choices"]:
-        mine = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
-        assert "".join(piece["text"] for piece in mine) == choice["text"]
-        assert [piece["finish_reason"] for piece in mine[:-1]] == [None] * (len(mine) - 1)
-        assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert (pieces[-1]["text"], pieces[-1]["finish_reason"]) == ("", choice["finish_reason"])
         joined = {
-            key: list(chain.from_iterable(piece["logprobs"][key] for piece in mine[:-1])) for key in choice["logprobs"]
+            key: list(chain.from_iterable(piece["logprobs"][key] for piece in pieces[:-1]))
+            for key in choice["logprobs"]
         }
         assert (
             joined["tokens"] == choice["logprobs"]["tokens"]
@@ -209,10 +210,10 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
         server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 8}
     )
     for choice in whole["choices"]:
-        mine = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
-        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, choice["finish_reason"])
-        assert "".join(piece["delta"]["content"] for piece in mine[:-1]) == choice["message"]["content"]
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+        assert (pieces[-1]["delta"], pieces[-1]["finish_reason"]) == ({}, choice["finish_reason"])
+        assert "".join(piece["delta"]["content"] for piece in pieces[:-1]) == choice["message"]["content"]
     assert all("usage" not in chunk and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     options = {"continuous_usage_stats": True, "include_usage": True}
     chunks = stream(

@@ -57,7 +57,7 @@ def session():
 
 def answered(server, engine, session, operation, mode):
     """The statuses of the cases of one operation."""
-    seen = []
+    statuses = []
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
@@ -69,13 +69,13 @@ def answered(server, engine, session, operation, mode):
         assert response.status_code < 500, (case.as_curl_command()[:1000], response.text[:500])
         if response.status_code >= 400:
             assert response.json()["error"].keys() == {"message", "type", "param", "code"}
-        seen.append(response.status_code)
+        statuses.append(response.status_code)
         engine.resume()  # should this have been a pause
 
     check()
     server.wait_idle()
     assert_idle(engine)
-    return seen
+    return statuses
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
@@ -85,10 +85,12 @@ def test_only_what_the_document_declares_is_answered(server, engine, session, mo
         (method, path): answered(server, engine, session, schema[path][method], mode)
         for method, path in OPERATIONS[mode]
     }
-    assert len(statuses) >= 12 and sum(len(seen) for seen in statuses.values()) >= 600, "1,200 in both modes"
-    assert not [operation for operation, seen in statuses.items() if not seen]
+    assert len(statuses) >= 12 and sum(len(codes) for codes in statuses.values()) >= 600, "1,200 in both modes"
+    assert not [operation for operation, codes in statuses.items() if not codes]
     if mode.is_positive:
-        taken = {entry.path for entry in TABLE if entry.body} & {
-            path for (_, path), seen in statuses.items() if 200 in seen
+        accepted_paths = {entry.path for entry in TABLE if entry.body} & {
+            path for (_, path), codes in statuses.items() if 200 in codes
         }
-        assert len(taken) >= 5, f"bodies are drawn at random, and few kinds of them are ever taken: {taken}"
+        assert len(accepted_paths) >= 5, (
+            f"bodies are drawn at random, and few kinds of them are ever taken: {accepted_paths}"
+        )

@@ -197,16 +197,16 @@ def test_the_depth_is_that_of_the_json():
             return listed if kind else {'k"[\\' + str(number): item for number, item in enumerate(listed)}
         return "".join(rng.choices('[]{}"\\ab\n', k=rng.randrange(12)))
 
-    seen = set()
+    outcomes = set()
     for trial in range(300):
         sent = value(9)
         for _ in range(MAX_JSON_DEPTH - rng.randrange(12) if trial % 2 else 0):
             sent = [sent]
         text, deepest = json.dumps(sent).encode(), depth_of(sent)
-        seen.add(deepest <= MAX_JSON_DEPTH)
+        outcomes.add(deepest <= MAX_JSON_DEPTH)
         with contextlib.nullcontext() if deepest <= MAX_JSON_DEPTH else pytest.raises(ApiError, match="deeper"):
             check_depth(text)
-    assert seen == {True, False}
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b'["'], ids=["quotes", "escaped", "backslashes", "brackets"])

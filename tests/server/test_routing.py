@@ -105,8 +105,8 @@ def test_vllm_033_sends_an_npy_of_all_layers(peers, records):
     assert loaded.shape[0] == output["usage"]["total_tokens"] - 1
     output = peers["vllm"].post("/v1/completions", SAMPLED).json()["choices"][0]
     assert np.array_equal(rows(output), records[0])
-    asked = peers["vllm"].post("/v1/completions", {**SAMPLED, "routed_experts_format": "int32"}).json()["choices"][0]
-    assert "routed_experts" not in asked and np.array_equal(rows(asked), records[0]), (
+    choice = peers["vllm"].post("/v1/completions", {**SAMPLED, "routed_experts_format": "int32"}).json()["choices"][0]
+    assert "routed_experts" not in choice and np.array_equal(rows(choice), records[0]), (
         "a named format stands in its own place"
     )
 
@@ -286,9 +286,9 @@ def test_routing_options_that_cannot_be_met_are_refused_by_their_code(server, pa
     ("path", "body"),
     [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
 )
-@pytest.mark.parametrize("asked", [[True], [False], []])
-def test_a_list_of_routing_options_is_for_generate_alone(server, path, body, asked):
-    error = error_of(server.post(path, {**body, "return_routed_experts": asked}), 400)
+@pytest.mark.parametrize("value", [[True], [False], []])
+def test_a_list_of_routing_options_is_for_generate_alone(server, path, body, value):
+    error = error_of(server.post(path, {**body, "return_routed_experts": value}), 400)
     assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
 
 
@@ -352,16 +352,16 @@ def joined(pieces):
 @pytest.mark.parametrize("start", [0, 3])
 def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(server, records, engine, form, start):
     prompt_len = len(engine.tokenizer.encode(PROMPT))
-    wish = {
+    options = {
         "return_routed_experts": True,
         "routed_experts_format": form,
         "routed_experts_stream": True,
         "routed_experts_start_len": start,
     }
-    chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **wish})
+    chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **options})
     for index, expected in enumerate(records[:2]):
-        mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
-        holders = [chunk for chunk in mine if "routed_experts_info" in json.dumps(chunk)]
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        holders = [chunk for chunk in own if "routed_experts_info" in json.dumps(chunk)]
         if form == "list":
             lent = next(chunk["prompt_routed_experts"] for chunk in chunks if chunk.get("prompt_routed_experts"))
             holders[0]["prompt_routed_experts"] = lent  # it comes once, with the first choice
@@ -379,7 +379,7 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
         "text": PROMPT,
         "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
     }
-    events = stream(server, "/generate", {**body, **wish})
+    events = stream(server, "/generate", {**body, **options})
     pieces = [record_from_meta_info(event) for event in events]
     ids, first = joined([piece for piece in pieces if piece is not None])
     assert first == start and np.array_equal(ids, records[0][start:, 1:])
@@ -390,7 +390,7 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
 def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
     prompt = [number % 300 + 3 for number in range(480)]  # some 40 kB of rows
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}}
-    wish = {"return_routed_experts": True, "routed_experts_stream": True}
+    options = {"return_routed_experts": True, "routed_experts_stream": True}
     whole = record_from_meta_info(server.post("/generate", {**body, "return_routed_experts": True}).json())
     for path, output in (
         ("/generate", body),
@@ -398,7 +398,7 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("routed_experts.server.routing.response.MAX_EVENT_PAYLOAD", 8 * 1024)
-            events = stream(server, path, {**output, **wish})
+            events = stream(server, path, {**output, **options})
         holders = [event for event in events if "routed_experts_info" in json.dumps(event)]
         pieces = [record_from_response(event) for event in holders]
         assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)

@@ -75,11 +75,11 @@ def test_metrics_say_the_same(server, record, engine):
 
 def test_a_reader_learns_that_nothing_has_changed(server, record):
     first = server.client.get("/v1/routing/stats")
-    seen = {"if-none-match": first.headers["etag"]}
-    same = server.client.get("/v1/routing/stats", headers=seen)
+    headers = {"if-none-match": first.headers["etag"]}
+    same = server.client.get("/v1/routing/stats", headers=headers)
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", first.headers["etag"])
     assert server.post("/generate", BODY).status_code == 200
-    assert server.client.get("/v1/routing/stats", headers=seen).status_code == 200
+    assert server.client.get("/v1/routing/stats", headers=headers).status_code == 200
     assert server.client.post("/v1/routing/reset").status_code == 200
     nothing = server.client.get("/v1/routing/stats").json()
     assert (

@@ -11,7 +11,7 @@ PROMPT = "the router scores every expert"
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize("max_tokens", [0, 7])
 def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
-    asked = {"return_routed_experts": True, "routed_experts_include_last": True}
+    options = {"return_routed_experts": True, "routed_experts_include_last": True}
     body = {"prompt": PROMPT, "max_tokens": max_tokens, "n": 2, "seed": 11, "ignore_eos": True}
     if path == "/generate":
         body = {
@@ -19,7 +19,9 @@ def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
             "sampling_params": {"max_new_tokens": max_tokens, "n": 2, "sampling_seed": 11, "ignore_eos": True},
         }
     for streamed in (False, True):
-        output = stream(server, path, {**body, **asked}) if streamed else server.post(path, {**body, **asked}).json()
+        output = (
+            stream(server, path, {**body, **options}) if streamed else server.post(path, {**body, **options}).json()
+        )
         if path == "/generate":
             ended = [event for event in output if event["meta_info"]["finish_reason"]]
         else:
@@ -52,10 +54,10 @@ def test_parts_of_a_ref_join_to_the_whole(server):
     size, tag = len(whole.content), whole.headers["etag"]
     assert whole.headers["accept-ranges"] == "bytes"
 
-    def part(asked, **headers):
-        return server.client.get(url, headers={"range": asked, **headers})
+    def part(byte_range, **headers):
+        return server.client.get(url, headers={"range": byte_range, **headers})
 
-    for asked, first, last in (
+    for byte_range, first, last in (
         ("bytes=0-99", 0, 99),
         ("bytes=9-", 9, size - 1),
         ("bytes=-30", size - 30, size - 1),
@@ -63,16 +65,16 @@ def test_parts_of_a_ref_join_to_the_whole(server):
         (f"bytes=50-{size + 9}", 50, size - 1),
         (f"bytes=-{size + 9}", 0, size - 1),
     ):
-        response = part(asked, **{"if-range": tag})
-        assert response.status_code == 206 and response.content == whole.content[first : last + 1], asked
+        response = part(byte_range, **{"if-range": tag})
+        assert response.status_code == 206 and response.content == whole.content[first : last + 1], byte_range
         assert response.headers["content-range"] == f"bytes {first}-{last}/{size}"
         assert int(response.headers["content-length"]) == last - first + 1
         assert response.headers["etag"] == tag and "x-routed-experts-info" in response.headers
-    for asked in ("bytes=0-1,5-6", "rows=0-1", "bytes=9-5", "bytes=-", "bytes=a-b", "bytes=\u0665-"):
-        assert part(asked.encode()).content == whole.content, asked
+    for byte_range in ("bytes=0-1,5-6", "rows=0-1", "bytes=9-5", "bytes=-", "bytes=a-b", "bytes=\u0665-"):
+        assert part(byte_range.encode()).content == whole.content, byte_range
     assert part("bytes=0-1", **{"if-range": '"another"'}).status_code == 200
-    for asked in (f"bytes={size}-", "bytes=-0", "bytes=999999999999999999-"):
-        refused = part(asked)
+    for byte_range in (f"bytes={size}-", "bytes=-0", "bytes=999999999999999999-"):
+        refused = part(byte_range)
         assert (
             error_of(refused, 416)["code"] == "range_not_satisfiable"
             and refused.headers["content-range"] == f"bytes */{size}"

@@ -24,15 +24,15 @@ def without_time(answer):
 
 
 def test_an_answer_is_the_engines_own(engine, server):
-    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
-    output = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, **asked}).json()
-    expected = engine.generate(PROMPT, GREEDY, **asked)
+    kwargs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
+    output = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, **kwargs}).json()
+    expected = engine.generate(PROMPT, GREEDY, **kwargs)
     assert output.keys() == expected.keys() == {"text", "output_ids", "meta_info"}
     assert output["meta_info"].keys() == expected["meta_info"].keys()
     for key in ("output_token_logprobs", "input_token_logprobs"):
-        logprobs, mine = output["meta_info"][key], expected["meta_info"][key]
-        assert [entry[1:] for entry in logprobs] == [entry[1:] for entry in mine]
-        assert [entry[0] for entry in logprobs[1:]] == pytest.approx([entry[0] for entry in mine[1:]], abs=1e-4)
+        logprobs, reference = output["meta_info"][key], expected["meta_info"][key]
+        assert [entry[1:] for entry in logprobs] == [entry[1:] for entry in reference]
+        assert [entry[0] for entry in logprobs[1:]] == pytest.approx([entry[0] for entry in reference[1:]], abs=1e-4)
     assert output["text"] == expected["text"] and output["output_ids"] == expected["output_ids"]
     assert output["meta_info"]["routed_experts"] == expected["meta_info"]["routed_experts"]
 

@@ -100,10 +100,10 @@ def test_a_start_that_cannot_work_ends_with_a_sentence(case, tmp_path, capfd):
 def test_a_port_in_use_is_reported_before_the_model_is_read(tmp_path, capfd):
     folder = write_tiny_checkpoint(tmp_path / "model")
     no_weights(folder)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
         assert main(["serve", str(folder), "--port", str(port), *SIZES]) == 1
     err = capfd.readouterr().err
     assert str(port) in err and err.count("\n") <= 3 and "safetensors" not in err

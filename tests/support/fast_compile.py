@@ -26,8 +26,10 @@ def fast_compilation() -> Iterator[None]:
     shipped = compiler.get_compile_options
 
     def options(*args, backend=None, env_options_overrides=None, **more):
-        ours = OPTIONS if getattr(backend, "platform", None) == "cpu" else {}
-        return shipped(*args, backend=backend, env_options_overrides={**ours, **(env_options_overrides or {})}, **more)
+        defaults = OPTIONS if getattr(backend, "platform", None) == "cpu" else {}
+        return shipped(
+            *args, backend=backend, env_options_overrides={**defaults, **(env_options_overrides or {})}, **more
+        )
 
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:

@@ -129,8 +129,8 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
             wrong += int(np.sum(np.asarray(block) != whole))
         return Outcome(distance=distance(actual.weights, expected.weights), wrong_ids=wrong, bound=1e-6)
 
-    told = {"renormalised": renormalize, "ties": ties, "captured": captured, "replayed": replays}
-    words = [word for word, there in told.items() if there]
+    features = {"renormalised": renormalize, "ties": ties, "captured": captured, "replayed": replays}
+    words = [word for word, enabled in features.items() if enabled]
     return Case(kernel="router", name=f"N={rows} E={experts} K={top_k} {', '.join(words)}", run=run)
 
 
@@ -233,7 +233,7 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(1), cos=cos, sin=sin, eps=1e-6)
         fields = (qkv, *norms, cos, sin, pool)
 
-        def ours(qkv, q_norm, k_norm, cos, sin, pool):
+        def run_kernel(qkv, q_norm, k_norm, cos, sin, pool):
             cast = dataclasses.replace(projected, qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
             return prepare(cast, pool, first, batch, interpret=interpret)
 
@@ -245,7 +245,7 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
             )
             return queries, write_kv(pool, keys, values, first, batch)
 
-        (actual, pool), (expected, expected_pool) = jax.jit(ours)(*fields), jax.jit(plain)(*fields)
+        (actual, pool), (expected, expected_pool) = jax.jit(run_kernel)(*fields), jax.jit(plain)(*fields)
         untouched = np.isnan(np.asarray(pool, np.float32)) != np.isnan(np.asarray(expected_pool, np.float32))
         untouched[int(first)] = False  # padding goes to this page in the one, nowhere in the other
         both = [np.nan_to_num(np.delete(np.asarray(x, np.float32), int(first), axis=0)) for x in (pool, expected_pool)]

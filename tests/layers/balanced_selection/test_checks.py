@@ -24,9 +24,9 @@ def test_sound_tables_pass_as_int32():
 
 def test_a_layer_of_a_placement_is_a_sound_table():
     rng = np.random.default_rng(1)
-    held = np.stack([rng.permutation(np.concatenate([np.arange(12), rng.integers(0, 12, 8)])) for _ in range(3)])
-    placement = ExpertPlacement.from_instances(held, num_experts=12, num_devices=5)
-    for table, owners in zip(placement.logical_to_physical_map, held, strict=True):
+    instances = np.stack([rng.permutation(np.concatenate([np.arange(12), rng.integers(0, 12, 8)])) for _ in range(3)])
+    placement = ExpertPlacement.from_instances(instances, num_experts=12, num_devices=5)
+    for table, owners in zip(placement.logical_to_physical_map, instances, strict=True):
         checked = check_replica_order(table, 20)
         assert all(owners[i] == e for e, row in enumerate(checked) for i in row if i >= 0)
 

@@ -27,8 +27,8 @@ def test_a_step_equals_plain_code():
         np.testing.assert_array_equal(rows, wanted_rows)
         np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
     for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
-        mine, plain_pages = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
-        np.testing.assert_allclose(mine, plain_pages, rtol=2e-4, atol=2e-5)
+        actual, plain_pages = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
+        np.testing.assert_allclose(actual, plain_pages, rtol=2e-4, atol=2e-5)
 
 
 def test_rows_that_are_given_run_as_in_plain_code():

@@ -73,14 +73,14 @@ def make_step(requests, *, heads=4, groups=2, head_dim=16, page_size=16, padded=
 def oracle(step, dtype):
     """One token and one head at a time, in float64, on the numbers as `dtype` holds them."""
 
-    def held(x):
+    def as_stored(x):
         return np.asarray(jnp.asarray(x, dtype), np.float64)
 
     heads, groups = step.queries.shape[1], step.keys[0].shape[1]
-    queries, out = held(step.queries), np.zeros(step.queries.shape)
+    queries, out = as_stored(step.queries), np.zeros(step.queries.shape)
     positions, rows = np.asarray(step.batch.positions), np.asarray(step.batch.token_rows)
     for n in range(step.num_tokens):
-        keys, values = (held(part[rows[n]][: positions[n] + 1]) for part in (step.keys, step.values))
+        keys, values = (as_stored(part[rows[n]][: positions[n] + 1]) for part in (step.keys, step.values))
         for head in range(heads):
             group = head // (heads // groups)
             scores = keys[:, group] @ queries[n, head] / np.sqrt(queries.shape[2])
