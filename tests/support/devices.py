@@ -67,24 +67,16 @@ class DevicesPlugin:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "reports.jsonl"
             file.touch()
-            command += [OPTION_COUNT, str(count), OPTION_REPORTS, str(file), *reports]
-            done = subprocess.run(
-                command,
-                cwd=self._config.rootpath,
-                env=_environment(),
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
+            command += [f"--rootdir={self._config.rootpath}"]  # names of tests are relative to it
+            command += [f"{OPTION_COUNT}={count}", f"{OPTION_REPORTS}={file}", *reports]
+            ending = _run_to_the_end(command, self._config.rootpath)
             for line in file.read_text(encoding="utf-8").splitlines():
                 hook = self._config.hook.pytest_report_from_serializable
                 report = hook(config=self._config, data=json.loads(line))
                 reports[report.nodeid].append(report)
         for item in items:
             if "teardown" not in {report.when for report in reports[item.nodeid]}:
-                tail = f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-                reports[item.nodeid].append(_failure(item, f"no result from the process of {count} devices: {tail}"))
+                reports[item.nodeid].append(_failure(item, f"no result from the process of {count} devices: {ending}"))
         return reports
 
 
@@ -92,6 +84,20 @@ def num_devices(item: pytest.Item) -> int | None:
     """How many devices a test asks for; None where it does not say."""
     marker = item.get_closest_marker("devices")
     return None if marker is None else int(marker.args[0])
+
+
+def _run_to_the_end(command: list[str], folder: Path) -> str:
+    """Run a process, for TIMEOUT_S at most; returns how it ended, and the end of what it printed."""
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=_environment(), **output) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            status = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+            status = f"ended after {TIMEOUT_S} s, the limit"
+    return f"{status}\n{stdout[-4000:]}\n{stderr[-4000:]}"
 
 
 def _environment() -> dict[str, str]:

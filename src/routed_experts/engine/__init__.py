@@ -1,1 +1,1 @@
-"""One thread, one loop: text in, text and routing out. Knows nothing of HTTP."""
+"""One thread, one loop: text in, text and routing out."""

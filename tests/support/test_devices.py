@@ -1,0 +1,94 @@
+"""The plugin reports what happened in the process of several devices: a failure, a crash or a missing test fails here."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ("pytester",)
+
+CONFTEST = """
+from support.devices import DevicesPlugin, add_options
+
+def pytest_addoption(parser):
+    add_options(parser)
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "devices(n)")
+    config.pluginmanager.register(DevicesPlugin(config), "devices")
+"""
+TESTS = """
+import os
+import jax
+import pytest
+
+pytestmark = pytest.mark.devices(2)
+
+def test_passes():
+    assert len(jax.devices()) == 2
+
+def test_fails():
+    assert len(jax.devices()) == 1
+
+def test_skips():
+    pytest.skip("no reason")
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("a fixture that breaks")
+
+def test_with_a_broken_fixture(broken):
+    pass
+
+def test_crashes():
+    os._exit(7)
+
+def test_after_a_crash():
+    pass
+"""
+ONLY_IN_THE_PARENT = """
+import jax
+import pytest
+
+if len(jax.devices()) == 1:
+    @pytest.mark.devices(2)
+    def test_is_not_there():
+        pass
+"""
+NEVER_ENDS = """
+import threading
+import pytest
+
+@pytest.mark.devices(2)
+def test_never_ends():
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+    def outcomes(tests, conftest=CONFTEST):
+        pytester.makeconftest(conftest)
+        pytester.makepyfile(tests)
+        result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+        return result.parseoutcomes(), str(result.stdout)
+
+    return outcomes
+
+
+def test_failures_and_crashes_are_reported(run):
+    counts, output = run(TESTS)
+    assert counts == {"passed": 2, "failed": 3, "skipped": 1, "errors": 1}  # the call with a broken fixture passed
+    assert "exit status 7" in output and "a fixture that breaks" in output
+
+
+def test_a_test_that_the_process_does_not_find_fails(run):
+    counts, output = run(ONLY_IN_THE_PARENT)
+    assert counts == {"failed": 1} and "test_is_not_there" in output
+
+
+def test_a_process_that_takes_too_long_is_ended_and_fails(run):
+    counts, output = run(NEVER_ENDS, CONFTEST + "\nfrom support import devices\ndevices.TIMEOUT_S = 3\n")
+    assert counts == {"failed": 1} and "ended after 3 s" in output
