@@ -1,4 +1,4 @@
-"""The plugin reports what happened in the process of several devices: a failure, a crash or a missing test fails here."""
+"""The plugin reports what happened in the process of several devices: failures, crashes and missing tests fail here."""
 
 from pathlib import Path
 

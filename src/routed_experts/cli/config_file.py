@@ -133,7 +133,7 @@ def _parse_yaml(file: Path, text: str) -> object:
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": resolvers})
     loader.add_constructor("tag:yaml.org,2002:map", lambda self, node: tuple(self.construct_pairs(node)))
     try:
-        content = yaml.load(text, Loader=loader)
+        content = loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         text = f"--config {file} is no YAML: {error}; write a flag and its value a line, such as port: 8000"
         raise ConfigError(text) from error
