@@ -100,7 +100,7 @@ def dummy_model() -> Any:
         return ModelFolder.open(Path(folder), load_format="dummy").load(jnp.dtype("bfloat16"))
 
 
-def count_of(args: argparse.Namespace, phase: str) -> int:
+def num_runs(args: argparse.Namespace, phase: str) -> int:
     """Steps that are timed together."""
     return args.block if phase == "decode" else 1
 
@@ -178,7 +178,7 @@ def measure(
             phase = (
                 "decode" if all([is_decoding(core) for core in cores.values()]) else "prefill"
             )  # reads all cores: that puts them in the CPU's cache
-            count = count_of(args, phase)
+            count = num_runs(args, phase)
             for name in order.sample(VARIANTS, len(VARIANTS)):
                 before = rare_work[name].seconds
                 seconds = time_steps(cores[name], count)
@@ -226,7 +226,7 @@ def main() -> None:
         for phase in ("prefill", "decode"):
             step_times = {name: of_phase[phase] for name, of_phase in steps.items()}
             rare = {
-                name: of_phase[phase] / len(step_times[name]) / count_of(args, phase)
+                name: of_phase[phase] / len(step_times[name]) / num_runs(args, phase)
                 for name, of_phase in extra.items()
             }
             step_times["off, both"], step_times["on, both"] = (

@@ -114,7 +114,7 @@ class Prompts:
         drawn = (self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32) for _ in range(batch))
         return [self._request(ids, new, ask, temperature, logprobs) for ids in drawn]
 
-    def requests_of(self, prompts: list[np.ndarray], *, new: int, ask: bool) -> list[Req]:
+    def build_requests(self, prompts: list[np.ndarray], *, new: int, ask: bool) -> list[Req]:
         """Requests of these prompts, as `requests` makes them."""
         return [self._request(ids, new, ask, 0.0, False) for ids in prompts]
 

@@ -50,18 +50,18 @@ from support.tpu_programs import (
     SMALL,
     Operations,
     World,
+    build_world,
     compiled,
     estimated_cycles,
     jobs,
     kernels,
-    name_of,
     operations,
+    program_name,
     whole_pool_operations,
-    world_of,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
-QWEN3_30B = world_of(
+QWEN3_30B = build_world(
     Qwen3MoeConfig(
         vocab_size=151_936,
         hidden_size=2048,
@@ -178,20 +178,20 @@ def launches(text: str) -> tuple[collections.Counter[str], collections.Counter[s
 
 def names(chip: str, world: World) -> list[str]:
     """The programs of an engine, in order of its table."""
-    return [name_of(key) for key in jobs(chip, capture=True, world=world)]
+    return [program_name(key) for key in jobs(chip, capture=True, world=world)]
 
 
 def report(model: str, world: World, chip: str, name: str) -> list[dict[str, object]]:
     """One row for a program that knows no capture; else for each kind of backends one without, one with it, and what is
     added."""
     if name not in FORWARD:
-        return [row_of(model, chip, name, "any", "-", make(world, chip, name, capture=False, plain=False))]
+        return [table_row(model, chip, name, "any", "-", make(world, chip, name, capture=False, plain=False))]
     rows = []
     for plain in (False, True):
         backends = "plain" if plain else "tpu"
         off, on = (make(world, chip, name, capture=capture, plain=plain) for capture in (False, True))
-        rows += [row_of(model, chip, name, backends, capture, made) for capture, made in (("off", off), ("on", on))]
-        rows.append(row_of(model, chip, name, backends, "added", difference(on, off)))
+        rows += [table_row(model, chip, name, backends, capture, made) for capture, made in (("off", off), ("on", on))]
+        rows.append(table_row(model, chip, name, backends, "added", difference(on, off)))
     return rows
 
 
@@ -227,7 +227,7 @@ def difference(on: Made, off: Made) -> Made:
     )
 
 
-def row_of(model: str, chip: str, name: str, backends: str, capture: str, made: Made) -> dict[str, object]:
+def table_row(model: str, chip: str, name: str, backends: str, capture: str, made: Made) -> dict[str, object]:
     """A line of the table."""
     return {
         "model": model,

@@ -89,7 +89,7 @@ class ClockedRunner:
         return result
 
 
-def work_of(
+def required_work(
     batch: ModelWorkerBatch, rows: np.ndarray, itemsize: int, pool_itemsize: int
 ) -> dict[str, tuple[float, float]]:
     """(bytes, operations) of each part that one step cannot do without."""
@@ -118,7 +118,7 @@ def work_of(
     }
 
 
-def steps_of(
+def measure_steps(
     core: EngineCore, clock: ClockedRunner, seconds: np.ndarray, batch: int, turn: int, itemsize: int
 ) -> list[dict[str, object]]:
     """One batch, step by step: milliseconds of its parts, and their work."""
@@ -142,7 +142,7 @@ def steps_of(
             "host": total - span,
         }
         phase = "decode" if clock.batch.mode is ForwardMode.DECODE else "prefill"
-        work = work_of(clock.batch, clock.rows, itemsize, clock._runner.config.pool.dtype.itemsize)
+        work = required_work(clock.batch, clock.rows, itemsize, clock._runner.config.pool.dtype.itemsize)
         steps.append({"phase": phase, "tokens": clock.batch.kv_slots.size, "step": total, "work": work} | part)
         clock.batch = None
     return steps
@@ -163,7 +163,7 @@ def overlapped(core: EngineCore, batch: int, turn: int) -> float:
     return statistics.median(seconds)
 
 
-def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **labels: object) -> list[dict[str, object]]:
+def table_rows(steps: list[dict[str, object]], rates: dict[str, float], **labels: object) -> list[dict[str, object]]:
     """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
     step = statistics.median(step_times["step"] for step_times in steps)
     times = {name: statistics.median(step_times[name] for step_times in steps) * 1e3 for name in COLUMNS}
@@ -219,7 +219,7 @@ def main() -> None:
         for batch in args.batches:
             core.runner = clock
             runs = [
-                steps_of(core, clock, seconds, batch, turn, jnp.dtype(dtype).itemsize)
+                measure_steps(core, clock, seconds, batch, turn, jnp.dtype(dtype).itemsize)
                 for turn in range(args.rounds + 1)
             ]
             core.runner = clock._runner
@@ -229,7 +229,7 @@ def main() -> None:
                 most = max(step["tokens"] for step in steps if step["phase"] == phase)
                 selected = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
                 labels = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
-                table += rows_of(selected, rates, **labels, overlapped=alone if phase == "decode" else "-")
+                table += table_rows(selected, rates, **labels, overlapped=alone if phase == "decode" else "-")
             print_table(table[-6:])
     print(write_result("cpu_parts", table, probe=probe, rounds=args.rounds))
 

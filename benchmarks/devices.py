@@ -106,7 +106,7 @@ def options() -> argparse.Namespace:
     return args
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
+def build_config(args: argparse.Namespace) -> dict[str, Any]:
     """The config with as many layers as were asked for."""
     whole = (
         QWEN3_30B_A3B
@@ -141,7 +141,7 @@ def main() -> int:
     args = options()
     if args.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    config = config_of(args)
+    config = build_config(args)
     vocabulary, length = int(config["vocab_size"]), args.prompt + args.new
     prompts = [
         req.source.input_ids.tolist()

@@ -73,5 +73,5 @@ class Domain:
         ]
 
 
-def domains_of(config: dict) -> tuple[Domain, Domain]:
+def build_domains(config: dict) -> tuple[Domain, Domain]:
     return tuple(Domain(vocabulary=int(config["vocab_size"]), number=number) for number in (0, 1))

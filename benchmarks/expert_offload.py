@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, Domain, domains_of, skewed_model
+from domains import SMALL, Domain, build_domains, skewed_model
 from flax import nnx
 from step import QWEN3_30B_A3B, Run, drive
 
@@ -178,7 +178,7 @@ def rows_of_engine(
     )
     core = build_engine(server_args(args, folder), model=model, experts=experts).core
     runner, memory = core.runner, accelerator_bytes(core)
-    bench = Bench(core=core, args=args, domains=domains_of(config))
+    bench = Bench(core=core, args=args, domains=build_domains(config))
     if runner.host is not None:
         runner.host.queue.set_signals(callbacks=args.callbacks)
     start = runner.residency
@@ -233,7 +233,7 @@ def main() -> None:
             print(f"{write_result(args.name, rows, **settings)}, {time.perf_counter() - begin:.0f} s", flush=True)
         gc.collect()
         core = build_engine(server_args(args, folder), model=on_accelerator(model)).core
-        bench, memory = Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
+        bench, memory = Bench(core=core, args=args, domains=build_domains(config)), accelerator_bytes(core)
         for batch in args.batches:
             plain = {"resident": 1.0, "batch": batch, "who": "plain"}
             rows.append({**plain, **bench.measured(batch), **memory})

@@ -50,7 +50,7 @@ class Sizes:
     plan: dict[str, int]
 
 
-def sizes_of(args: argparse.Namespace) -> Sizes:
+def parse_sizes(args: argparse.Namespace) -> Sizes:
     """Full sizes, or such as a CPU interprets."""
     if args.small:
         plan = {"batch": 2, "length": 32, "block": 2}
@@ -119,7 +119,7 @@ def judge(forward: str, rollout: Rollout, prompt: int, report: Report) -> None:
 
 def measure_trained(args: argparse.Namespace) -> int:
     """Train, roll out, judge by each forward; the result is written after every line. 1 where a check does not hold."""
-    sizes, rows = sizes_of(args), list[dict[str, object]]()
+    sizes, rows = parse_sizes(args), list[dict[str, object]]()
 
     def report(row: dict[str, object], forward: str = "-") -> None:
         rows.append(json.loads(json.dumps({"forward": forward, **row}, default=np.generic.item)))

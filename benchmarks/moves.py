@@ -28,7 +28,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, Domain, domains_of, skewed_model
+from domains import SMALL, Domain, build_domains, skewed_model
 from step import QWEN3_30B_A3B
 
 from routed_experts import Engine, PlacementConfig
@@ -94,7 +94,7 @@ class Bench:
 
     def domain(self, number: int, seed: int) -> Domain:
         """Prompts of a domain; the same for the same seed."""
-        return dataclasses.replace(domains_of(self.config)[number], seed=seed)
+        return dataclasses.replace(build_domains(self.config)[number], seed=seed)
 
 
 def decode(

@@ -68,11 +68,11 @@ class Peer:
         self._process.communicate()
 
 
-def ours_of(core: EngineCore, prompts: Prompts, ids: list[np.ndarray], new: int) -> Timing:
+def measure_engine(core: EngineCore, prompts: Prompts, ids: list[np.ndarray], new: int) -> Timing:
     """One round of this engine, measured as its peers are."""
     seconds, reqs = [], []
     for count in (1, new):
-        reqs = prompts.requests_of(ids, new=count, ask=True)
+        reqs = prompts.build_requests(ids, new=count, ask=True)
         core.flush_cache()
         start = time.perf_counter()
         core.add(reqs)
@@ -141,7 +141,7 @@ def main() -> None:
             new = args.new if turn >= 0 else 8
             ids = [req.source.input_ids for req in prompts.requests(batch, prompt=args.prompt, new=1, ask=True)]
             time.sleep(_REST_S)
-            own = ours_of(core, prompts, ids, new)
+            own = measure_engine(core, prompts, ids, new)
             answers: dict[str, Timing] = {}
             for peer in peers:
                 time.sleep(_REST_S)

@@ -56,13 +56,13 @@ def step_times(model: Qwen3Moe, batch: int, length: int, pairs: int) -> dict[str
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (batch, length)), jnp.int32)
 
-    def loss_of(state, tokens, routed):
+    def compute_loss(state, tokens, routed):
         out = forward(nnx.merge(graphdef, state), tokens, routed=routed)
         logprobs = jax.nn.log_softmax(out.logits[:, :-1])
         loss = -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1))
         return loss, None if routed is None else canary(out.slot_miss, routed)
 
-    step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    step = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
     record = jax.jit(lambda state, tokens: forward(nnx.merge(graphdef, state), tokens, return_routed=True).ids)
     ids = record(state, tokens)
     assert ids.shape == (batch, length, spec.num_moe_layers, spec.top_k)

@@ -24,7 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, domains_of, skewed_model
+from domains import SMALL, build_domains, skewed_model
 from expert_offload import Bench, by_frequency, server_args
 from step import QWEN3_30B_A3B
 
@@ -69,7 +69,7 @@ def of_fraction(
     for batch in args.batches:
         plain = float("nan")
         for policy in ("first", "static", "adaptive"):
-            bench = Bench(core=core, args=args, domains=domains_of(config))  # the same prompts for all
+            bench = Bench(core=core, args=args, domains=build_domains(config))  # the same prompts for all
             learned = by_frequency(bench.run(batch, ask=True), first)
             residents = first if policy == "first" else learned
             runner.apply_residency(dataclasses.replace(residents, slot_of=residents.slot_of.copy()))

@@ -242,7 +242,7 @@ def measure(
     return rows
 
 
-def core_of(config: dict[str, object], layers: int, args: argparse.Namespace, longest: int) -> EngineCore:
+def build_core(config: dict[str, object], layers: int, args: argparse.Namespace, longest: int) -> EngineCore:
     """An engine core of that many layers, whose pool holds a whole batch of `longest` tokens each."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
@@ -260,7 +260,7 @@ def core_of(config: dict[str, object], layers: int, args: argparse.Namespace, lo
         return build_engine(server, model=model).core
 
 
-def longest_of(context: int, args: argparse.Namespace) -> int:
+def max_request_len(context: int, args: argparse.Namespace) -> int:
     """Tokens of a request at its end."""
     return context + args.new + -(-args.batch * context // args.chunk) + 16
 
@@ -296,7 +296,7 @@ def measure_curves(config: dict[str, object], args: argparse.Namespace, shortest
     points = [(layers, [shortest]) for layers in args.depths] if "layers" in args.against else []
     points += [(max(args.depths), args.contexts)] if "context" in args.against else []
     for layers, contexts in points:
-        core = core_of(config, layers, args, longest_of(max(contexts), args))
+        core = build_core(config, layers, args, max_request_len(max(contexts), args))
         for context in contexts:
             progress(f"{layers} layers, context {context}")
             rows.append(measure_point(core, config, layers, context, args))

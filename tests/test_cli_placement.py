@@ -20,7 +20,7 @@ from routed_experts.formats.archive import encode_record
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
 
-def records_of(seed, num_tokens=200):
+def random_records(seed, num_tokens=200):
     """Records as generate gives them: the last token has no row."""
     rng = np.random.default_rng(seed)
     made = [skewed_record(rng, LOGITS, num_tokens, prompt_len=5) for _ in range(2)]
@@ -30,7 +30,7 @@ def records_of(seed, num_tokens=200):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Two records in each kind of file, and statistics of two others."""
-    folder, records = tmp_path_factory.mktemp("records"), records_of(2)
+    folder, records = tmp_path_factory.mktemp("records"), random_records(2)
     answers = [
         {"text": "", "meta_info": encode_meta_info(record, payload_format="npy", layers="moe")} for record in records
     ]
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     )
     (folder / "a.safetensors").write_bytes(encode_record(records[0]))
     (folder / "b.safetensors").write_bytes(encode_record(records[1]))
-    RoutingStats.from_records(records_of(3)).save(folder / "stats.npz")
+    RoutingStats.from_records(random_records(3)).save(folder / "stats.npz")
     return folder
 
 
@@ -54,7 +54,7 @@ def run(capsys, *argv):
 def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys, names):
     flags = ["--plan-from", files / "stats.npz", "--instances", 20, "--devices", 4, "--residents", 4, "--json"]
     code, out, _ = run(capsys, *(files / name for name in names), *flags)
-    report, records, learned = json.loads(out), records_of(2), RoutingStats.read(files / "stats.npz")
+    report, records, learned = json.loads(out), random_records(2), RoutingStats.read(files / "stats.npz")
     assert code == 0
     assert [report[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [
         400,
@@ -79,7 +79,7 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
 
 def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
     code, out, _ = run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4)
-    records = records_of(2)
+    records = random_records(2)
     after = placement.simulate(
         records, placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
     )
@@ -96,7 +96,7 @@ def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
 def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
     flags = ["--instances", 20, "--devices", 4, "--dispatch", dispatch, "--step-tokens", 100, "--json"]
     code, out, _ = run(capsys, files / "out.jsonl", *flags)
-    report, records = json.loads(out)["instances"], records_of(2)
+    report, records = json.loads(out)["instances"], random_records(2)
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
     after = placement.simulate(records, plan, dispatch=dispatch, step_tokens=100)
     assert code == 0 and report["balance planned"] == after.balancedness.tolist()
@@ -161,10 +161,10 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
     config = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
     assert config.num_resident == 5
-    expected = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
+    expected = placement.resident(RoutingStats.from_records(random_records(2)), per_layer=5)
     assert (config.build_residency(3, 16).slot_of == expected.slot_of).all()
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
-    planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
+    planned = placement.eplb(RoutingStats.from_records(random_records(2)), num_instances=20, num_devices=4)
     assert (
         ExpertPlacement.read(tmp_path / "plan.npz").logical_to_physical_map == planned.logical_to_physical_map
     ).all()

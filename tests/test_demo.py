@@ -84,20 +84,20 @@ def test_the_replay_gives_back_what_the_engine_said_and_the_check_can_fail(shown
 
 
 def test_every_moe_layer_has_a_line_of_load_with_a_bar_for_each_expert(shown):
-    data = page_of(shown[0])[1]
+    data = read_page(shown[0])[1]
     lines = re.findall(r"^ +(\d+) +\d+\.\d\d +[01]\.\d{3} +0\.\d\d +\d+ +([▁▂▃▄▅▆▇█·]+) *$", shown[1], re.MULTILINE)
     assert [int(layer) for layer, _ in lines] == data["layers"]
     assert {len(bars) for _, bars in lines} == {len(data["palette"])}
     assert any("█" in bars for _, bars in lines)
 
 
-def page_of(folder):
+def read_page(folder):
     source = (folder / "demo-output" / "routing.html").read_text(encoding="utf-8")
     return source, json.loads(re.search(r'id="routing">(.*?)</script>', source)[1])
 
 
 def test_pictures_are_written_and_the_page_fetches_nothing(shown):
-    source, data = page_of(shown[0])
+    source, data = read_page(shown[0])
     assert not re.search(r"https?:|//[\w.]+\.", source)
     assert data["inks"] == [text_color(colour) for colour in data["palette"]]
     assert [text["rows"] for text in data["texts"]] == [

@@ -40,7 +40,7 @@ def contents(folder):
 
 
 @pytest.fixture(scope="module")
-def said(engine_factory):
+def answer(engine_factory):
     with engine_factory(enable_return_routed_experts=True) as engine:
         return engine.generate(
             "The cat sat", {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}, return_routed_experts=True
@@ -62,9 +62,9 @@ EXPORTS = (
 
 @pytest.mark.parametrize("command", EXPORTS)
 @pytest.mark.parametrize("there", [False, True])
-def test_commands_leave_nothing_half_written(command, there, said, tmp_path, monkeypatch, capsys):
+def test_commands_leave_nothing_half_written(command, there, answer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "answer.json").write_text(json.dumps(said))
+    (tmp_path / "answer.json").write_text(json.dumps(answer))
     words = command.split()
     target = next(word for word in words if word.startswith("out"))
     if there and target != "out":
@@ -78,8 +78,8 @@ def test_commands_leave_nothing_half_written(command, there, said, tmp_path, mon
     assert main(words) == 0 and len(contents(tmp_path)) > len(before) - there
 
 
-def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path, engine_factory):
-    record, tensors = record_from_meta_info(said), {"a": np.zeros(5000, np.float32)}
+def test_the_library_leaves_nothing_and_the_engine_goes_on(answer, tmp_path, engine_factory):
+    record, tensors = record_from_meta_info(answer), {"a": np.zeros(5000, np.float32)}
     text = RoutedText(title="a", pieces=("x",) * record.num_tokens, record=record)
     exports = (
         lambda: save(tmp_path / "model", {"model_type": "x"}, tensors),
@@ -99,7 +99,7 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path, engin
             assert contents(tmp_path) == {}
             events.append(next(stream))
         *_, last = [*events, *stream]
-        assert last["output_ids"] == said["output_ids"] and record_from_meta_info(last) == record
+        assert last["output_ids"] == answer["output_ids"] and record_from_meta_info(last) == record
         for export in exports:
             export()
 

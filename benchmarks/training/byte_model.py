@@ -85,7 +85,7 @@ def make_steps(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformat
     """`block` steps as one program: (params, moments, key, text, rate) -> (params, moments, mean loss)."""
     backend = balanced(plan.balance)
 
-    def loss_of(params: Any, tokens: Int[Array, "B S1"]) -> Float[Array, ""]:
+    def compute_loss(params: Any, tokens: Int[Array, "B S1"]) -> Float[Array, ""]:
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         logits = forward(nnx.merge(graphdef, half), tokens[:, :-1], backend=backend).logits
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
@@ -93,7 +93,7 @@ def make_steps(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformat
     def step(carry: Any, key: Array, text: UInt8[Array, " T"], rate: Float[Array, ""]) -> tuple[Any, Float[Array, ""]]:
         params, moments = carry
         starts = jax.random.randint(key, (plan.batch, 1), 0, text.shape[0] - plan.length)
-        loss, gradient = jax.value_and_grad(loss_of)(
+        loss, gradient = jax.value_and_grad(compute_loss)(
             params, text[starts + jnp.arange(plan.length + 1)].astype(jnp.int32)
         )
         change, moments = optimizer.update(gradient, moments, params)

@@ -4,7 +4,7 @@ import os
 
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
-from rows import rows_of
+from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 SAID = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 8, "temperature": 0, "max_retries": 0}
@@ -48,7 +48,7 @@ def main():
     asking = ChatWithRows(**SAID, n=2, extra_body={"return_routed_experts": True})
     results = [asking.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
     row_lists = [
-        rows_of(item.message.response_metadata, usage["total_tokens"]) for result in results for item in result
+        decode_rows(item.message.response_metadata, usage["total_tokens"]) for result in results for item in result
     ]
     assert len(row_lists) == 4 and all(rows == row_lists[0] for rows in row_lists), (
         "greedy: two choices, twice, the same rows"

@@ -4,7 +4,7 @@ n and rows."""
 import os
 
 import litellm
-from rows import rows_of
+from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -52,10 +52,12 @@ def chat(route):
         and content.startswith(logprobs[0].token)
         and len(logprobs[0].top_logprobs) == 2
     )
-    rows = rows_of(choice.provider_specific_fields, whole.usage.total_tokens)
+    rows = decode_rows(choice.provider_specific_fields, whole.usage.total_tokens)
     both = litellm.completion(**kwargs, n=2, **rows_asked)
     assert [chosen.message.content for chosen in both.choices] == [content] * 2, "greedy, so both say the same"
-    assert all(rows_of(chosen.provider_specific_fields, whole.usage.total_tokens) == rows for chosen in both.choices)
+    assert all(
+        decode_rows(chosen.provider_specific_fields, whole.usage.total_tokens) == rows for chosen in both.choices
+    )
     chunks = list(litellm.completion(**kwargs, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == content
     (usage,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]

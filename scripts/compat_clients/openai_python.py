@@ -4,7 +4,7 @@ routed experts."""
 import os
 
 import openai
-from rows import rows_of
+from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 CHAT = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -42,7 +42,7 @@ def complete(client):
         )
         assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
         total = both.usage.prompt_tokens + 4
-        assert rows_of(choice.model_dump(), total) == rows_of(other.model_dump(), total)
+        assert decode_rows(choice.model_dump(), total) == decode_rows(other.model_dump(), total)
     ids = client.completions.create(model=model, prompt=[[5, 6], [7]], max_tokens=2)
     assert [choice.index for choice in ids.choices] == [0, 1] and ids.usage.prompt_tokens == 3
 
@@ -58,7 +58,7 @@ def chat_at_once(client):
     ), "greedy"
     as_npy = client.chat.completions.create(**CHAT, max_tokens=8, extra_body={**ROWS, "routed_experts_format": "npy"})
     total = whole.usage.total_tokens
-    assert rows_of(choice.model_dump(), total) == rows_of(as_npy.choices[0].model_dump(), total)
+    assert decode_rows(choice.model_dump(), total) == decode_rows(as_npy.choices[0].model_dump(), total)
     return whole
 
 
@@ -75,7 +75,7 @@ def chat_streamed(client, whole):
     (last,) = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     total = whole.usage.total_tokens
     assert last.finish_reason == whole.choices[0].finish_reason
-    assert rows_of(last.model_dump(), total) == rows_of(whole.choices[0].model_dump(), total)
+    assert decode_rows(last.model_dump(), total) == decode_rows(whole.choices[0].model_dump(), total)
     long = client.chat.completions.create(**CHAT, max_tokens=64)
     with client.chat.completions.stream(**CHAT, max_tokens=64) as events:
         assert events.get_final_completion().choices[0].message.content == long.choices[0].message.content

@@ -5,7 +5,7 @@ import array
 import base64
 
 
-def rows_of(choice, total_tokens):
+def decode_rows(choice, total_tokens):
     """Expert ids of one choice (a dict), as [row][MoE layer] -> tuple of top_k. Checked: a row for each token but the
     last, the bytes against the sidecar's shape, the fill of dense layers, ids in range and distinct."""
     fields = choice if choice.get("routed_experts") else choice["meta_info"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.records import text_of
+from analysis.records import build_text
 from routed_experts.analysis import draw_routing, printable
 from routed_experts.analysis.figures import place_tokens
 from routed_experts.core.errors import ConfigError
@@ -45,14 +45,14 @@ def test_lines_break_before_a_token_and_at_line_feeds_and_inside_tokens_that_fit
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_is_written_whatever_the_text(tmp_path, ending):
     pieces = ["$x_1^2$", " \\frac", "漢字", "\x1b[0m", "😀", "\n", "", "<b>", " end"]
-    texts = [text_of(pieces, cached_tokens=2, title="$t$ 漢"), text_of("abc", 1, valid=np.array([True, False]))]
+    texts = [build_text(pieces, cached_tokens=2, title="$t$ 漢"), build_text("abc", 1, valid=np.array([True, False]))]
     draw_routing(texts, tmp_path / f"routing.{ending}", title="$a$ title", dpi=40)
     written = (tmp_path / f"routing.{ending}").read_bytes()
     assert written.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
 
 
 def test_a_name_without_an_ending_gets_one(tmp_path):
-    draw_routing([text_of("abcdef")], tmp_path / "fig", title="t", dpi=40)
+    draw_routing([build_text("abcdef")], tmp_path / "fig", title="t", dpi=40)
     assert [file.name for file in tmp_path.iterdir()] == ["fig.png"] and (tmp_path / "fig.png").read_bytes().startswith(
         b"\x89PNG"
     )
@@ -60,14 +60,14 @@ def test_a_name_without_an_ending_gets_one(tmp_path):
 
 def test_a_picture_is_the_same_each_time(tmp_path):
     for name in "ab":
-        draw_routing([text_of("abcdef")], tmp_path / f"{name}.png", title="t", dpi=40)
+        draw_routing([build_text("abcdef")], tmp_path / f"{name}.png", title="t", dpi=40)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_a_missing_matplotlib_is_named_with_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"matplotlib is not installed; run .*\[plot\]"):
-        draw_routing([text_of("abcdef")], tmp_path / "a.png", title="t")
+        draw_routing([build_text("abcdef")], tmp_path / "a.png", title="t")
 
 
 def test_analysis_is_imported_without_matplotlib_or_jax():

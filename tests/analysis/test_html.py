@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from analysis.records import text_of
+from analysis.records import build_text
 from routed_experts.analysis import routing_page, utilization
 from routed_experts.analysis.colormaps import CIVIDIS, colour_at, expert_palette, scale_top
 
@@ -64,8 +64,8 @@ class Page(HTMLParser):
 @pytest.fixture
 def texts():
     return [
-        text_of(EVIL, 1, title="<b>evil</b>"),
-        text_of(["a ", "b ", "c ", "d"], 2, cached_tokens=1, valid=np.array([True, True, False])),
+        build_text(EVIL, 1, title="<b>evil</b>"),
+        build_text(["a ", "b ", "c ", "d"], 2, cached_tokens=1, valid=np.array([True, True, False])),
     ]
 
 
@@ -111,8 +111,8 @@ def test_tokens_wear_the_colour_of_their_first_expert(source, texts):
 @pytest.mark.parametrize("experts", [7, 300])
 def test_the_script_is_given_the_ids_of_the_records(experts):
     texts = [
-        text_of("abcdef", 3, experts=experts),
-        text_of("abc", 4, experts=experts, start=0, valid=np.array([False, True])),
+        build_text("abcdef", 3, experts=experts),
+        build_text("abc", 4, experts=experts, start=0, valid=np.array([False, True])),
     ]
     data = json.loads(Page(routing_page(texts, title="t")).all("script", id="routing")[0][1])
     assert (data["layers"], data["top_k"], len(data["palette"])) == ([1, 2, 3], 3, experts)
@@ -141,5 +141,5 @@ def test_cells_of_the_heat_map_show_the_utilization_on_one_scale(source, texts):
 
 
 def test_a_text_without_generated_rows_says_that_nothing_is_known():
-    page = Page(routing_page([text_of("abc", prompt=2)], title="t"))
+    page = Page(routing_page([build_text("abc", prompt=2)], title="t"))
     assert [attrs["fill"] for attrs, _ in page.all("rect", **{"class": "cell"})].count("var(--none)") == 21

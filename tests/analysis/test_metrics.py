@@ -21,7 +21,7 @@ RECORDS = {
 }
 
 
-def rows_of(records):
+def known_rows(records):
     """Known rows as nested lists: [T][M][K]."""
     return [
         record.ids[row].tolist()
@@ -32,7 +32,7 @@ def rows_of(records):
 
 
 def count(records, layer, *experts):
-    return sum(all(expert in row[layer] for expert in experts) for row in rows_of(records))
+    return sum(all(expert in row[layer] for expert in experts) for row in known_rows(records))
 
 
 @pytest.fixture(params=RECORDS)
@@ -50,7 +50,7 @@ def test_counts_and_utilization_are_those_of_a_loop(records, shape):
     assert counts.shape == load.shape == shape
     for layer, expert in np.ndindex(shape):
         assert counts[layer, expert] == count(records, layer, expert)
-        expected = count(records, layer, expert) * shape[1] / (len(rows_of(records)) * records[0].top_k)
+        expected = count(records, layer, expert) * shape[1] / (len(known_rows(records)) * records[0].top_k)
         assert load[layer, expert] == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(load.mean(axis=1), 1.0, rtol=1e-12)
 
@@ -59,7 +59,7 @@ def test_balance_is_that_of_a_loop(records, shape):
     metrics, (layers, experts) = balance(*records), shape
     for layer in range(layers):
         c = [count(records, layer, expert) for expert in range(experts)]
-        slots = len(rows_of(records)) * records[0].top_k
+        slots = len(known_rows(records)) * records[0].top_k
         assert metrics.max_load[layer] == pytest.approx(max(c) * experts / slots)
         assert metrics.gini[layer] == pytest.approx(
             sum(abs(a - b) for a in c for b in c) / (2 * experts * sum(c)), abs=1e-12
@@ -77,7 +77,7 @@ def test_coactivation_is_that_of_a_loop(records, shape):
     assert lift.shape == (layers, experts, experts)
     for layer, i, j in np.ndindex(lift.shape):
         below = count(records, layer, i) * count(records, layer, j)
-        expected = len(rows_of(records)) * count(records, layer, i, j) / below if below else math.nan
+        expected = len(known_rows(records)) * count(records, layer, i, j) / below if below else math.nan
         assert lift[layer, i, j] == pytest.approx(expected, nan_ok=True)
 
 
@@ -85,7 +85,7 @@ def test_flow_between_layers_is_that_of_a_loop(records, shape):
     flow, (layers, experts) = layer_flow(*records), shape
     assert flow.shape == (layers - 1, experts, experts)
     for layer, i, j in np.ndindex(flow.shape):
-        both = sum(i in row[layer] and j in row[layer + 1] for row in rows_of(records))
+        both = sum(i in row[layer] and j in row[layer + 1] for row in known_rows(records))
         below = records[0].top_k * count(records, layer, i)
         assert flow[layer, i, j] == pytest.approx(both / below if below else math.nan, nan_ok=True)
     assert np.all(np.isnan(flow).all(axis=2) | np.isclose(flow.sum(axis=2), 1.0))

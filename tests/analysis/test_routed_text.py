@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.records import random_record, text_of
+from analysis.records import build_text, random_record
 from routed_experts.analysis import RoutedText, printable, token_texts
 from routed_experts.core.errors import RoutingAlignmentError
 
@@ -52,4 +52,4 @@ def test_experts_of_a_token_are_its_row_and_nothing_where_no_row_is_known():
 
 def test_a_piece_too_few_is_refused():
     with pytest.raises(RoutingAlignmentError, match=r"6 pieces.*7 tokens"):
-        RoutedText(title="t", pieces=tuple("abcdef"), record=text_of("abcdefg").record)
+        RoutedText(title="t", pieces=tuple("abcdef"), record=build_text("abcdefg").record)

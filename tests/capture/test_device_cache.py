@@ -19,7 +19,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 NUM_TOKENS = 6
 
 
-def spec_of(num_experts=8, num_layers=5, top_k=3):
+def build_spec(num_experts=8, num_layers=5, top_k=3):
     return CaptureSpec(
         num_hidden_layers=num_layers, layer_ids=tuple(range(num_layers)), num_experts=num_experts, top_k=top_k
     )
@@ -55,7 +55,7 @@ def scanned(spec):
 
 @pytest.mark.parametrize("num_experts", [8, 256, 257, 65_535])
 def test_a_scanned_step_returns_the_rows_of_a_numpy_loop(num_experts):
-    spec = spec_of(num_experts)
+    spec = build_spec(num_experts)
     ids = random_ids(spec)
     ids[0, 0, 0] = num_experts - 1
     rows = scanned(spec)(ids)
@@ -77,7 +77,7 @@ def test_packed_words_are_the_same_rows_to_the_byte(num_experts, top_k):
 
 
 def test_unrolled_layers_and_whole_runs_give_the_same_rows():
-    spec = spec_of()
+    spec = build_spec()
     ids = random_ids(spec)
 
     @jax.jit
@@ -97,7 +97,7 @@ def test_unrolled_layers_and_whole_runs_give_the_same_rows():
 
 
 def test_the_second_step_records_its_own_ids_and_compiles_nothing():
-    spec = spec_of()
+    spec = build_spec()
     step = scanned(spec)
     first, second = random_ids(spec, seed=1), random_ids(spec, seed=2)
     rows = step(first)
@@ -107,13 +107,13 @@ def test_the_second_step_records_its_own_ids_and_compiles_nothing():
 
 
 def test_no_tracer_leaks():
-    spec = spec_of()
+    spec = build_spec()
     with jax.checking_leaks():
         assert np.array_equal(scanned(spec)(random_ids(spec)), rows_by_loop(random_ids(spec)))
 
 
 def test_a_write_is_a_new_value():
-    spec = spec_of()
+    spec = build_spec()
     empty = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec)
     ids = random_ids(spec)[0]
     written = empty.capture_fwd_routed_experts(1, jnp.asarray(ids))
@@ -122,13 +122,13 @@ def test_a_write_is_a_new_value():
 
 
 def test_a_layer_that_was_not_written_is_no_expert():
-    rows = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of(8)).rows()
+    rows = _RoutedExpertsDeviceCache.create(NUM_TOKENS, build_spec(8)).rows()
     assert (np.asarray(rows) == 0xFF).all()
-    assert (np.asarray(_RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of(257)).rows()) == 0xFFFF).all()
+    assert (np.asarray(_RoutedExpertsDeviceCache.create(NUM_TOKENS, build_spec(257)).rows()) == 0xFFFF).all()
 
 
 def test_the_carry_of_a_scan_is_written_in_place():
-    spec = spec_of(num_experts=128, num_layers=48, top_k=8)
+    spec = build_spec(num_experts=128, num_layers=48, top_k=8)
     compiled = scanned(spec).lower(jax.ShapeDtypeStruct((48, 256, 8), jnp.int32)).compile()
     block_bytes = 48 * 256 * 8 * 4
     assert not re.findall(r"= s32\[384,256\]\S* copy\(", compiled.as_text())
@@ -136,7 +136,7 @@ def test_the_carry_of_a_scan_is_written_in_place():
 
 
 def test_ids_of_another_shape_or_layer_are_refused():
-    cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of())
+    cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, build_spec())
     with pytest.raises(AssertionError, match="shared experts"):
         cache.capture_fwd_routed_experts(0, jnp.zeros((NUM_TOKENS, 4), jnp.int32))
     with pytest.raises(AssertionError, match="expected 0 to 4"):
@@ -146,7 +146,7 @@ def test_ids_of_another_shape_or_layer_are_refused():
 
 
 def test_ids_of_another_integer_type_are_cast_explicitly():
-    spec = spec_of()
+    spec = build_spec()
     ids = jnp.ones((NUM_TOKENS, 3), jnp.uint8)
     cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec).capture_fwd_routed_experts(jnp.uint8(0), ids)
     assert cache.ids.dtype == jnp.int32
@@ -154,7 +154,7 @@ def test_ids_of_another_integer_type_are_cast_explicitly():
 
 def test_off_is_an_empty_pytree():
     assert jax.tree.leaves(create_device_cache(None, NUM_TOKENS)) == []
-    assert len(jax.tree.leaves(create_device_cache(spec_of(), NUM_TOKENS))) == 1
+    assert len(jax.tree.leaves(create_device_cache(build_spec(), NUM_TOKENS))) == 1
 
 
 @pytest.mark.parametrize("how", [_count_by_scattering, _count_by_comparing])

@@ -14,7 +14,7 @@ import pytest
 from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
 from oracles.margins import assert_margin_rule
-from oracles.testbeds import SIZES, model_of, other_oracle, other_weights, random_prompt, tiny_testbed
+from oracles.testbeds import SIZES, build_model, other_oracle, other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import (
     CaptureDisabledError,
@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory):
 
 
 def new_engine(tokenizer, *, capture=True, **args):
-    model = model_of(tiny_config(), tiny_tensors(tiny_config()))
+    model = build_model(tiny_config(), tiny_tensors(tiny_config()))
     return Engine(model=model, tokenizer_path=tokenizer, enable_return_routed_experts=capture, **{**SIZES, **args})
 
 
@@ -63,7 +63,7 @@ def oracle():
     return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 
 
-def rng_of(seed):
+def make_rng(seed):
     return np.random.default_rng(seed)
 
 
@@ -80,7 +80,7 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
 
 @pytest.mark.parametrize("backend", sorted(name for name, offer in KERNELS.items() if offer.platform in (None, "cpu")))
 def test_every_registered_backend_fills_every_row(backend):
-    testbed, rng = tiny_testbed(moe_backend=backend), rng_of(1)
+    testbed, rng = tiny_testbed(moe_backend=backend), make_rng(1)
     drive = testbed.drive()
     reqs = [
         request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))
@@ -95,7 +95,7 @@ def test_every_registered_backend_fills_every_row(backend):
 
 
 def test_reused_slot_never_shows_the_last_tenant(testbed):
-    drive, rng = testbed.drive(pages=int(2.3 * 10)), rng_of(2)  # sequences of up to 40 tokens, pages of 4
+    drive, rng = testbed.drive(pages=int(2.3 * 10)), make_rng(2)  # sequences of up to 40 tokens, pages of 4
     reqs = [
         request(f"r{i}", random_prompt(rng, rng.integers(1, 37)), int(rng.integers(1, 5)), temperature=1.0, seed=i)
         for i in range(200)
@@ -109,7 +109,7 @@ def test_reused_slot_never_shows_the_last_tenant(testbed):
 
 def test_first_writer_wins_over_reprefill(testbed):
     """The request keeps the rows of its first pass; the page carries those of the second, for whoever reads it next."""
-    drive, prompt = testbed.drive(), random_prompt(rng_of(3), 24)
+    drive, prompt = testbed.drive(), random_prompt(make_rng(3), 24)
     drive.add(request("first", prompt, 12))
     while drive.reqs["first"].num_output < 4:
         drive.step()
@@ -133,7 +133,7 @@ def test_first_writer_wins_over_reprefill(testbed):
 
 
 def test_retracted_and_aborted_requests_keep_their_rows(testbed):
-    drive, rng = testbed.drive(), rng_of(4)
+    drive, rng = testbed.drive(), make_rng(4)
     reqs = [request(f"r{i}", random_prompt(rng, 20), 20, temperature=1.0, seed=i) for i in range(4)]
     drive.add(*reqs)
     drive.steps(8)
@@ -154,7 +154,7 @@ def test_retracted_and_aborted_requests_keep_their_rows(testbed):
 
 
 def test_reader_asks_where_writer_did_not(testbed):
-    drive, prompt = testbed.drive(), random_prompt(rng_of(5), 40)
+    drive, prompt = testbed.drive(), random_prompt(make_rng(5), 40)
     drive.run(request("writer", prompt, 8, asks=False))
     drive.run(request("reader", prompt, 8))
     assert drive.outputs["reader"].end.cached_tokens == 36
@@ -168,7 +168,7 @@ def test_reader_asks_where_writer_did_not(testbed):
 @pytest.mark.parametrize(("dense", "columns"), [((0,), (1, 2, 3)), ((2,), (0, 1, 3)), ((0, 1, 3), (2,))])
 def test_layer_ids_name_the_hidden_layer(dense, columns):
     testbed = tiny_testbed(config=(("mlp_only_layers", dense),), deterministic=True)
-    drive, reqs = testbed.drive(), [request(f"r{n}", random_prompt(rng_of(n), n), 8) for n in (5, 30)]
+    drive, reqs = testbed.drive(), [request(f"r{n}", random_prompt(make_rng(n), n), 8) for n in (5, 30)]
     drive.run(*reqs)
     assert testbed.oracle.moe_layers == columns
     for req in reqs:
@@ -256,7 +256,8 @@ def test_every_choice_has_its_own_rows(engine, oracle, form, layers):
 def test_prefill_longer_than_any_bucket_is_captured(testbed, length):
     drive = testbed.drive()  # buckets of 8 and of 32
     drive.run(
-        request("long", random_prompt(rng_of(length), length), 4), request("neighbour", random_prompt(rng_of(0), 5), 4)
+        request("long", random_prompt(make_rng(length), length), 4),
+        request("neighbour", random_prompt(make_rng(0), 5), 4),
     )
     assert assert_all_faithful(drive) == length + 3 + 8
 
@@ -280,9 +281,9 @@ def test_expert_256_survives(tokenizer):
     tensors = tiny_tensors(config)
     for layer in (1, 2, 3):
         tensors[f"model.layers.{layer}.mlp.gate.weight"][256] *= 3  # so that it is often among the best, and often not
-    oracle, prompt = FullSequence(config, tensors), random_prompt(rng_of(6), 40).tolist()
+    oracle, prompt = FullSequence(config, tensors), random_prompt(make_rng(6), 40).tolist()
     with Engine(
-        model=model_of(config, tensors), tokenizer_path=tokenizer, enable_return_routed_experts=True, **SIZES
+        model=build_model(config, tensors), tokenizer_path=tokenizer, enable_return_routed_experts=True, **SIZES
     ) as engine:
         for form in ("int32", "npy"):
             result = engine.generate(
@@ -360,7 +361,7 @@ def test_stopped_at_the_first_token_there_is_a_row_for_each_prompt_token(engine,
 
 
 def test_missing_row_fails_the_request_with_its_position(testbed):
-    drive, rng = testbed.drive(disable_radix_cache=True), rng_of(8)
+    drive, rng = testbed.drive(disable_radix_cache=True), make_rng(8)
     drive.add(
         *(request(rid, random_prompt(rng, 30), 10, asks=rid != "quiet") for rid in ("hurt", "quiet", "neighbour"))
     )
@@ -403,7 +404,7 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
 def test_pages_of_an_old_version_do_not_match(testbed, cache):
-    drive, prompt = testbed.drive(), random_prompt(rng_of(9), 40)
+    drive, prompt = testbed.drive(), random_prompt(make_rng(9), 40)
     drive.run(request("old", prompt, 8))
     drive.run(request("old again", prompt, 8))
     drive.add(request("across", prompt, 20))
@@ -428,7 +429,7 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
 
 
 def test_turns_send_only_new_rows(testbed):
-    drive, rng, history, rows, known = testbed.drive(), rng_of(10), np.zeros(0, np.int32), 0, []
+    drive, rng, history, rows, known = testbed.drive(), make_rng(10), np.zeros(0, np.int32), 0, []
     for turn in range(20):
         prompt = np.concatenate([history, random_prompt(rng, 2)])
         drive.run(request(f"turn{turn}", prompt, 2, start=len(known)))
@@ -448,14 +449,14 @@ def test_turns_send_only_new_rows(testbed):
 @pytest.fixture(scope="module")
 def score():
     """The training forward, jitted: (tokens, routed or None) -> logits and executed ids."""
-    model = model_of(tiny_config(), tiny_tensors(tiny_config()))
+    model = build_model(tiny_config(), tiny_tensors(tiny_config()))
     return jax.jit(lambda tokens, routed: forward(model, tokens, routed=routed, return_routed=True))
 
 
-TOKENS = np.stack([random_prompt(rng_of(seed), 20) for seed in (11, 12)])
+TOKENS = np.stack([random_prompt(make_rng(seed), 20) for seed in (11, 12)])
 
 
-def routed_of(ids, valid):
+def routed_batch(ids, valid):
     return RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.zeros(np.shape(valid), bool))
 
 
@@ -463,7 +464,7 @@ def test_two_forwards_in_one_process_do_not_see_each_other(score):
     live = score(TOKENS, None)
     others = (np.asarray(live.ids) + 5) % 16
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        replayed = [pool.submit(score, TOKENS, routed_of(others, np.ones(TOKENS.shape, bool))) for _ in range(4)]
+        replayed = [pool.submit(score, TOKENS, routed_batch(others, np.ones(TOKENS.shape, bool))) for _ in range(4)]
         beside = [pool.submit(score, TOKENS, None) for _ in range(4)]
     for result in replayed:
         np.testing.assert_array_equal(result.result().ids, others)
@@ -479,9 +480,9 @@ def test_invalid_rows_use_the_live_router(score, filler):
     bit."""
     live, valid = score(TOKENS, None), np.arange(TOKENS.size).reshape(TOKENS.shape) % 3 > 0
     live_ids = np.asarray(live.ids)
-    everything = score(TOKENS, routed_of(live_ids, np.ones_like(valid)))
-    some = score(TOKENS, routed_of(np.where(valid[..., None, None], live_ids, np.uint8(filler)), valid))
-    none = score(TOKENS, routed_of(np.full_like(live_ids, filler), np.zeros_like(valid)))
+    everything = score(TOKENS, routed_batch(live_ids, np.ones_like(valid)))
+    some = score(TOKENS, routed_batch(np.where(valid[..., None, None], live_ids, np.uint8(filler)), valid))
+    none = score(TOKENS, routed_batch(np.full_like(live_ids, filler), np.zeros_like(valid)))
     for out in (everything, some, none):
         np.testing.assert_array_equal(out.ids, live.ids)
         np.testing.assert_array_equal(out.logits, live.logits)
@@ -489,7 +490,7 @@ def test_invalid_rows_use_the_live_router(score, filler):
 
 def test_a_row_of_one_expert_repeated_is_no_record(testbed):
     drive = testbed.drive()
-    drive.run(request("r", random_prompt(rng_of(13), 10), 4))
+    drive.run(request("r", random_prompt(make_rng(13), 10), 4))
     record = drive.outputs["r"].end.routed_experts
     ids = record.ids.copy()
     ids[5] = 0

@@ -16,41 +16,41 @@ SPEC = CaptureSpec(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2
 PAGE_SIZE = 4
 
 
-def capturer_of(num_slots=32):
+def build_capturer(num_slots=32):
     return RoutedExpertsCapturer.create(SPEC, num_slots=num_slots, page_size=PAGE_SIZE, enable=True)
 
 
-def row_of(token, salt=0):
+def token_row(token, salt=0):
     """Distinct experts that say which token they belong to."""
     return np.array([token % 8, (token + 1 + salt) % 8, (token + 2) % 8, (token + 3 + salt) % 8], np.uint8)
 
 
-def rows_of(tokens, salt=0):
-    return np.stack([row_of(token, salt) for token in tokens])
+def token_rows(tokens, salt=0):
+    return np.stack([token_row(token, salt) for token in tokens])
 
 
 def fed(capturer, slots, tokens, version=0, salt=0):
     capturer.host_cache.poison()
-    capturer.on_forward_end(np.array(slots, np.int32), rows_of(tokens, salt), version)
+    capturer.on_forward_end(np.array(slots, np.int32), token_rows(tokens, salt), version)
 
 
 SLOTS = np.array([9, 8, 20, 21, 22, 4], np.int32)  # of tokens 0 to 5
 
 
 def test_a_record_holds_the_rows_of_its_tokens_by_the_row_law():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS, range(6))
     for start in range(7):
         record = capturer.collect(SLOTS[start:], start=start, num_tokens=7, num_prompt_tokens=3)
         record.validate()
         assert (record.start, record.num_rows, record.valid, record.router) == (start, 6 - start, None, "9f3a")
-        assert np.array_equal(record.ids.reshape(-1, 4), rows_of(range(6))[start:])
+        assert np.array_equal(record.ids.reshape(-1, 4), token_rows(range(6))[start:])
         assert (record.layer_ids, record.num_hidden_layers, record.num_experts) == ((1, 2), 3, 8)
     assert capturer.collect(SLOTS[3:3], start=3, num_tokens=3, num_prompt_tokens=3).num_rows == 0
 
 
 def test_the_last_token_has_a_row_only_when_it_was_fed():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS, range(6))
     assert capturer.collect(SLOTS, start=0, num_tokens=6, num_prompt_tokens=6, include_last=True).num_rows == 6
     assert capturer.collect(SLOTS, start=0, num_tokens=6, num_prompt_tokens=3).num_rows == 5
@@ -59,7 +59,7 @@ def test_the_last_token_has_a_row_only_when_it_was_fed():
 
 
 def test_a_missing_row_is_an_error_that_names_its_token():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS[:2], range(2))
     fed(capturer, SLOTS[3:], range(3, 6))
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_a_missing_row_is_an_error_that_names_its_token():
 
 
 def test_poison_is_never_returned_when_a_page_is_handed_out_again():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, range(4, 8), range(4))
     capturer.on_pages_allocated(np.array([1]))
     capturer.host_cache.poison()
@@ -81,17 +81,19 @@ def test_poison_is_never_returned_when_a_page_is_handed_out_again():
         capturer.collect(np.arange(4, 8), start=0, num_tokens=5, num_prompt_tokens=4)
     fed(capturer, range(4, 8), range(10, 14))
     record = capturer.collect(np.arange(4, 8), start=10, num_tokens=15, num_prompt_tokens=12)
-    assert np.array_equal(record.ids.reshape(-1, 4), rows_of(range(10, 14)))
+    assert np.array_equal(record.ids.reshape(-1, 4), token_rows(range(10, 14)))
 
 
 def test_saved_rows_outrank_those_of_the_new_pages():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS[:4], range(4), version=1)
     saved = capturer.save(SLOTS[:4])
     capturer.on_pages_allocated(np.arange(8))
     fed(capturer, np.arange(12, 18), range(6), version=2, salt=2)
     record = capturer.collect(np.arange(12, 18), start=0, num_tokens=7, num_prompt_tokens=3, saved=saved)
-    assert np.array_equal(record.ids.reshape(-1, 4), np.concatenate([rows_of(range(4)), rows_of(range(4, 6), salt=2)]))
+    assert np.array_equal(
+        record.ids.reshape(-1, 4), np.concatenate([token_rows(range(4)), token_rows(range(4, 6), salt=2)])
+    )
     assert record.version_spans == ((0, 4, 1), (4, 6, 2))
     later = capturer.collect(np.arange(15, 18), start=3, num_tokens=7, num_prompt_tokens=3, saved=saved)
     assert later == record[3:]
@@ -101,7 +103,7 @@ def test_saved_rows_outrank_those_of_the_new_pages():
 
 
 def test_rows_saved_twice_stay_those_of_the_first_pass():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS[:3], range(3), version=1)
     first = capturer.save(SLOTS[:3])
     fed(capturer, np.arange(12, 17), range(5), version=2, salt=2)
@@ -110,24 +112,26 @@ def test_rows_saved_twice_stay_those_of_the_first_pass():
     record = capturer.collect(
         np.arange(0), start=0, num_tokens=6, num_prompt_tokens=3, saved=second
     )  # aborted while it waited: no pages
-    assert np.array_equal(record.ids.reshape(-1, 4), np.concatenate([rows_of(range(3)), rows_of(range(3, 5), salt=2)]))
+    assert np.array_equal(
+        record.ids.reshape(-1, 4), np.concatenate([token_rows(range(3)), token_rows(range(3, 5), salt=2)])
+    )
     assert record.version_spans == ((0, 3, 1), (3, 5, 2))
     assert capturer.save(np.arange(12, 13), second).valid.size == 5  # retracted again before it came so far
 
 
 def test_a_row_that_was_not_known_when_saved_comes_from_the_new_pages():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, [9, 20], [0, 2], version=1)
     saved = capturer.save(SLOTS[:3])
     assert saved.valid.tolist() == [True, False, True]
     fed(capturer, np.arange(12, 15), range(3), version=2, salt=2)
     record = capturer.collect(np.arange(12, 15), start=0, num_tokens=4, num_prompt_tokens=3, saved=saved)
-    assert np.array_equal(record.ids.reshape(-1, 4), np.stack([row_of(0), row_of(1, 2), row_of(2)]))
+    assert np.array_equal(record.ids.reshape(-1, 4), np.stack([token_row(0), token_row(1, 2), token_row(2)]))
     assert record.version_spans == ((0, 1, 1), (1, 2, 2), (2, 3, 1))
 
 
 def test_version_spans_join_equal_neighbours():
-    capturer = capturer_of()
+    capturer = build_capturer()
     for version, tokens in ((3, [0, 1]), (3, [2]), (4, [3]), (3, [4, 5])):
         fed(capturer, SLOTS[tokens], tokens, version=version)
     record = capturer.collect(SLOTS[1:], start=1, num_tokens=7, num_prompt_tokens=3)
@@ -135,16 +139,16 @@ def test_version_spans_join_equal_neighbours():
 
 
 def test_collecting_does_not_tie_the_record_to_the_store():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS, range(6))
     record = capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3)
     fed(capturer, SLOTS, range(6), salt=2)
-    assert np.array_equal(record.ids.reshape(-1, 4), rows_of(range(6)))
+    assert np.array_equal(record.ids.reshape(-1, 4), token_rows(range(6)))
 
 
 def test_a_jitted_step_and_the_store_agree():
-    capturer = capturer_of()
-    ids = np.stack([rows_of(range(6))[:, :2], rows_of(range(6))[:, 2:]]).astype(np.int32)
+    capturer = build_capturer()
+    ids = np.stack([token_rows(range(6))[:, :2], token_rows(range(6))[:, 2:]]).astype(np.int32)
 
     @jax.jit
     def step(ids):
@@ -152,7 +156,7 @@ def test_a_jitted_step_and_the_store_agree():
 
     capturer.on_forward_end(SLOTS, np.asarray(step(ids))[:6], 0)
     assert np.array_equal(
-        capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3).ids.reshape(-1, 4), rows_of(range(6))
+        capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3).ids.reshape(-1, 4), token_rows(range(6))
     )
 
 
@@ -176,7 +180,7 @@ def test_off_compiles_to_the_program_that_never_heard_of_it():
 def test_off_drops_what_is_reported_and_refuses_what_is_asked():
     off = RoutedExpertsCapturer.create(None, num_slots=32, page_size=PAGE_SIZE, enable=False)
     off.on_pages_allocated(np.array([1]))
-    off.on_forward_end(SLOTS, rows_of(range(6)), 0)
+    off.on_forward_end(SLOTS, token_rows(range(6)), 0)
     assert (off.enabled, off.host_bytes(), off.device_bytes(64), off.check_integrity(SLOTS)) == (False, 0, 0, [])
     for read in (
         lambda: off.get_routed_experts(SLOTS),
@@ -193,14 +197,14 @@ def test_a_dense_model_cannot_be_captured():
 
 
 def test_bytes_are_those_of_the_arrays():
-    capturer = capturer_of()
+    capturer = build_capturer()
     cache = create_device_cache(SPEC, 16)
     assert capturer.device_bytes(16) == cache.ids.nbytes + cache.rows().nbytes
     assert capturer.host_bytes() == 32 * (4 + 4)
 
 
 def test_rows_outside_held_pages_are_found():
-    capturer = capturer_of()
+    capturer = build_capturer()
     fed(capturer, SLOTS, range(6))
     assert capturer.check_integrity(SLOTS) == []
     (violation,) = capturer.check_integrity(SLOTS[:-1])
@@ -211,7 +215,7 @@ def test_rows_outside_held_pages_are_found():
 def test_the_door_for_scripts_opens_on_nothing_until_it_is_set():
     def script():
         assert not get_global_experts_capturer().enabled
-        capturer = capturer_of()
+        capturer = build_capturer()
         set_global_experts_capturer(capturer)
         assert get_global_experts_capturer() is capturer
 

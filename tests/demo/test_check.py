@@ -27,17 +27,17 @@ def model(tmp_path_factory):
 
 
 @nnx.jit
-def said(model, tokens, routed):
+def score(model, tokens, routed):
     out = forward(model, tokens, routed=routed, return_routed=True)
     return jax.nn.log_softmax(out.logits[0], axis=-1), out.ids[0]
 
 
-def answer_of(model, tokens, length, prompt, *, ids=None):
+def demo_output(model, tokens, length, prompt, *, ids=None):
     """What an engine would have answered to the first `prompt` of `tokens`: causal, so a longer pass tells of a shorter
     one."""
     known = np.full((1, len(tokens)), ids is not None)
     forced = np.zeros((1, len(tokens), 3, 4), np.uint8) if ids is None else ids[None]
-    logprobs, live = said(
+    logprobs, live = score(
         model,
         jnp.asarray(tokens[None]),
         RoutedBatch(jnp.asarray(forced), jnp.asarray(known), jnp.zeros(known.shape, bool)),
@@ -68,7 +68,7 @@ def answer_of(model, tokens, length, prompt, *, ids=None):
 @pytest.fixture(scope="module")
 def answers(model):
     rng = np.random.default_rng(0)
-    return [answer_of(model, rng.integers(3, 313, 20), length, prompt) for length, prompt in LENGTHS]
+    return [demo_output(model, rng.integers(3, 313, 20), length, prompt) for length, prompt in LENGTHS]
 
 
 def test_answers_of_the_model_pass(model, answers):
@@ -109,7 +109,7 @@ def test_a_shift_that_changes_nothing_is_noticed(model):
     constant_ids = np.tile(
         np.arange(4, dtype=np.uint8), (20, 3, 1)
     )  # the rows of all tokens are one, so a shift must go unseen
-    check = check_replay(model, [answer_of(model, rng.integers(3, 313, 20), 20, 7, ids=constant_ids)])
+    check = check_replay(model, [demo_output(model, rng.integers(3, 313, 20), 20, 7, ids=constant_ids)])
     assert check.faults == (
         "no live logits are known to be the replayed ones",
         "rows of the wrong tokens passed the check",

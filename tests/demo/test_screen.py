@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from analysis.records import random_record, text_of
+from analysis.records import build_text, random_record
 from routed_experts.demo.terminal import Screen, bars
 
 
@@ -21,7 +21,7 @@ def test_bars_of_many_experts_fit_a_line(experts, width):
 def test_text_of_a_model_cannot_steer_the_terminal_or_use_the_markup_of_rich():
     stream = io.StringIO()
     screen = Screen(stream)
-    text = text_of(["[red]", "\x1b[2J", "\r", "\x07", ":smile:", "end"])
+    text = build_text(["[red]", "\x1b[2J", "\r", "\x07", ":smile:", "end"])
     screen.answer(text, 0)
     screen.experts(text, range(6))
     written = stream.getvalue()

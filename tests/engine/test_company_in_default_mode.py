@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.test_exactness_grid import Cell, prompts, told_by
+from engine.test_exactness_grid import Cell, exact_outputs, prompts
 from oracles.driver import Bench, request
 from oracles.testbeds import random_prompt
 from routed_experts.models.model_folder import ModelFolder
@@ -51,7 +51,7 @@ def alone(testbed):
         for index in range(len(GIVEN)):
             drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
             drive.run(asked(index, temperature))
-            outputs[temperature] = outputs.get(temperature, {}) | told_by(drive)
+            outputs[temperature] = outputs.get(temperature, {}) | exact_outputs(drive)
     return outputs
 
 
@@ -68,7 +68,7 @@ def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, 
     meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
     drive.run(*(asked(index, temperature) for index in order), before_step=meddle, check=False)
     assert len(drive.outputs) == len(GIVEN)
-    for rid, output in told_by(drive).items():
+    for rid, output in exact_outputs(drive).items():
         assert output == alone[temperature][rid], rid
 
 
@@ -87,4 +87,4 @@ def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(testbed, a
     )
     modes = {batch.mode for batch, _ in drive.log.forwards}
     assert len(drive.outputs) == 6 and len(modes) > 1, modes
-    assert told_by(drive)[f"p{index}"] == alone[temperature][f"p{index}"]
+    assert exact_outputs(drive)[f"p{index}"] == alone[temperature][f"p{index}"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import request
-from oracles.schedules import EVENTS, ScheduleSetup, assert_merged, run_event, run_schedule, tokens_of
+from oracles.schedules import EVENTS, ScheduleSetup, assert_merged, run_event, run_schedule, sequence_tokens
 from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -30,12 +30,12 @@ def test_an_aborted_rollout_goes_on_where_it_was(testbed):
     part's."""
     drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(1), 21)
     drive.run(request("a", prompt, 30), before_step=lambda step: step == 12 and drive.core.abort("a"))
-    part = tokens_of(drive, "a")
+    part = sequence_tokens(drive, "a")
     assert prompt.size < part.size < prompt.size + 30
     old = drive.core.runner.weight_version
     drive.update_weights(other_weights(3), cache="flush")
     drive.run(request("b", part, 30 - (part.size - prompt.size)))
-    whole = tokens_of(drive, "b")
+    whole = sequence_tokens(drive, "b")
     record = merge_turns(
         [(part, drive.outputs["a"].end.routed_experts), (whole, drive.outputs["b"].end.routed_experts)], whole
     )

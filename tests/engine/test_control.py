@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from oracles.full_sequence import FullSequence
-from oracles.testbeds import model_of
+from oracles.testbeds import build_model
 from routed_experts import (
     CheckpointError,
     Engine,
@@ -155,7 +155,7 @@ def test_a_resume_releases_a_pause_that_still_waits(engine):
 # --- weights
 
 
-def oracle_of(seed):
+def build_oracle(seed):
     return FullSequence(tiny_config(), tiny_tensors(tiny_config(), seed=seed))
 
 
@@ -187,9 +187,9 @@ def as_text(tree):
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_every_form_serve_the_next_request(engine, form):
     seed, version = 11 + list(FORMS).index(form), next_version(engine)
-    engine.update_weights(FORMS[form](model_of(tiny_config(), oracle_of(seed).tensors)), version=version)
+    engine.update_weights(FORMS[form](build_model(tiny_config(), build_oracle(seed).tensors)), version=version)
     result = ask(engine, PROMPT[:20], 8)
-    assert continues(oracle_of(seed), PROMPT[:20], result["output_ids"])
+    assert continues(build_oracle(seed), PROMPT[:20], result["output_ids"])
     assert result["meta_info"]["weight_version"] == str(version)
     assert record_from_meta_info(result).version_spans == ((0, 27, version),)
 
@@ -201,7 +201,9 @@ def test_a_request_that_lives_through_an_update_says_which_weights_made_its_rows
     old = next_version(engine) - 1
     calls = begun(engine, PROMPT, max_tokens=300)
     engine.pause(mode=mode)
-    engine.update_weights(nnx.split(model_of(tiny_config(), oracle_of(21).tensors))[1], version=old + 1, cache=cache)
+    engine.update_weights(
+        nnx.split(build_model(tiny_config(), build_oracle(21).tensors))[1], version=old + 1, cache=cache
+    )
     engine.resume()
     (result,) = calls.results()
     record = record_from_meta_info(result)
@@ -212,7 +214,7 @@ def test_a_request_that_lives_through_an_update_says_which_weights_made_its_rows
 
 
 def broken(change):
-    flat = FORMS["dotted host arrays"](model_of(tiny_config(), tiny_tensors(tiny_config())))
+    flat = FORMS["dotted host arrays"](build_model(tiny_config(), tiny_tensors(tiny_config())))
     change(flat)
     return flat
 
@@ -256,16 +258,16 @@ def test_what_is_no_weights_and_a_cache_that_is_none_are_refused(engine):
 
 
 def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released(engine):
-    donated = [nnx.split(model_of(tiny_config(), oracle_of(seed).tensors))[1] for seed in (31, 32)]
+    donated = [nnx.split(build_model(tiny_config(), build_oracle(seed).tensors))[1] for seed in (31, 32)]
     deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in donated]  # noqa: E731
     for state, seed, expected in zip(donated, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
         engine.update_weights(state, version=next_version(engine), donate=True)
         assert deleted() == expected
-        assert continues(oracle_of(seed), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+        assert continues(build_oracle(seed), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
     engine.release_memory_occupation(["weights"])
     assert deleted() == [{True}, {True}]
-    engine.resume_memory_occupation(model_of(tiny_config(), oracle_of(33).tensors), version=next_version(engine))
-    assert continues(oracle_of(33), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+    engine.resume_memory_occupation(build_model(tiny_config(), build_oracle(33).tensors), version=next_version(engine))
+    assert continues(build_oracle(33), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
     with pytest.raises(InvalidRequestError, match="donate='yes' must be True or False"):
         engine.update_weights({}, version=next_version(engine), donate="yes")
 
@@ -289,7 +291,7 @@ def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promi
         finally:
             renamed.set()
 
-    flat = nnx.to_flat_state(nnx.split(model_of(tiny_config(), oracle_of(34).tensors))[1])
+    flat = nnx.to_flat_state(nnx.split(build_model(tiny_config(), build_oracle(34).tensors))[1])
     slow = Slow({".".join(map(str, path)): leaf for path, leaf in flat})
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         update = pool.submit(engine.update_weights, slow, version=version, donate=True)
@@ -298,14 +300,14 @@ def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promi
         assert update.result() is None
         with pytest.raises(WeightsMismatchError, match=rf"version={version} must be an integer above {version}"):
             late.result()
-    assert continues(oracle_of(34), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+    assert continues(build_oracle(34), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
 
 
 def test_weights_from_disk_serve_the_next_request(engine, tmp_path):
     version = next_version(engine)
     engine.update_weights_from_disk(write_tiny_checkpoint(tmp_path, seed=31, tokenizer=False), version=version)
     result = ask(engine, PROMPT[:20], 8)
-    assert continues(oracle_of(31), PROMPT[:20], result["output_ids"])
+    assert continues(build_oracle(31), PROMPT[:20], result["output_ids"])
     assert result["meta_info"]["weight_version"] == str(version)
 
 
@@ -333,9 +335,9 @@ def test_a_folder_of_another_model_or_of_none_is_refused(engine, tmp_path):
 
 
 def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
-    tokens, oracle = PROMPT, oracle_of(41)
+    tokens, oracle = PROMPT, build_oracle(41)
     engine.pause(mode="in_place")
-    engine.update_weights(model_of(tiny_config(), oracle.tensors), version=next_version(engine))
+    engine.update_weights(build_model(tiny_config(), oracle.tensors), version=next_version(engine))
     out = engine.score(tokens)
     assert out.weight_version == next_version(engine) - 1
     expected = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]

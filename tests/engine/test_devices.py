@@ -92,13 +92,13 @@ class DeviceBench(Bench):
         self.probe, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0
 
 
-def prompts_of(vocab, *, seed=0, lengths=(1, 5, 45, 17)):
+def random_prompts(vocab, *, seed=0, lengths=(1, 5, 45, 17)):
     """One prompt is longer than a step."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, length).tolist() for length in lengths]
 
 
-def outputs_of(bench, prompts, *, max_tokens=6, pages=None, retracts=False):
+def run_prompts(bench, prompts, *, max_tokens=6, pages=None, retracts=False):
     """Tokens, rows and logprobs of greedy answers."""
     recurrent = bench.runner.config.pool.recurrent is not None
     drive = bench.drive(disable_radix_cache=recurrent, pages=pages)
@@ -141,17 +141,17 @@ def compile_events():
 def test_family_answers_alike_on_every_mesh(tmp_path, name):
     folder = tmp_path / name
     write_family(folder, name)
-    prompts = prompts_of(211)
-    expected = outputs_of(DeviceBench(folder), prompts)
+    prompts = random_prompts(211)
+    expected = run_prompts(DeviceBench(folder), prompts)
     for mesh in FAMILIES[name]:
-        assert_alike(outputs_of(DeviceBench(folder, *MESHES[mesh]), prompts), expected)
+        assert_alike(run_prompts(DeviceBench(folder, *MESHES[mesh]), prompts), expected)
 
 
 def test_dense_model_scores_alike_without_capture(tmp_path):
     """Its head is tied to its embeddings; two programs run, because it is scored."""
     folder = tmp_path
     write_family(folder, "dense")
-    prompts, outputs = [np.array(ids, np.int32) for ids in prompts_of(211)[1:]], []
+    prompts, outputs = [np.array(ids, np.int32) for ids in random_prompts(211)[1:]], []
     for tp in (1, 2, 4):
         bench = DeviceBench(folder, tp)
         runner = bench.runner
@@ -163,7 +163,7 @@ def test_dense_model_scores_alike_without_capture(tmp_path):
             np.testing.assert_allclose(first.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
 
 
-def logprobs_of(answer):
+def all_logprobs(answer):
     return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
 
 
@@ -176,7 +176,7 @@ class Qwen3:
         write_tiny_checkpoint(self.other, seed=1)
         self.alone = DeviceBench(self.folder)
         self.benches = {name: DeviceBench(self.folder, *sizes) for name, sizes in MESHES.items() if sizes[0] == 4}
-        self.prompts = prompts_of(VOCAB_SIZE)
+        self.prompts = random_prompts(VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,9 @@ def qwen3(tmp_path_factory):
 
 
 def test_answers_are_alike_on_every_mesh(qwen3):
-    expected = outputs_of(qwen3.alone, qwen3.prompts)
+    expected = run_prompts(qwen3.alone, qwen3.prompts)
     for bench in qwen3.benches.values():
-        assert_alike(outputs_of(bench, qwen3.prompts), expected)
+        assert_alike(run_prompts(bench, qwen3.prompts), expected)
 
 
 def test_gpu_kernels_serve_one_devices_heads_and_experts(qwen3):
@@ -197,7 +197,7 @@ def test_gpu_kernels_serve_one_devices_heads_and_experts(qwen3):
         attention={"gpu": BackendEntry(load=lambda: gpu_attention_backend(interpret=True))},
     )
     bench = DeviceBench(qwen3.folder, 2, 2, registry=gpu, moe_backend="gpu", attention_backend="gpu")
-    assert_alike(outputs_of(bench, qwen3.prompts), outputs_of(qwen3.alone, qwen3.prompts))
+    assert_alike(run_prompts(bench, qwen3.prompts), run_prompts(qwen3.alone, qwen3.prompts))
 
 
 def test_prefix_hits_are_alike_on_every_mesh(qwen3):
@@ -219,10 +219,10 @@ def two_turns(bench, first):
 
 def test_retraction_is_alike_on_every_mesh(qwen3):
     """The pool holds the prompts and not their answers."""
-    prompts = prompts_of(VOCAB_SIZE, seed=2, lengths=(4, 5, 6, 7))
-    expected = outputs_of(qwen3.alone, prompts, max_tokens=24)
+    prompts = random_prompts(VOCAB_SIZE, seed=2, lengths=(4, 5, 6, 7))
+    expected = run_prompts(qwen3.alone, prompts, max_tokens=24)
     for bench in qwen3.benches.values():
-        assert_alike(outputs_of(bench, prompts, max_tokens=24, pages=20, retracts=True), expected)
+        assert_alike(run_prompts(bench, prompts, max_tokens=24, pages=20, retracts=True), expected)
 
 
 def test_a_device_holds_its_share_of_weights_and_pages(qwen3, engines):
@@ -354,7 +354,7 @@ def alike(alone, shared):
     for left, right in zip(alone, shared, strict=True):
         assert left["output_ids"] == right["output_ids"]
         np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(outputs) for outputs in (left, right)))
-        np.testing.assert_allclose(logprobs_of(left), logprobs_of(right), rtol=0, atol=LOGPROB)
+        np.testing.assert_allclose(all_logprobs(left), all_logprobs(right), rtol=0, atol=LOGPROB)
 
 
 def _state(engine):

@@ -12,7 +12,7 @@ import pytest
 
 from oracles.driver import request
 from oracles.margins import assert_margin_rule, differences
-from oracles.testbeds import random_prompt, state_of, tiny_testbed, wide_margin_oracle
+from oracles.testbeds import build_state, random_prompt, tiny_testbed, wide_margin_oracle
 
 NEW_TOKENS = 24
 BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES = (
@@ -77,14 +77,14 @@ SIXTEEN = prompts((26, 17, 12, 1, 40, 33, 9, 5, 38, 2, 7, 24, 16, 8, 30, 3), see
 THIRTY_TWO = SIXTEEN + prompts(range(2, 34, 2), seed=32)
 
 
-def choice_of(index, choice, prompts):
+def choice_request(index, choice, prompts):
     how = SAMPLING[index % len(SAMPLING)]
     return request(
         f"p{index}c{choice}", prompts[index], NEW_TOKENS, choice=choice, group=f"p{index}", seed=index, **how
     )
 
 
-def told_by(drive):
+def exact_outputs(drive):
     """Tokens, logprobs (of prompts too, as text that tells every bit) and rows."""
     return {
         rid: (
@@ -102,9 +102,9 @@ def alone(testbed, prompts, *, choices, of):
     outputs = {}
     for index, choice in itertools.product(of, range(choices)):
         drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
-        drive.run(choice_of(index, choice, prompts))
+        drive.run(choice_request(index, choice, prompts))
         drive.outputs[f"p{index}c{choice}"].end.routed_experts.validate()
-        outputs |= told_by(drive)
+        outputs |= exact_outputs(drive)
     return outputs
 
 
@@ -136,7 +136,7 @@ def run_cell(testbed, cell, prompts, seed):
     if cell.radix == "warm":
         drive.run(*(request(f"warm{index}", prompts[index], 1) for index in order), check=False)
         drive.outputs.clear()
-    reqs = [choice_of(index, choice, prompts) for index in order for choice in range(cell.n)]
+    reqs = [choice_request(index, choice, prompts) for index in order for choice in range(cell.n)]
     drive.run(
         *reqs,
         before_step=(lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None,
@@ -150,7 +150,7 @@ def assert_equal_to_alone(testbed, cells, prompts, expected):
     drives = [run_cell(testbed, cell, prompts, seed) for seed, cell in enumerate(cells)]
     for cell, drive in zip(cells, drives, strict=True):
         assert len(drive.outputs) == len(prompts)
-        for rid, output in told_by(drive).items():
+        for rid, output in exact_outputs(drive).items():
             assert output == expected[rid], f"{rid} in the cell ({cell})"
     return drives
 
@@ -227,7 +227,7 @@ def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(de
 
 def test_where_the_router_leaves_no_doubt_default_mode_never_differs(default_world):
     oracle, drive = wide_margin_oracle(), default_world.drive(chunked_prefill_size=11)
-    drive.update_weights(state_of(oracle.tensors), cache="flush")
+    drive.update_weights(build_state(oracle.tensors), cache="flush")
     reqs = served_in_company(drive, 100, seed=52)
     for req in reqs:
         judged = oracle.run(req.tokens[: req.num_known - 1])

@@ -18,7 +18,7 @@ from engine.test_offload_two_devices import (
     ask,
     assert_same,
     compile_events,
-    metrics_of,
+    read_metrics,
     shared_out,
 )
 from routed_experts import ConfigError, Engine, ExpertOffloadConfig
@@ -50,7 +50,7 @@ def engine(folder):
         yield engine
 
 
-def queue_of(engine):
+def host_queue(engine):
     return engine.components.core.runner.host.queue
 
 
@@ -75,20 +75,20 @@ def recorded_steps(engine):
 
 def test_a_long_step_streams_the_hosts_experts(engine, undivided):
     engine.flush_cache()
-    before = queue_of(engine).stats().num_jobs
+    before = host_queue(engine).stats().num_jobs
     with recorded_steps(engine) as steps, compile_events() as compiled:
         assert_same(ask(engine), undivided)
     assert compiled == []
     streaming = [tokens for tokens, streams in steps if streams]
     assert streaming == [16, 16]  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
     assert len(steps) > 10
-    assert queue_of(engine).stats().num_jobs - before == len(steps) * MOE_LAYERS  # a layer's experts fit one chunk
+    assert host_queue(engine).stats().num_jobs - before == len(steps) * MOE_LAYERS  # a layer's experts fit one chunk
 
 
 def test_in_turn_the_numbers_are_the_same(engine, undivided):
-    queue_of(engine).set_signals(serial=True)
+    host_queue(engine).set_signals(serial=True)
     assert_same(ask(engine), undivided)
-    queue_of(engine).set_signals(serial=False)
+    host_queue(engine).set_signals(serial=False)
 
 
 def test_residents_change_between_streaming_steps(engine, undivided):
@@ -131,7 +131,7 @@ def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
         assert (4, False) in steps and (4, True) not in steps
         assert len({tuple(answer["output_ids"]) for answer in batch}) == 1
         engine.residency()  # the counts of the last steps
-        counts, before = engine.components.core.runner._slot_counts, metrics_of(engine)["deferred_slots_total"]
+        counts, before = engine.components.core.runner._slot_counts, read_metrics(engine)["deferred_slots_total"]
         assert before == counts[:, 2].sum() > 0 and counts[-1, 2] == 0  # none of the last MoE layer
         assert (counts[:, 2] <= counts[:, 0]).all()
         engine.flush_cache()

@@ -10,7 +10,7 @@ import pytest
 from engine.test_expert_offload import (
     engine,
     folder,
-    queue_of,
+    host_queue,
     test_a_long_step_streams_the_hosts_experts,
     test_deferral_changes_decode_steps_alone_and_says_so,
     test_in_turn_the_numbers_are_the_same,
@@ -69,10 +69,10 @@ def full_precision():
 
 @pytest.mark.parametrize("callbacks", [False, True])
 def test_both_ways_to_signal_give_the_same_answers(engine, undivided, callbacks):
-    queue_of(engine).set_signals(callbacks=callbacks)
+    host_queue(engine).set_signals(callbacks=callbacks)
     engine.flush_cache()
     assert_same(ask(engine), undivided)
-    assert queue_of(engine).stats().uses_callbacks == callbacks, "this driver refuses words in memory"
+    assert host_queue(engine).stats().uses_callbacks == callbacks, "this driver refuses words in memory"
 
 
 def test_experts_on_the_host_are_not_on_the_gpu(engine):

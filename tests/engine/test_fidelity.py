@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.testbeds import model_of, other_weights, random_prompt, tiny_testbed
+from oracles.testbeds import build_model, other_weights, random_prompt, tiny_testbed
 from routed_experts.replay.forward import RoutedBatch, forward
 
 MODES = {"deterministic": {"deterministic": True}, "default": {}}
@@ -263,7 +263,7 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(testbed
             True,
         )
     routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.zeros(size, bool))
-    logits = forward(model_of(testbed.config, testbed.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
+    logits = forward(build_model(testbed.config, testbed.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
     logprobs = np.asarray(jax.nn.log_softmax(logits))
     for index, req in enumerate(reqs):
         output, length = drive.outputs[req.rid], req.num_known

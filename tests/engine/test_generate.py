@@ -30,7 +30,7 @@ META_KEYS = {
 }
 
 
-def said(result):
+def text_and_ids(result):
     return result["text"], result["output_ids"]
 
 
@@ -42,7 +42,7 @@ def test_one_prompt_gives_a_dict_and_a_list_gives_a_list_in_order(engine):
     alone = [engine.generate(prompt, GREEDY, max_new_tokens=8) for prompt in prompts]
     together = engine.generate(prompts, GREEDY, max_new_tokens=8)
     assert isinstance(alone[0], dict) and isinstance(together, list)
-    assert [said(result) for result in together] == [said(result) for result in alone]
+    assert [text_and_ids(result) for result in together] == [text_and_ids(result) for result in alone]
     assert len({tuple(result["output_ids"]) for result in alone}) == 3
     assert isinstance(engine.generate(["the cat"], GREEDY, max_new_tokens=2), list)
 
@@ -51,9 +51,11 @@ def test_text_and_its_token_ids_are_the_same_request(engine):
     ids = engine.tokenizer.encode("once upon a time")
     expected = engine.generate("once upon a time", GREEDY, max_new_tokens=8)
     for input_ids in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16)):
-        assert said(engine.generate(input_ids=input_ids, sampling_params=GREEDY, max_new_tokens=8)) == said(expected)
+        assert text_and_ids(
+            engine.generate(input_ids=input_ids, sampling_params=GREEDY, max_new_tokens=8)
+        ) == text_and_ids(expected)
     nested = engine.generate(input_ids=[ids, ids[:3]], sampling_params=GREEDY, max_new_tokens=8)
-    assert said(nested[0]) == said(expected) and nested[1]["meta_info"]["prompt_tokens"] == 3
+    assert text_and_ids(nested[0]) == text_and_ids(expected) and nested[1]["meta_info"]["prompt_tokens"] == 3
     assert isinstance(engine.generate(input_ids=[ids], sampling_params=GREEDY, max_new_tokens=1), list)
     assert isinstance(engine.generate(input_ids=np.array([ids]), sampling_params=GREEDY, max_new_tokens=1), list)
 
@@ -77,7 +79,7 @@ def test_parameters_may_be_an_object_a_dict_or_either_spelling(engine):
         {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 5, "min_new_tokens": 2, "sampling_seed": 3},
         {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5, "max_new_tokens": 5, "top_p": None},
     ):
-        assert said(engine.generate("a", params)) == said(expected)
+        assert text_and_ids(engine.generate("a", params)) == text_and_ids(expected)
 
 
 def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine):
@@ -122,7 +124,7 @@ def test_none_is_absent(engine):
             "stream",
         )
     )
-    assert said(engine.generate("a", GREEDY | {"max_tokens": 3}, **nothing)) == said(
+    assert text_and_ids(engine.generate("a", GREEDY | {"max_tokens": 3}, **nothing)) == text_and_ids(
         engine.generate("a", GREEDY, max_new_tokens=3)
     )
 
@@ -140,8 +142,8 @@ def test_128_tokens_are_the_default_and_the_context_the_limit(engine):
 
 def test_temperature_1_is_the_default_and_calls_without_a_seed_differ(engine):
     unset = engine.generate("a", {"seed": 7, "max_tokens": 12})
-    assert said(unset) == said(engine.generate("a", {"seed": 7, "max_tokens": 12, "temperature": 1.0}))
-    assert said(unset) != said(engine.generate("a", GREEDY, max_new_tokens=12))
+    assert text_and_ids(unset) == text_and_ids(engine.generate("a", {"seed": 7, "max_tokens": 12, "temperature": 1.0}))
+    assert text_and_ids(unset) != text_and_ids(engine.generate("a", GREEDY, max_new_tokens=12))
     calls = [engine.generate("a", {"max_tokens": 12, "ignore_eos": True}) for _ in range(3)]
     assert len({tuple(call["output_ids"]) for call in calls}) == 3
 

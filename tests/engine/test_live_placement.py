@@ -128,7 +128,7 @@ def following(folder, tmp_path_factory):
     plan = tmp_path_factory.mktemp("plans") / "plan.npz"
     ONE_EACH.save(plan)
     with serving(folder, PlacementConfig(plan=plan, rebalance_every=6, layers_per_step=2), self_check=True) as engine:
-        engine.counted_before, engine.steps_before = counts_of(engine), engine.components.rebalancer._num_steps
+        engine.counted_before, engine.steps_before = expert_counts(engine), engine.components.rebalancer._num_steps
         yield engine
 
 
@@ -162,25 +162,25 @@ def ask(engine, prompts=PROMPTS, **more):
     return engine.generate(input_ids=prompts, return_routed_experts=True, **(ASK | more))
 
 
-def rows_of(answers):
+def routed_rows(answers):
     return [
         extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in answers
     ]
 
 
-def logprobs_of(answer):
+def all_logprobs(answer):
     return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
 
 
 def assert_same(answers, expected, *, atol):
     for answer, reference in zip(answers, expected, strict=True):
         assert answer["output_ids"] == reference["output_ids"]
-        np.testing.assert_allclose(logprobs_of(answer), logprobs_of(reference), rtol=0, atol=atol)
-    for answer, reference in zip(rows_of(answers), rows_of(expected), strict=True):
+        np.testing.assert_allclose(all_logprobs(answer), all_logprobs(reference), rtol=0, atol=atol)
+    for answer, reference in zip(routed_rows(answers), routed_rows(expected), strict=True):
         np.testing.assert_array_equal(answer, reference)
 
 
-def metrics_of(engine):
+def read_metrics(engine):
     metrics = Metrics(compat=None)
     metrics.watch(AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
@@ -236,7 +236,7 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
             notes = rerouting.registry.take()
             assert_as_defined(notes, factor, EXPERTS, overflows=True)
             ran = collections.Counter(tuple(row) for note in notes for row in note.ids[note.valid].tolist())
-            recorded = np.concatenate(rows_of(by_factor[factor])).reshape(-1, TOP_K)
+            recorded = np.concatenate(routed_rows(by_factor[factor])).reshape(-1, TOP_K)
             assert ran == collections.Counter(map(tuple, recorded.tolist()))
             changed = sum(note.changed.sum(axis=0) for note in notes)
             metas = [answer["meta_info"] for answer in by_factor[factor]]
@@ -250,7 +250,7 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
     stats = rerouting.placement_stats()
     total = sum(answer["meta_info"]["rerouted_slots"] for answers in by_factor.values() for answer in answers)
     assert stats.rerouted_slots - before.rerouted_slots == total > 0 and stats.dropped_slots == 0
-    shown = metrics_of(rerouting)
+    shown = read_metrics(rerouting)
     assert (shown["rerouted_slots_total"], shown["dropped_slots_total"]) == (stats.rerouted_slots, 0)
 
 
@@ -268,8 +268,8 @@ def test_a_cached_prefix_that_was_changed_is_told_to_who_reads_it(rerouting):
         for n in notes[:1]
     )
     assert first["meta_info"]["rerouted_slots"] > 0 and changed
-    in_prefix = rows_of([second])[0][: meta["cached_tokens"]]
-    np.testing.assert_array_equal(in_prefix, rows_of([first])[0][: meta["cached_tokens"]])
+    in_prefix = routed_rows([second])[0][: meta["cached_tokens"]]
+    np.testing.assert_array_equal(in_prefix, routed_rows([first])[0][: meta["cached_tokens"]])
     prefix = [sum(note.changed[: meta["cached_tokens"], 0].sum() for note in notes[:MOE_LAYERS])]
     assert meta["rerouted_slots"] == prefix[0] and meta["exact"] == (prefix[0] == 0)
     rerouting.flush_cache()
@@ -301,7 +301,7 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
     rerouting.flush_cache()
 
 
-def counts_of(engine):
+def expert_counts(engine):
     """Of the steps since they were taken last."""
     return engine.thread.run_drained(engine.components.load_monitor.take_window)()
 
@@ -315,15 +315,15 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
     with serving(folder, config, registry=registry, enable_return_routed_experts=False) as engine:
         with compile_events() as compiled:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
-        notes, counts = registry.take(), counts_of(engine)
+        notes, counts = registry.take(), expert_counts(engine)
         assert engine.components.core.capturer.enabled is False and not compiled
         assert_as_defined(notes, "1/2", 20, overflows=False)
         ran = np.concatenate([note.ids[note.valid].ravel() for note in notes])
         np.testing.assert_array_equal(counts.sum(axis=(0, 1)), np.bincount(ran[ran >= 0], minlength=EXPERTS))
         dropped = sum(int(note.changed[:, 1].sum()) for note in notes)
         assert dropped == sum(answer["meta_info"]["dropped_slots"] for answer in answers) == int((ran < 0).sum()) > 0
-        assert engine.placement_stats().dropped_slots == dropped == metrics_of(engine)["dropped_slots_total"]
-        assert not counts_of(engine).any()
+        assert engine.placement_stats().dropped_slots == dropped == read_metrics(engine)["dropped_slots_total"]
+        assert not expert_counts(engine).any()
         follower = engine.components.rebalancer
         follower._config = dataclasses.replace(
             config, rebalance_every=4
@@ -354,7 +354,7 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     assert stats.rebalances > 0 and stats.copies > before.copies and stats.epoch > 0 and stats.failed == 0
     assert (core.runner.placement.physical_to_logical_map != ONE_EACH.physical_to_logical_map).any()
     assert stats.skipped > before.skipped, "the load has not changed since the experts moved"
-    shown = metrics_of(following)
+    shown = read_metrics(following)
     expected = {
         "eplb_rebalances_total": stats.rebalances,
         "eplb_skipped_total": stats.skipped,
@@ -395,13 +395,13 @@ def test_balancedness_is_that_of_the_rows(following):
         assert following.placement_stats().balance == {}
         answers = [answer for seed in range(3) for answer in ask(following, [[*PROMPTS[seed], seed + 7], PROMPTS[3]])]
         for _ in range(2):  # what is taken is read when something is taken after it
-            counts_of(following)
+            expert_counts(following)
         stats = following.placement_stats()
     following.flush_cache()
     placement, load = runner.placement, np.zeros((MOE_LAYERS, 2))
     fed = [
         rows[meta["cached_tokens"] :]
-        for rows, meta in zip(rows_of(answers), (reply["meta_info"] for reply in answers), strict=True)
+        for rows, meta in zip(routed_rows(answers), (reply["meta_info"] for reply in answers), strict=True)
     ]
     for row in np.concatenate(fed):
         for layer in range(MOE_LAYERS):
@@ -413,7 +413,7 @@ def test_balancedness_is_that_of_the_rows(following):
     assert window.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
     assert window.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())
     np.testing.assert_allclose(window.max_over_mean, load.max(axis=1) / load.mean(axis=1))
-    shown = metrics_of(following)
+    shown = read_metrics(following)
     assert shown['eplb_balancedness{window="1000"}'] == pytest.approx(window.balancedness)
     assert shown['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(window.weighted)
     by_layer = [shown[f'device_load_max_over_mean{{layer="{layer}"}}'] for layer in stats.layer_ids]
@@ -442,12 +442,12 @@ def test_released_memory_is_no_failure(following):
 def test_counts_on_the_device_are_those_of_the_rows(following):
     """By phase, layer and expert."""
     with holding_still(following):
-        counts_of(following)
+        expert_counts(following)
         answers = ask(following)
-        counted = counts_of(following)
+        counted = expert_counts(following)
     following.flush_cache()
     expected = np.zeros((2, MOE_LAYERS, EXPERTS), int)
-    for prompt, rows in zip(PROMPTS, rows_of(answers), strict=True):
+    for prompt, rows in zip(PROMPTS, routed_rows(answers), strict=True):
         for phase, part in enumerate((rows[: len(prompt)], rows[len(prompt) :])):
             for layer in range(MOE_LAYERS):
                 expected[phase, layer] += np.bincount(part[:, layer].ravel(), minlength=EXPERTS)
@@ -467,7 +467,7 @@ def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):
         follower.settle()
     following.flush_cache()
     assert following.placement_stats().failed > before.failed and "no plan today" in caplog.text
-    assert metrics_of(following)["eplb_failed_total"] == following.placement_stats().failed
+    assert read_metrics(following)["eplb_failed_total"] == following.placement_stats().failed
 
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, following, tmp_path):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
-from oracles.testbeds import model_of, other_weights, random_prompt, tiny_testbed
+from oracles.testbeds import build_model, other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine, InvalidRequestError, WeightsMismatchError
 from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread
@@ -33,16 +33,16 @@ def engine(tmp_path_factory):
 def left_whole(engine):
     yield
     if "weights" in engine.released:
-        engine.update_weights(served_at_first(), version=version_of(engine) + 1)
+        engine.update_weights(served_at_first(), version=weight_version(engine) + 1)
     engine.resume_memory_occupation()
     assert_idle(engine)
 
 
 def served_at_first():
-    return nnx.split(model_of(tiny_config(), tiny_tensors(tiny_config())))[1]
+    return nnx.split(build_model(tiny_config(), tiny_tensors(tiny_config())))[1]
 
 
-def version_of(engine):
+def weight_version(engine):
     return on_engine_thread(engine, lambda core: core.runner.weight_version)
 
 
@@ -54,7 +54,7 @@ def ask(engine, max_tokens=60):
 
 @pytest.mark.parametrize("tags", RELEASES.values(), ids=RELEASES)
 def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
-    whole, before = ask(engine), version_of(engine)
+    whole, before = ask(engine), weight_version(engine)
     calls = PausedRequests(engine, PROMPT, sampling_params=GREEDY | {"max_tokens": 60}, return_routed_experts=True)
     engine.release_memory_occupation(tags)
     engine.resume()  # of the pause; the memory is not back
@@ -84,7 +84,7 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
 def test_the_pool_is_freed_and_the_weights_are_let_go():
     """The engine holds no more arrays than it says; a module that the caller holds too stays whole."""
     with Engine(
-        model=model_of(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL
+        model=build_model(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL
     ) as engine:
         pool, leaves = on_engine_thread(engine, lambda core: (core.runner._pool, jax.tree.leaves(core.runner.state)))
         mine = leaves[0]
@@ -108,10 +108,10 @@ def test_cached_prefixes_are_gone_and_nothing_is_compiled(engine):
 
 
 def test_weights_may_come_by_an_update_and_the_rest_after_it(engine):
-    oracle, version = FullSequence(tiny_config(), tiny_tensors(tiny_config(), seed=5)), version_of(engine) + 1
+    oracle, version = FullSequence(tiny_config(), tiny_tensors(tiny_config(), seed=5)), weight_version(engine) + 1
     engine.release_memory_occupation()
     engine.release_memory_occupation(("kv_cache",))  # again
-    engine.update_weights(model_of(tiny_config(), oracle.tensors), version=version)
+    engine.update_weights(build_model(tiny_config(), oracle.tensors), version=version)
     assert engine.released == ("kv_cache",)
     engine.resume_memory_occupation()
     result = ask(engine, 8)
@@ -123,9 +123,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
     for tags in ((), ("kv",), "kv_cache", None, 3):
         with pytest.raises(InvalidRequestError, match="must be a list of some of kv_cache, weights"):
             engine.release_memory_occupation(tags)
-    version = version_of(engine)
+    version = weight_version(engine)
     engine.resume_memory_occupation(served_at_first(), version=version + 1)
-    assert version_of(engine) == version, "nothing was released, so nothing happens"
+    assert weight_version(engine) == version, "nothing was released, so nothing happens"
     engine.release_memory_occupation()
     for call in (lambda: engine.score(PROMPT), lambda: engine.update_weight_version(10**6)):
         with pytest.raises(
@@ -137,9 +137,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
     with pytest.raises(InvalidRequestError, match="state and version come together"):
         engine.resume_memory_occupation(served_at_first())
     with pytest.raises(WeightsMismatchError, match="norm: nothing for"):
-        engine.resume_memory_occupation({}, version=version_of(engine) + 1)
+        engine.resume_memory_occupation({}, version=weight_version(engine) + 1)
     with pytest.raises(WeightsMismatchError, match="must be an integer above"):
-        engine.resume_memory_occupation(served_at_first(), version=version_of(engine))
+        engine.resume_memory_occupation(served_at_first(), version=weight_version(engine))
     assert engine.released == ("kv_cache", "weights")
 
 

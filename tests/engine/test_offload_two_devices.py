@@ -115,7 +115,7 @@ def ask(engine):
     return [engine.generate(input_ids=ids, sampling_params={"temperature": 0.0}, **ASKED) for ids in PROMPTS]
 
 
-def logprobs_of(answer):
+def all_logprobs(answer):
     """All of them by (place, token), those of the best five included."""
     meta = answer["meta_info"]
     sampled = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
@@ -123,13 +123,13 @@ def logprobs_of(answer):
     return np.array([value for value, *_ in (*sampled, *best)])
 
 
-def weights_of(folder):
+def load_weights(folder):
     """A whole model's arrays, on device 0."""
     opened = ModelFolder.open(folder, in_parts=True)
     return nnx.split(opened.load(opened.dtype("auto")))[1]
 
 
-def version_of(engine):
+def weight_version(engine):
     return engine.components.core.runner.weight_version
 
 
@@ -139,7 +139,7 @@ def exchange(engine, folder, version, *, donate):
     if not donate:
         engine.update_weights_from_disk(folder, version=version)
         return
-    state = weights_of(folder)
+    state = load_weights(folder)
     with compile_events() as compiled:
         engine.update_weights(state, version=version, donate=True)
     assert compiled == []
@@ -164,10 +164,10 @@ def assert_same(answers, expected):
         assert actual["output_ids"] == reference["output_ids"]
         rows = [extract_routed_experts_from_meta_info(answer) for answer in (actual, reference)]
         np.testing.assert_array_equal(*rows)
-        np.testing.assert_allclose(logprobs_of(actual), logprobs_of(reference), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(all_logprobs(actual), all_logprobs(reference), atol=1e-5, rtol=0)
 
 
-def hits_of(residency, rows):
+def hit_ratios(residency, rows):
     """Of each layer, the share of the rows' slots whose experts are resident."""
     return (residency.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0).mean(axis=(0, 2))
 
@@ -221,14 +221,14 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
         with compile_events() as compiled:
             assert_served(engine, ask(engine), undivided_other, 5)
         assert compiled == []
-        busy_s = metrics_of(engine)["host_experts_seconds_total"]
+        busy_s = read_metrics(engine)["host_experts_seconds_total"]
         assert busy_s == (0 if host is None else host.queue.stats().busy_s)
         assert (busy_s > 0) == (num_resident < EXPERTS)
     rows = [
         extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided
     ]
     rows = np.concatenate(rows)  # the last token of each was not fed
-    np.testing.assert_allclose(hits, hits_of(residency, rows), atol=1e-12)
+    np.testing.assert_allclose(hits, hit_ratios(residency, rows), atol=1e-12)
     assert jobs == (0 if num_resident == EXPERTS else steps * MOE_LAYERS)  # one of each step and MoE layer
 
 
@@ -269,7 +269,7 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
 def test_weights_and_residents_change_at_once(engine, folder, undivided, other, undivided_other):
     """Requests, swaps and updates in three threads: every answer is of one version's weights. The queues of steps and
     of scores read the new weights from the next job on."""
-    expected, version, ended, swapped = (undivided, undivided_other), version_of(engine), threading.Event(), []
+    expected, version, ended, swapped = (undivided, undivided_other), weight_version(engine), threading.Event(), []
     scores = []
 
     def swap():
@@ -299,7 +299,7 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
 def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, cache):
     """Tokens that it had are prefilled anew, or kept; each row is of the version that its span says."""
-    version = version_of(engine)
+    version = weight_version(engine)
     how = dict(sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=40, return_routed_experts=True)
     stream = engine.generate(input_ids=PROMPTS[1], stream=True, **how)
     next(stream)
@@ -322,7 +322,7 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
 
 
 def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, other):
-    runner, version = engine.components.core.runner, version_of(engine)
+    runner, version = engine.components.core.runner, weight_version(engine)
     key = next(key for key in runner._programs if key[0] == "write")
     program, written = runner._programs[key], []
 
@@ -344,10 +344,10 @@ def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, oth
 
 def test_an_array_under_two_names_is_given_away_once(engine, folder):
     """It is copied under both before it is deleted, and so is what others hold left alone."""
-    state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(weights_of(folder))}
+    state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(load_weights(folder))}
     pair = ["blocks.1.0.q_norm", "blocks.1.0.k_norm"]
     twice = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1])
-    array, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
+    array, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), weight_version(engine)
     engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)
     runner = engine.components.core.runner
     layers = runner.model.layers[runner.layers[-1].group]
@@ -357,7 +357,7 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
     engine.update_weights_from_disk(folder, version=version + 2)
 
 
-def metrics_of(engine):
+def read_metrics(engine):
     metrics = Metrics(compat=None)
     store = RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, call_later=lambda *_: None)
     metrics.watch(AsyncEngine(engine), store)
@@ -368,7 +368,7 @@ def metrics_of(engine):
 def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     ask(engine)
     engine.residency()  # the counts of the last steps
-    metrics = metrics_of(engine)
+    metrics = read_metrics(engine)
     hits = [metrics[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
     assert metrics["resident_swaps_total"] == engine.components.core.runner.num_swapped

@@ -110,7 +110,7 @@ def test_nobody_waits_for_counts(engine):
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     engine.reset_routing_stats()
     worst = ResidencyMap.from_experts(
-        np.argsort(engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
+        np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=100
     )
     engine.apply_residency(worst)
     answer = engine.generate(input_ids=PROMPT, **SAID)
@@ -126,10 +126,10 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
     runner, answer = engine.components.core.runner, engine.generate(input_ids=PROMPT, **SAID)
     worst = ResidencyMap.from_experts(
-        np.argsort(engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
+        np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=50
     )
     best = ResidencyMap.from_experts(
-        np.argsort(-engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
+        np.argsort(-engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=51
     )
     engine.apply_residency(worst)
     before, swapped, failed = runner.residency, runner.num_swapped, runner.num_failed
@@ -169,7 +169,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     ]
 
 
-def rate_of(engine):
+def expert_rates(engine):
     """How busy the follower takes each expert to be."""
     return lambda: engine.components.core.after_step.__self__._state.rate
 

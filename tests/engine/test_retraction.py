@@ -40,7 +40,7 @@ def requests(seed, count=16, max_tokens=24, **options):
     return made
 
 
-def all_told(drive):
+def all_outputs(drive):
     """What each request was told, in comparable form."""
     return {
         rid: (
@@ -58,7 +58,7 @@ def unhurried(testbed, reqs):
     drive = testbed.drive(disable_radix_cache=True)
     drive.run(*reqs)
     assert drive.core.scheduler.num_retracted == 0
-    return all_told(drive)
+    return all_outputs(drive)
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -69,7 +69,7 @@ def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room
     drive.run(*requests(seed))
     assert drive.core.scheduler.num_retracted > 0
     assert assert_all_faithful(drive) > 16 * 10
-    assert all_told(drive) == unhurried(testbed, requests(seed))
+    assert all_outputs(drive) == unhurried(testbed, requests(seed))
 
 
 @pytest.mark.parametrize("radix", [True, False])
@@ -79,14 +79,14 @@ def test_sent_back_every_third_step_a_request_says_the_same_once(testbed, radix,
     drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted > 10
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(testbed, requests(20))
+    assert all_outputs(drive) == unhurried(testbed, requests(20))
 
 
 def test_a_pool_for_one_sequence_serves_all_in_turn(testbed):
     drive = testbed.drive(pages=16)
     drive.run(*requests(30, count=8))
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(testbed, requests(30, count=8))
+    assert all_outputs(drive) == unhurried(testbed, requests(30, count=8))
 
 
 def test_choices_that_are_sent_back_say_the_same(testbed):
@@ -98,7 +98,7 @@ def test_choices_that_are_sent_back_say_the_same(testbed):
     drive.run(*choices())
     assert drive.core.scheduler.num_retracted > 0
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(testbed, choices())
+    assert all_outputs(drive) == unhurried(testbed, choices())
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])

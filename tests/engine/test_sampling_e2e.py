@@ -33,7 +33,7 @@ def log_softmax(scores):
     return scores - best - np.log(np.exp(scores - best).sum(-1, keepdims=True))
 
 
-def ids_of(engine, params, *, prompt=PROMPT, **kwargs):
+def output_ids(engine, params, *, prompt=PROMPT, **kwargs):
     result = engine.generate(input_ids=prompt, sampling_params=params, **kwargs)
     return [output["output_ids"] for output in result] if isinstance(result, list) else result["output_ids"]
 
@@ -83,13 +83,13 @@ def decode_by_hand(
 def test_greedy_with_penalties_is_what_a_loop_over_the_oracle_says(engine, oracle, prompt, penalties):
     params = GREEDY | {f"{name}_penalty": value for name, value in penalties.items()}
     expected = decode_by_hand(oracle, prompt, 24, **penalties)
-    assert ids_of(engine, params | {"max_tokens": 24}, prompt=prompt) == expected
+    assert output_ids(engine, params | {"max_tokens": 24}, prompt=prompt) == expected
 
 
 def test_each_penalty_changes_what_is_said(engine):
-    free = ids_of(engine, GREEDY | {"max_tokens": 24})
+    free = output_ids(engine, GREEDY | {"max_tokens": 24})
     for change in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
-        assert ids_of(engine, GREEDY | change | {"max_tokens": 24}) != free
+        assert output_ids(engine, GREEDY | change | {"max_tokens": 24}) != free
 
 
 def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engine, oracle):
@@ -99,7 +99,7 @@ def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engi
 
     def ask(i):
         params = GREEDY | {f"{name}_penalty": value for name, value in kinds[i % 4].items()}
-        return ids_of(engine, params | {"max_tokens": 12}, prompt=[*PROMPT, 60 + i])
+        return output_ids(engine, params | {"max_tokens": 12}, prompt=[*PROMPT, 60 + i])
 
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -107,14 +107,14 @@ def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engi
 
 
 def test_bias_forces_forbids_and_shifts(engine, oracle):
-    assert ids_of(engine, GREEDY | {"max_tokens": 6, "logit_bias": {77: 100.0}}) == [77] * 6
-    free = ids_of(engine, GREEDY | {"max_tokens": 12})
+    assert output_ids(engine, GREEDY | {"max_tokens": 6, "logit_bias": {77: 100.0}}) == [77] * 6
+    free = output_ids(engine, GREEDY | {"max_tokens": 12})
     forbidden = dict.fromkeys(set(free), -100.0)
-    ids = ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": forbidden})
+    ids = output_ids(engine, GREEDY | {"max_tokens": 12, "logit_bias": forbidden})
     assert not set(ids) & set(free)
     assert ids == decode_by_hand(oracle, PROMPT, 12, bias=forbidden)
     gentle = {str(token): 0.8 for token in range(100, 140)}  # keys as JSON spells them
-    assert ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": gentle}) == decode_by_hand(
+    assert output_ids(engine, GREEDY | {"max_tokens": 12, "logit_bias": gentle}) == decode_by_hand(
         oracle, PROMPT, 12, bias={int(token): value for token, value in gentle.items()}
     )
 
@@ -131,7 +131,7 @@ def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
     expected = decode_by_hand(oracle, PROMPT, 12, bias=bias, presence=1.0, banned=[88], min_tokens=5)
     if 88 in expected:
         expected = expected[: expected.index(88) + 1]
-    assert ids_of(engine, params) == expected and 88 not in expected[:5]
+    assert output_ids(engine, params) == expected and 88 not in expected[:5]
 
 
 # --- seeds
@@ -139,11 +139,11 @@ def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
 
 def test_a_seed_says_the_same_whatever_the_neighbours(engine):
     params = {"seed": 11, "max_tokens": 20, "ignore_eos": True}
-    expected = ids_of(engine, params)
-    assert ids_of(engine, params | {"seed": 12}) != expected
+    expected = output_ids(engine, params)
+    assert output_ids(engine, params | {"seed": 12}) != expected
 
     def neighbour(i):
-        return ids_of(
+        return output_ids(
             engine,
             {"seed": 100 + i, "max_tokens": 5 + 3 * i, "top_k": 5 * i, "presence_penalty": i % 2},
             prompt=LONG_PROMPT[i:],
@@ -151,26 +151,28 @@ def test_a_seed_says_the_same_whatever_the_neighbours(engine):
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(neighbour, i) for i in range(6)]
-        assert [ids_of(engine, params) for _ in range(4)] == [expected] * 4
+        assert [output_ids(engine, params) for _ in range(4)] == [expected] * 4
         assert all(other.result() for other in others)
 
 
 def test_choices_differ_and_each_is_itself_again(engine):
     params = {"seed": 5, "max_tokens": 16, "ignore_eos": True}
-    four = ids_of(engine, params | {"n": 4})
+    four = output_ids(engine, params | {"n": 4})
     assert len({tuple(ids) for ids in four}) == 4
-    assert ids_of(engine, params | {"n": 4}) == four
-    assert ids_of(engine, params | {"n": 2}) == four[:2], "a choice depends on its number, not on how many there are"
-    assert ids_of(engine, params) == four[0]
-    greedy = ids_of(engine, GREEDY | {"n": 3, "max_tokens": 8})
+    assert output_ids(engine, params | {"n": 4}) == four
+    assert output_ids(engine, params | {"n": 2}) == four[:2], (
+        "a choice depends on its number, not on how many there are"
+    )
+    assert output_ids(engine, params) == four[0]
+    greedy = output_ids(engine, GREEDY | {"n": 3, "max_tokens": 8})
     assert greedy[0] == greedy[1] == greedy[2]
 
 
 def test_large_and_small_seeds_are_different_seeds(engine):
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1]
-    assert len({tuple(ids_of(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}) == len(
-        seeds
-    )
+    assert len(
+        {tuple(output_ids(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}
+    ) == len(seeds)
 
 
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
@@ -183,8 +185,8 @@ def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
 
 def test_equal_prompts_of_one_call_without_a_seed_are_rollouts_of_their_own(engine):
     params = {"max_tokens": 12, "ignore_eos": True, "n": 2}
-    assert len(set(map(tuple, ids_of(engine, params, prompt=[PROMPT] * 4)))) == 8
-    seeded = ids_of(engine, params | {"seed": 3}, prompt=[PROMPT] * 2)
+    assert len(set(map(tuple, output_ids(engine, params, prompt=[PROMPT] * 4)))) == 8
+    seeded = output_ids(engine, params | {"seed": 3}, prompt=[PROMPT] * 2)
     assert seeded[:2] == seeded[2:] and seeded[0] != seeded[1], "a seed that was given is that of every prompt"
 
 
@@ -199,7 +201,7 @@ def test_first_tokens_are_drawn_from_the_models_distribution(engine, oracle):
     counts = collections.Counter()
     for block in range(4):
         params = {"n": 128, "seed": block, "temperature": 0.7, "top_k": 6, "max_tokens": 1, "ignore_eos": True}
-        counts.update(ids[0] for ids in ids_of(engine, params))
+        counts.update(ids[0] for ids in output_ids(engine, params))
     assert set(counts) <= set(allowed.tolist())
     observed = np.array([counts[token] for token in allowed.tolist()])
     assert (
@@ -219,7 +221,7 @@ def test_first_tokens_are_drawn_from_the_models_distribution(engine, oracle):
 def test_a_filter_lets_through_what_it_should(engine, oracle, params, keeps):
     probabilities = np.exp(log_softmax(oracle.run(PROMPT).logits[-1]))
     allowed = set(np.argsort(-probabilities)[keeps(probabilities)].tolist())
-    drawn = {ids[0] for ids in ids_of(engine, params | {"n": 64, "seed": 1, "max_tokens": 1, "ignore_eos": True})}
+    drawn = {ids[0] for ids in output_ids(engine, params | {"n": 64, "seed": 1, "max_tokens": 1, "ignore_eos": True})}
     assert drawn <= allowed and len(drawn) > 1
 
 

@@ -46,7 +46,7 @@ def drifted(num_tokens, seed=1, *, rows=None, start=0, valid=None):
     )
 
 
-def told(judged, tokens):
+def token_logprobs(judged, tokens):
     return judged.logprobs[np.arange(len(tokens) - 1), tokens[1:]]
 
 
@@ -68,7 +68,7 @@ def test_live_scores_and_rows_are_the_oracles(engine):
         )
         assert (record.num_rows, record.start, record.num_tokens, record.valid) == (len(tokens), 0, len(tokens), None)
         assert record.version_spans == ((0, len(tokens), out.weight_version),)
-        np.testing.assert_allclose(out.logprobs, told(ORACLE.run(tokens, record.ids), tokens), atol=1e-4)
+        np.testing.assert_allclose(out.logprobs, token_logprobs(ORACLE.run(tokens, record.ids), tokens), atol=1e-4)
 
 
 def test_routes_that_are_given_are_executed_where_they_are_valid(engine):
@@ -83,7 +83,7 @@ def test_routes_that_are_given_are_executed_where_they_are_valid(engine):
     records = [make(len(tokens)) for make, tokens in zip(cases.values(), sequences, strict=True)]
     for tokens, record, out in zip(sequences, records, engine.score(sequences, routed=records), strict=True):
         executed = out.routed_experts.ids
-        np.testing.assert_allclose(out.logprobs, told(ORACLE.run(tokens, executed), tokens), atol=1e-4)
+        np.testing.assert_allclose(out.logprobs, token_logprobs(ORACLE.run(tokens, executed), tokens), atol=1e-4)
         if record is not None:
             valid = np.ones(record.num_rows, bool) if record.valid is None else record.valid
             assert np.array_equal(executed[record.start : record.start + record.num_rows][valid], record.ids[valid])
@@ -178,7 +178,7 @@ def test_without_capture_there_are_scores_and_no_rows(tmp_path):
         tokens = random_tokens(20)
         out = engine.score(tokens)
         assert out.routed_experts is None
-        np.testing.assert_allclose(out.logprobs, told(ORACLE.run(tokens), tokens), atol=1e-4)
+        np.testing.assert_allclose(out.logprobs, token_logprobs(ORACLE.run(tokens), tokens), atol=1e-4)
         for kwargs in ({"return_routed_experts": True}, {"routed": drifted(20)}):
             with pytest.raises(CaptureDisabledError, match="enable_return_routed_experts=True"):
                 engine.score(tokens, **kwargs)

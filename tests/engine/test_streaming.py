@@ -17,7 +17,7 @@ LONG = GREEDY | {"max_tokens": 400}
 EVERYTHING = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
 
 
-def told(result):
+def stable_fields(result):
     """All that must not depend on how an answer was brought."""
     meta = {
         key: value for key, value in result["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")
@@ -52,7 +52,7 @@ def test_the_last_event_is_the_answer_at_once(engine, kwargs):
     at_once = engine.generate("once upon a time", GREEDY, max_new_tokens=20, **kwargs)
     assert_cumulative(events)
     assert len(events) == 20 and [len(event["output_ids"]) for event in events] == list(range(1, 21))
-    assert told(events[-1]) == told(at_once)
+    assert stable_fields(events[-1]) == stable_fields(at_once)
 
 
 def test_prompt_logprobs_are_there_from_the_first_event(engine):
@@ -89,7 +89,7 @@ def test_events_of_several_prompts_and_choices_name_their_place(engine):
     for index in range(4):
         own = [event for event in events if event["index"] == index]
         assert_cumulative(own)
-        assert told(own[-1]) == told(at_once[index])
+        assert stable_fields(own[-1]) == stable_fields(at_once[index])
     assert {event["index"] for event in events} == {0, 1, 2, 3}
 
 
@@ -103,10 +103,10 @@ def test_async_answers_are_those_of_the_sync_door(engine):
         return at_once, several, events
 
     at_once, several, events = asyncio.run(ask())
-    expected = told(engine.generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING))
-    assert told(at_once) == told(several[0]) == expected
+    expected = stable_fields(engine.generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING))
+    assert stable_fields(at_once) == stable_fields(several[0]) == expected
     assert_cumulative(events)
-    assert told(events[-1]) == told(engine.generate("the cat", GREEDY, max_new_tokens=10))
+    assert stable_fields(events[-1]) == stable_fields(engine.generate("the cat", GREEDY, max_new_tokens=10))
 
 
 # --- leaving early
@@ -211,9 +211,11 @@ def test_a_refused_request_does_not_abort_the_one_whose_id_it_wanted(engine):
     stream = engine.generate("once upon a time", LONG, rid="mine", stream=True)
     next(stream)
     for streamed in (False, True):
-        with pytest.raises(InvalidRequestError, match="rid='mine' is the id of a request that has not ended") as told_:
+        with pytest.raises(
+            InvalidRequestError, match="rid='mine' is the id of a request that has not ended"
+        ) as excinfo:
             list(engine.generate("the cat", GREEDY, rid="mine", stream=streamed))
-        assert (told_.value.param, told_.value.code) == ("rid", "duplicate_request_id")
+        assert (excinfo.value.param, excinfo.value.code) == ("rid", "duplicate_request_id")
     assert len(list(stream)[-1]["output_ids"]) == 400
     assert engine.generate("the cat", GREEDY, rid="mine", max_new_tokens=1)["meta_info"]["id"] == "mine"
 
@@ -279,7 +281,7 @@ def test_a_call_of_many_choices_is_refused_while_a_call_of_its_id_lives(engine):
         "the cat", {"temperature": 0.0, "ignore_eos": True}, max_new_tokens=60, rid="job", stream=True
     )
     next(running)
-    with pytest.raises(InvalidRequestError) as told_:
+    with pytest.raises(InvalidRequestError) as excinfo:
         engine.generate("the cat", {"n": 2, "max_tokens": 2}, rid="job")
-    assert told_.value.code == "duplicate_request_id"
+    assert excinfo.value.code == "duplicate_request_id"
     running.close()

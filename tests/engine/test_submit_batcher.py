@@ -16,13 +16,13 @@ PROMPTS = [[5 + number] * 4 for number in range(4)]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
 
 
-def requests_of(async_engine, prompt, **keywords):
+def build_requests(async_engine, prompt, **keywords):
     request = GenerateReqInput(input_ids=prompt, sampling_params=SAMPLING, **keywords)
     return async_engine.process(request, default_max_tokens=5, routing=SGLANG_DEFAULTS)
 
 
 async def answer(async_engine, prompt, **keywords):
-    call = async_engine.generate(requests_of(async_engine, prompt, **keywords), max_backlog=100)
+    call = async_engine.generate(build_requests(async_engine, prompt, **keywords), max_backlog=100)
     try:
         await call.submit()
         async for _ in call.outputs():

@@ -22,7 +22,7 @@ def prompts(middle):
     return [first, *others]
 
 
-def told(drive, prompts):
+def run_prompts(drive, prompts):
     drive.run(*(request(str(i), prompt, 6, prompt_logprobs_from=0) for i, prompt in enumerate(prompts)), check=False)
     return [drive.outputs[str(i)] for i in range(len(prompts))]
 
@@ -42,7 +42,7 @@ def test_a_token_that_is_no_number_spoils_its_own_request_alone(tmp_path, name):
         attention_backend="paged",
         disable_radix_cache=True,
     )
-    whole, broken = (told(bench.drive(), prompts(middle)) for middle in (WHOLE, BROKEN))
+    whole, broken = (run_prompts(bench.drive(), prompts(middle)) for middle in (WHOLE, BROKEN))
     for before, after in zip(whole[1:], broken[1:], strict=True):
         assert after.tokens == before.tokens and len(after.tokens) == 6
         np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
@@ -51,5 +51,7 @@ def test_a_token_that_is_no_number_spoils_its_own_request_alone(tmp_path, name):
     np.testing.assert_allclose(scored[:19], np.array(whole[0].prompt_logprobs[1:20], float), atol=1e-5)
     assert np.all(np.isnan(scored[20:]))
     drive = bench.drive()  # pages and slots are those that were spoiled
-    assert [output.tokens for output in told(drive, prompts(BROKEN)[1:])] == [output.tokens for output in whole[1:]]
+    assert [output.tokens for output in run_prompts(drive, prompts(BROKEN)[1:])] == [
+        output.tokens for output in whole[1:]
+    ]
     assert VOCAB_SIZE > WHOLE

@@ -111,7 +111,7 @@ def without(module, names):
     return ast.unparse(WithoutNames(names).visit(ast.parse(inspect.getsource(module))))
 
 
-def module_of(name, text):
+def make_module(name, text):
     module = types.ModuleType(name)
     sys.modules[name] = module  # dataclasses look their module up
     exec(compile(text, name, "exec"), vars(module))
@@ -183,22 +183,22 @@ REAL = Build(qwen3_moe, programs, aot_programs, has_feature=True)
 
 def build_from(model_text, programs_text):
     """Six modules made of text, wired to one another and to the rest of the package."""
-    module_of("never.sparse_block", without(sparse_block, BLOCK_NAMES))
+    make_module("never.sparse_block", without(sparse_block, BLOCK_NAMES))
     together = without(fused_path, FUSED_NAMES).replace(
         "routed_experts.models.decoder.sparse_block", "never.sparse_block"
     )
-    module_of("never.fused_path", together)
+    make_module("never.fused_path", together)
     for name in ("sparse_block", "fused_path"):
         model_text = model_text.replace(f"routed_experts.models.decoder.{name}", f"never.{name}")
-    model = module_of("never.qwen3_moe", model_text)
-    own_programs = module_of("never.programs", programs_text)
-    module_of(
+    model = make_module("never.qwen3_moe", model_text)
+    own_programs = make_module("never.programs", programs_text)
+    make_module(
         "never.sampler", inspect.getsource(sampler)
     )  # jitted for itself, so that what is compared is not one program twice
     table = inspect.getsource(aot_programs)
     for name in ("programs", "sampler"):
         table = table.replace(f"routed_experts.execution.{name}", f"never.{name}")
-    return Build(model, own_programs, module_of("never.program_table", table), has_feature=False)
+    return Build(model, own_programs, make_module("never.program_table", table), has_feature=False)
 
 
 @functools.cache
@@ -284,7 +284,7 @@ def test_on_without_its_output_is_off(shape):
     """JAX's own dead code elimination takes away what only `rows` needs; what is left must lower to the other
     program."""
 
-    def left_of(capture):
+    def lower_live_part(capture):
         spec, state = REAL.spec(capture=capture)
         inputs = aot_programs.abstract_inputs(state, spec, RUNNER, shape)
         traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
@@ -293,7 +293,7 @@ def test_on_without_its_output_is_off(shape):
         left = ClosedJaxpr(partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)[0], traced.consts)
         return jax.jit(jaxpr_as_fun(left)).lower(*traced.in_avals).as_text(), len(used)
 
-    (on, num_on), (off, num_off) = left_of(True), left_of(False)
+    (on, num_on), (off, num_off) = lower_live_part(True), lower_live_part(False)
     assert num_on == num_off + 1
     assert on == off
 

@@ -69,8 +69,8 @@ def test_capture_costs_one_byte_an_id_a_slot_and_nothing_when_off():
 
 def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
     limit = math.ceil(plan(max_total_tokens=160).weights * 3)
-    told_of = r"weights .* KV pages .*, max_total_tokens=160000 .* above the limit of .*; it fits with"
-    with pytest.raises(MemoryPlanError, match=told_of) as excinfo:
+    message = r"weights .* KV pages .*, max_total_tokens=160000 .* above the limit of .*; it fits with"
+    with pytest.raises(MemoryPlanError, match=message) as excinfo:
         plan(max_total_tokens=160_000, mem_fraction_static=limit / device_bytes())
     (fits,) = (way["max_total_tokens"] for way in excinfo.value.ways if "max_total_tokens" in way)
     assert f"max_total_tokens={fits}" in str(excinfo.value)

@@ -22,7 +22,7 @@ from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.families.qwen3_moe import Qwen3Moe
 from routed_experts.models.sharding import AXIS, ModelSharding
 from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
-from support.tpu_programs import SMALL, name_of, whole_pool_operations
+from support.tpu_programs import SMALL, program_name, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -71,7 +71,7 @@ def global_array(shards, path, leaf):
 
 @functools.cache
 def compiled(chip, kind, name):
-    [job] = [job for key, job in jobs(chip, kind).items() if name_of(key) == name]
+    [job] = [job for key, job in jobs(chip, kind).items() if program_name(key) == name]
     with (
         jax.sharding.use_abstract_mesh(Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,)).abstract_mesh),
         without_compilation_cache(),

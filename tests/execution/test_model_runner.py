@@ -19,7 +19,7 @@ from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, Sam
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
-from support.small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, read, run, step_of
+from support.small_runner import DECODE, EXTEND, Fed, build, build_step, compiled, oracle, read, run
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}  # float32 against float64
 PROMPTS = [
@@ -42,7 +42,7 @@ def assert_rows_are_the_oracles(judged_by, sequences, rows):
 
 
 def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
-    result = run(compiled(), step_of(*PROMPT_PARTS))
+    result = run(compiled(), build_step(*PROMPT_PARTS))
     expected = [oracle().run(ids).logprobs[-1] for ids in PROMPTS]
     assert result.tokens[:3].tolist() == [logprobs.argmax() for logprobs in expected]
     np.testing.assert_allclose(result.logprobs[:3], [logprobs.max() for logprobs in expected], **TOLERANCE)
@@ -61,7 +61,7 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
         Fed(3, PAGES[0], prompt, prompt_len=len(prompt) - 4, sampling=how, bias=((17, 9.0), (300, -2.0))),
         Fed(1, PAGES[1], PROMPTS[1], prompt_len=len(PROMPTS[1])),
     ]
-    result = run(compiled(), step_of(*parts, sampling_mode=SamplingMode.FULL))
+    result = run(compiled(), build_step(*parts, sampling_mode=SamplingMode.FULL))
     counts, in_prompt = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
     logits = oracle().run(prompt).logits[-1]
     logits = (
@@ -82,18 +82,18 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
 def test_a_new_request_in_a_slot_inherits_no_counts():
     heavy = {"presence": 2.0, "frequency": 2.0, "repetition": 5.0}
     first, then = Fed(2, PAGES[0], PROMPTS[0], prompt_len=1, sampling=heavy), Fed(2, PAGES[1], PROMPTS[1], prompt_len=6)
-    run(compiled(), step_of(first, sampling_mode=SamplingMode.FULL))
-    result = run(compiled(), step_of(then, sampling_mode=SamplingMode.FULL))
+    run(compiled(), build_step(first, sampling_mode=SamplingMode.FULL))
+    result = run(compiled(), build_step(then, sampling_mode=SamplingMode.FULL))
     np.testing.assert_allclose(result.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
     heavier = Fed(2, PAGES[1], (4,), start=6, prompt_len=6, sampling={"repetition": 5.0})
-    result = run(compiled(), step_of(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
+    result = run(compiled(), build_step(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
     logits, in_prompt = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
     assert result.tokens[0] == np.where(in_prompt, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
 
 
 def test_prompt_logprobs_speak_of_the_token_that_follows():
     following = [token for ids in PROMPTS for token in (*ids[1:], 5)]
-    result = run(compiled(), step_of(*PROMPT_PARTS, targets=following))
+    result = run(compiled(), build_step(*PROMPT_PARTS, targets=following))
     logprobs = np.concatenate([oracle().run(ids).logprobs for ids in PROMPTS])
     real = len(following)
     np.testing.assert_allclose(result.prompt_logprobs[:real], logprobs[np.arange(real), following], **TOLERANCE)
@@ -111,7 +111,7 @@ def test_floats_are_read_bit_for_bit():
     columns = 2 + 2 * MAX_TOP_LOGPROBS
     sampled = np.random.default_rng(0).choice(strange, (4, columns))
     scored = np.random.default_rng(1).choice(strange, (32, columns - 1))
-    batch = step_of(*PROMPT_PARTS, sampling_mode=SamplingMode.FULL)
+    batch = build_step(*PROMPT_PARTS, sampling_mode=SamplingMode.FULL)
     arrays = (jnp.asarray(sampled), jnp.asarray(scored))
     result = compiled().read(PendingStep(batch=batch, sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7))
     edge = 2 + MAX_TOP_LOGPROBS
@@ -129,12 +129,12 @@ def test_floats_are_read_bit_for_bit():
 
 
 def decoding(token, position, mode=ForwardMode.DECODE):
-    return step_of(Fed(3, PAGES[0], (token,), start=position, prompt_len=len(PROMPTS[0])), mode=mode)
+    return build_step(Fed(3, PAGES[0], (token,), start=position, prompt_len=len(PROMPTS[0])), mode=mode)
 
 
 def test_steps_are_dispatched_before_the_last_one_is_read():
     runner, steps, length = compiled(), 6, len(PROMPTS[0])
-    pending = [runner.dispatch(step_of(PROMPT_PARTS[0]))]
+    pending = [runner.dispatch(build_step(PROMPT_PARTS[0]))]
     for index in range(steps):  # in decode and extend programs in turn; the host knows none of the tokens that it feeds
         mode = (ForwardMode.DECODE, ForwardMode.EXTEND)[index % 2]
         pending.append(runner.dispatch(decoding(FROM_DEVICE, length + index, mode)))
@@ -148,7 +148,7 @@ def test_steps_are_dispatched_before_the_last_one_is_read():
 
 def test_what_was_read_is_not_touched_by_later_steps():
     runner = compiled()
-    pending = runner.dispatch(step_of(*PROMPT_PARTS))
+    pending = runner.dispatch(build_step(*PROMPT_PARTS))
     first = read(runner, pending)
     copies = first.rows.copy(), first.tokens.copy()
     for position in range(3):
@@ -168,10 +168,10 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode)
     ]
     results, pendings = [], []
     for runner in (compiled(), telling):
-        prompts = run(runner, step_of(*PROMPT_PARTS))
-        pending = runner.dispatch(step_of(*fed, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
+        prompts = run(runner, build_step(*PROMPT_PARTS))
+        pending = runner.dispatch(build_step(*fed, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
         later = runner.dispatch(
-            step_of(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE)
+            build_step(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE)
         )
         results.append((prompts, read(runner, pending), read(runner, later), read(runner, pending)))
         pendings.append(pending)
@@ -221,20 +221,20 @@ def leaves(state):
 def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
     runner, served = compiled(), compiled().state
     version = runner.weight_version
-    pending = runner.dispatch(step_of(*PROMPT_PARTS))
+    pending = runner.dispatch(build_step(*PROMPT_PARTS))
     new = other_weights(7)
     try:
         runner.update_weights(new, version=version + 1)
         pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)]
         assert pointers == [leaf.unsafe_buffer_pointer() for leaf in leaves(new)]
-        before, after = read(runner, pending), run(runner, step_of(*PROMPT_PARTS))
+        before, after = read(runner, pending), run(runner, build_step(*PROMPT_PARTS))
     finally:
         runner.update_weights(served, version=version + 2)
     assert (before.weight_version, after.weight_version) == (version, version + 1)
     for result, judge in ((before, oracle()), (after, other_oracle(7))):
         assert result.tokens[:3].tolist() == [judge.run(ids).logits[-1].argmax() for ids in PROMPTS]
         assert_rows_are_the_oracles(judge, PROMPTS, result.rows)
-    assert run(runner, step_of(*PROMPT_PARTS)).tokens.tolist() == before.tokens.tolist()
+    assert run(runner, build_step(*PROMPT_PARTS)).tokens.tolist() == before.tokens.tolist()
 
 
 def test_weights_of_the_host_are_copied_once_and_owned():
@@ -244,10 +244,10 @@ def test_weights_of_the_host_are_copied_once_and_owned():
     try:
         runner.update_weights(host_weights, version=version + 1)
         assert all(isinstance(leaf, jax.Array) for leaf in leaves(runner.state))
-        first = run(runner, step_of(*PROMPT_PARTS))
+        first = run(runner, build_step(*PROMPT_PARTS))
         for leaf in leaves(host_weights):
             leaf[...] = np.nan
-        assert np.array_equal(run(runner, step_of(*PROMPT_PARTS)).logprobs, first.logprobs)
+        assert np.array_equal(run(runner, build_step(*PROMPT_PARTS)).logprobs, first.logprobs)
     finally:
         runner.update_weights(served, version=version + 2)
 
@@ -262,7 +262,7 @@ def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows
             pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves(state)]
             runner.update_weights(state, version=version + step, donate=True)
             assert [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)] == pointers, "nothing was copied"
-            result = run(runner, step_of(*PROMPT_PARTS))
+            result = run(runner, build_step(*PROMPT_PARTS))
             assert result.tokens[:3].tolist() == [other_oracle(seed).run(ids).logits[-1].argmax() for ids in PROMPTS]
             assert [leaf.is_deleted() for leaf in leaves(donated[0])] == [step == 2] * len(pointers)
         runner.update_weights(
@@ -273,7 +273,7 @@ def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows
         runner.update_weights(served, version=version + 4)
     assert all(leaf.is_deleted() for leaf in leaves(donated[1]))
     assert not any(leaf.is_deleted() for leaf in leaves(served)), "what nobody donated is the caller's"
-    assert run(runner, step_of(*PROMPT_PARTS)).tokens[:3].tolist() == [
+    assert run(runner, build_step(*PROMPT_PARTS)).tokens[:3].tolist() == [
         oracle().run(ids).logits[-1].argmax() for ids in PROMPTS
     ]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oracles.testbeds import model_of, random_prompt
+from oracles.testbeds import build_model, random_prompt
 from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
 from routed_experts.execution.aot_programs import abstract_inputs, lowerings, sampler_key
 from routed_experts.execution.forward_batch import pack
@@ -23,10 +23,10 @@ from support.small_runner import (
     PAGE_SIZE,
     Fed,
     build,
+    build_step,
     compiled,
     oracle,
     run,
-    step_of,
 )
 from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
@@ -58,7 +58,7 @@ def test_models_of_one_vocabulary_share_their_samplers():
     wide = tiny_config(hidden_size=96, num_hidden_layers=2, num_experts=8, mlp_only_layers=[], tie_word_embeddings=True)
     longer = dataclasses.replace(EXTEND, num_tokens=64, table_width=16)
     texts, forms = [], {sampler_key(build().spec, EXTEND, form) for form in SamplingMode}
-    for runner in (build(), build(shapes=(longer,), model=model_of(wide, tiny_tensors(wide)))):
+    for runner in (build(), build(shapes=(longer,), model=build_model(wide, tiny_tensors(wide)))):
         sampler_program.cache_clear()  # what one left may not be looked up by the other
         jobs = lowerings(runner.state, runner.spec, runner.config)
         assert {key for key in jobs if key[0] == "sample"} == forms
@@ -77,7 +77,7 @@ def test_rows_leave_in_the_smallest_type():
 def test_a_step_writes_its_own_slots_and_the_padding_page():
     runner = compiled()
     before = np.asarray(runner._pool)
-    run(runner, step_of(Fed(3, PAGES[:4], PROMPT[:13])))
+    run(runner, build_step(Fed(3, PAGES[:4], PROMPT[:13])))
     after = np.asarray(runner._pool)
     changed = (before != after).any(axis=(2, 3)).reshape(-1, NUM_PAGES, PAGE_SIZE)
     allowed = np.zeros((NUM_PAGES, PAGE_SIZE), bool)
@@ -94,7 +94,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(cuts):
     judged = oracle().run(PROMPT)
     for size in cuts:
         mode = ForwardMode.DECODE if size == 1 else ForwardMode.EXTEND
-        result = run(runner, step_of(Fed(2, PAGES, PROMPT[start : start + size], start=start), mode=mode))
+        result = run(runner, build_step(Fed(2, PAGES, PROMPT[start : start + size], start=start), mode=mode))
         start += size
         assert result.tokens[0] == judged.logits[start - 1].argmax()
         np.testing.assert_allclose(result.logprobs[0], judged.logprobs[start - 1].max(), **TOLERANCE)
@@ -104,7 +104,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(cuts):
 def test_other_slots_keep_their_last_tokens():
     runner = compiled()
     before = np.asarray(runner._last_tokens)
-    result = run(runner, step_of(Fed(4, PAGES, PROMPT[:5]), Fed(2, (20, 21), PROMPT[:3])))
+    result = run(runner, build_step(Fed(4, PAGES, PROMPT[:5]), Fed(2, (20, 21), PROMPT[:3])))
     after = np.asarray(runner._last_tokens)
     assert after[[4, 2]].tolist() == result.tokens[:2].tolist()
     others = [slot for slot in range(1, NUM_SLOTS) if slot not in (4, 2)]
@@ -142,7 +142,7 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
         )
         for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
     ][: rng.integers(1, 5)]
-    batch = step_of(*fed)
+    batch = build_step(*fed)
     counted, of_rows = jax.jit(functools.partial(update_token_counts, shape=EXTEND))(
         counts, batch.token_ids, pack(batch)
     )

@@ -15,7 +15,7 @@ from routed_experts.engine.build.builder import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import pack
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.tpu.backends import tpu_attention, tpu_kernels
-from support.small_runner import SHAPES, Fed, build, step_of
+from support.small_runner import SHAPES, Fed, build, build_step
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -24,13 +24,13 @@ PAGES = [(1, 5, 2, 9, 20), (7, 3, 30, 31)]
 
 
 @functools.cache
-def runner_of():
+def shared_runner():
     return build()
 
 
 @functools.cache
 def program(mode, backends, capture):
-    spec, shape = runner_of().spec, SHAPES[mode]
+    spec, shape = shared_runner().spec, SHAPES[mode]
     kernels, attention = (
         (tpu_kernels(interpret=True), tpu_attention(interpret=True))
         if backends == "tpu"
@@ -49,17 +49,17 @@ def program(mode, backends, capture):
 
 def two_steps(backends, *, capture=True):
     """Prefill two prompts, then feed each one token more. Places that nobody owns are NaN."""
-    runner = runner_of()
+    runner = shared_runner()
     pool = jnp.full(runner.config.pool.abstract.shape, jnp.nan, jnp.float32)
     last = jnp.zeros(runner.config.num_request_slots, jnp.int32)
-    prefill = step_of(
+    prefill = build_step(
         *[Fed(slot, pages, ids) for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)]
     )
     again = [
         Fed(slot, pages, (99,), start=len(ids))
         for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)
     ]
-    decode = step_of(*again, mode=ForwardMode.DECODE)
+    decode = build_step(*again, mode=ForwardMode.DECODE)
     outs = []
     for batch in (prefill, decode):
         pool, out = program(batch.mode, backends, capture)(runner.state, pool, last, pack(batch))
@@ -74,8 +74,8 @@ def test_prefill_and_decode_equal_the_plain_backends():
         assert np.array_equal(rows, plain_rows) and len(np.unique(rows)) > 8
         np.testing.assert_allclose(hidden, plain_hidden, atol=2e-4)
     pages, positions = [page for pages in PAGES for page in pages], slice(0, 3)
-    for layer in range(runner_of().config.pool.num_layers):
-        first = layer * runner_of().spec.num_pages
+    for layer in range(shared_runner().config.pool.num_layers):
+        first = layer * shared_runner().spec.num_pages
         own, plain = pool[first + np.array(pages), positions], plain_pool[first + np.array(pages), positions]
         assert np.array_equal(np.isnan(own), np.isnan(plain))
         np.testing.assert_allclose(own, plain, atol=2e-4)

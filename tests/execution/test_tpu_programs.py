@@ -22,7 +22,16 @@ from routed_experts.layers.tpu.linear import layered_linear
 from routed_experts.layers.tpu.qk_norm_rope import prepare
 from routed_experts.layers.tpu.router import fused_router
 from support.tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
-from support.tpu_programs import SMALL, Operations, compiled, jobs, lowered, name_of, operations, whole_pool_operations
+from support.tpu_programs import (
+    SMALL,
+    Operations,
+    compiled,
+    jobs,
+    lowered,
+    operations,
+    program_name,
+    whole_pool_operations,
+)
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -47,7 +56,7 @@ FORWARD = {f"forward {shape.mode.value}": shape for shape in SMALL.runner.shapes
 
 
 def names(table):
-    return {name_of(key) for key in table}
+    return {program_name(key) for key in table}
 
 
 def test_the_table_of_programs_is_the_one_that_is_compiled_here():

@@ -22,11 +22,11 @@ LENGTH, PROMPT = 12, 5
 WIDE = CaptureSpec(num_hidden_layers=3, layer_ids=(0, 2), num_experts=300, top_k=6)
 
 
-def record_of(spec=SPEC, **options):
+def build_record(spec=SPEC, **options):
     return random_record(np.random.default_rng(3), LENGTH, prompt_len=PROMPT, spec=spec, version=4, **options)
 
 
-def info_of(record, spec=SPEC):
+def routing_info(record, spec=SPEC):
     return SequenceInfo(spec=spec, num_tokens=LENGTH, num_prompt_tokens=PROMPT, start=record.start, version=4)
 
 
@@ -60,16 +60,16 @@ ANY_START = ("sglang", "vllm", "verl")
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_goes_out_comes_back(name, spec):
     to, back = PAIRS[name]
-    record = record_of(spec)
-    assert back(to(record), info_of(record, spec)) == record
+    record = build_record(spec)
+    assert back(to(record), routing_info(record, spec)) == record
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_rows_from_the_middle_come_back_or_are_refused(name):
     to, back = PAIRS[name]
-    record = record_of(start=3)
+    record = build_record(start=3)
     if name.startswith(ANY_START):
-        assert back(to(record), info_of(record)) == record
+        assert back(to(record), routing_info(record)) == record
         return
     with pytest.raises(RoutingFormatError, match="begin at token 3; expected 0"):
         to(record)
@@ -78,21 +78,21 @@ def test_rows_from_the_middle_come_back_or_are_refused(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_row_that_is_not_known_is_said_or_refused(name):
     to, back = PAIRS[name]
-    record = with_gap(record_of(), 7)
+    record = with_gap(build_record(), 7)
     with pytest.raises(RoutingFormatError, match=rf"{re.split(',| ', name)[0]}: the row of token 7 is not known"):
         to(record)
     if name in formats.WITH_MARK:
-        assert back(to(record, missing="gate"), info_of(record)) == record
+        assert back(to(record, missing="gate"), routing_info(record)) == record
         with pytest.raises(RoutingFormatError, match="choose error or gate"):
             to(record, missing="zero")
 
 
 def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
     """S - 1 rows came: the last of them feeds a scored token, and is not the one that a rollout leaves out."""
-    record = record_of()
+    record = build_record()
     rows = np.array(formats.tunix.encode(record))[: record.num_rows]
     rows[-1] = -1
-    back = formats.tunix.decode(rows, info_of(record))
+    back = formats.tunix.decode(rows, routing_info(record))
     assert (
         back.num_rows == record.num_rows
         and back.valid is not None
@@ -101,17 +101,17 @@ def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
 
 
 def test_tunix_says_it_where_the_caller_knows_that_it_is_heard():
-    record = with_gap(record_of(), 7)
+    record = with_gap(build_record(), 7)
     rows = formats.tunix.encode(record, missing="gate")
     assert np.all(rows[7] == -1) and np.all(rows[-1] == -1) and np.count_nonzero(rows == -1) == 2 * rows[0].size
-    assert formats.tunix.decode(rows, info_of(record)) == record
+    assert formats.tunix.decode(rows, routing_info(record)) == record
     for layout in (formats.tunix, formats.megatron, formats.nemo_rl):
         with pytest.raises(RoutingFormatError, match="missing='zero' is unknown; choose error or gate"):
             layout.encode(record, missing="zero")
 
 
 def test_maxtext_takes_the_ids_of_a_live_forward_for_rows_that_are_not_known():
-    record, native = with_gap(record_of(), 7), random_record(np.random.default_rng(9), LENGTH, last=True).ids
+    record, native = with_gap(build_record(), 7), random_record(np.random.default_rng(9), LENGTH, last=True).ids
     rows = formats.maxtext.encode(record, native=native)
     for token in range(LENGTH):
         expected = native[token] if token in (7, LENGTH - 1) else record.ids[token]
@@ -134,7 +134,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_are_those_of_the_table(name):
     dtype, shape, dense = FORMS[name]
-    record, array = record_of(), PAIRS[name][0](record_of())
+    record, array = build_record(), PAIRS[name][0](build_record())
     assert array.dtype == dtype and array.shape == shape and array.flags.writeable
     for token in range(LENGTH - 1):
         for column, layer in enumerate(SPEC.layer_ids):
@@ -145,7 +145,7 @@ def test_forms_are_those_of_the_table(name):
 
 
 def test_megatron_spreads_what_the_router_is_to_choose():
-    record = with_gap(record_of(), 7)
+    record = with_gap(build_record(), 7)
     layers, mask = formats.megatron.encode(record, missing="gate")
     assert len(layers) == 3 and mask.tolist() == [token not in (7, LENGTH - 1) for token in range(LENGTH)]
     for layer in layers:
@@ -167,28 +167,28 @@ def test_the_example_of_the_wire_form():
 @pytest.mark.parametrize("name", ["sglang", "vllm", "verl", "tunix", "maxtext", "nemo_rl", "megatron"])
 def test_a_row_of_zeros_never_passes_for_an_expert(name):
     to, back = PAIRS[name]
-    record = record_of()
+    record = build_record()
     array = to(record)
     rows = array[0] if name == "megatron" else [array]
     for layer in rows:
         layer[4] = 0
-    decoded = back(array, info_of(record))
+    decoded = back(array, routing_info(record))
     assert decoded == with_gap(record, 4)
 
 
 def test_slime_rejects_a_row_of_zeros_and_another_count():
-    record = record_of()
+    record = build_record()
     rows = formats.slime.encode(record)
     with pytest.raises(RoutingFormatError, match="expected 11 from 0 on"):
-        formats.slime.decode(rows[:-1], info_of(record))
+        formats.slime.decode(rows[:-1], routing_info(record))
     rows[4] = 0
     with pytest.raises(RoutingFormatError, match=r"slime: the ids .* of token 4 are no choice of 4 experts"):
-        formats.slime.decode(rows, info_of(record))
+        formats.slime.decode(rows, routing_info(record))
 
 
 def test_a_score_record_gives_slime_what_a_rollout_has():
-    record = record_of(last=True)
-    assert formats.slime.decode(formats.slime.encode(record), info_of(record)) == record[: LENGTH - 1]
+    record = build_record(last=True)
+    assert formats.slime.decode(formats.slime.encode(record), routing_info(record)) == record[: LENGTH - 1]
 
 
 BAD = {
@@ -233,17 +233,17 @@ def test_arrays_of_other_shapes_are_named(kind):
 
 def test_ids_that_a_dtype_cannot_hold_are_refused():
     spec = CaptureSpec(num_hidden_layers=1, layer_ids=(0,), num_experts=40_000, top_k=2)
-    record = record_of(spec)
+    record = build_record(spec)
     for to in (formats.verl.encode, formats.tunix.encode, formats.vllm021.encode):
         with pytest.raises(RoutingFormatError, match="40000 experts do not fit int16"):
             to(record)
-    assert formats.sglang.decode(formats.sglang.encode(record), info_of(record, spec)) == record
+    assert formats.sglang.decode(formats.sglang.encode(record), routing_info(record, spec)) == record
 
 
 # --- batches
 
 
-def batch_of(*records, lost=()):
+def build_batch(*records, lost=()):
     samples = [Sample(None if index in lost else record, LENGTH, PROMPT) for index, record in enumerate(records)]
     return align(samples, layout="pad_both", seq_len=20, spec=SPEC, prompt_width=8)
 
@@ -256,7 +256,7 @@ def same(left, right):
 
 @pytest.mark.parametrize("columns", ["all", "moe"])
 def test_a_verl_batch_comes_back(columns):
-    batch = batch_of(record_of(), record_of())
+    batch = build_batch(build_record(), build_record())
     rows = formats.verl.encode_batch(batch, SPEC, columns=columns)
     assert (
         rows.dtype == np.int16 and rows.shape == (2, 20, 4 if columns == "all" else 3, 4) and not rows[batch.pad].any()
@@ -267,7 +267,7 @@ def test_a_verl_batch_comes_back(columns):
 
 
 def test_maxtext_and_tunix_batches_come_back():
-    batch = batch_of(record_of(), record_of())
+    batch = build_batch(build_record(), build_record())
     rows = formats.maxtext.encode_batch(batch, SPEC)
     assert rows.dtype == np.int32 and np.all(rows[batch.pad] == -1)
     same(batch, formats.maxtext.decode_batch(rows, batch.pad, SPEC))
@@ -277,7 +277,7 @@ def test_maxtext_and_tunix_batches_come_back():
 
 
 def test_a_token_without_a_row_is_refused_by_sample_and_position_or_stood_in_for():
-    batch = batch_of(record_of(), with_gap(record_of(), 7))
+    batch = build_batch(build_record(), with_gap(build_record(), 7))
     for to in (
         lambda b: formats.verl.encode_batch(b, SPEC),
         lambda b: formats.maxtext.encode_batch(b, SPEC),
@@ -296,7 +296,7 @@ def test_a_token_without_a_row_is_refused_by_sample_and_position_or_stood_in_for
 
 def test_a_sample_without_rows_is_refused_where_it_would_drop_the_others():
     with pytest.raises(RoutingFormatError, match="tunix: sample 1: no row is known"):
-        formats.tunix.encode_batch(batch_of(record_of(), record_of(), lost=(1,)), SPEC)
+        formats.tunix.encode_batch(build_batch(build_record(), build_record(), lost=(1,)), SPEC)
 
 
 def test_batches_of_other_shapes_are_named():
@@ -309,10 +309,12 @@ def test_batches_of_other_shapes_are_named():
 
 
 def test_a_batch_is_a_routed_batch_and_a_record_a_record():
-    batch = batch_of(record_of())
+    batch = build_batch(build_record())
     rows = formats.verl.decode_batch(formats.verl.encode_batch(batch, SPEC), ~batch.pad, SPEC)
     same(batch, RoutedBatch(*rows))
-    assert isinstance(formats.verl.decode(formats.verl.encode(record_of()), info_of(record_of())), RoutedExperts)
+    assert isinstance(
+        formats.verl.decode(formats.verl.encode(build_record()), routing_info(build_record())), RoutedExperts
+    )
 
 
 # --- by hand, from the description of the wire
@@ -343,12 +345,12 @@ def whole(**changes):
     return five_tokens(ids=ids, start=0, version_spans=((0, 3, 1), (3, 4, 2)), **changes)
 
 
-def layout_of(name):
+def layout_module(name):
     return importlib.import_module(f"routed_experts.formats.{name}")
 
 
 def decode(name, payload, like, **changes):
-    return layout_of(name).decode(payload, dataclasses.replace(SequenceInfo.from_record(like), **changes))
+    return layout_module(name).decode(payload, dataclasses.replace(SequenceInfo.from_record(like), **changes))
 
 
 def test_sglang_and_vllm_are_the_worked_example():
@@ -416,9 +418,9 @@ def test_every_layout_comes_back(name):
             version_spans=((start, start + rows, 3),),
             router="r",
         )
-        assert decode(name, layout_of(name).encode(record), record) == record
+        assert decode(name, layout_module(name).encode(record), record) == record
         if name != "vllm021":  # nested lists, as JSON has them
-            written = layout_of(name).encode(record)
+            written = layout_module(name).encode(record)
             plain = (
                 ([layer.tolist() for layer in written[0]], written[1].tolist())
                 if name == "megatron"
@@ -432,9 +434,9 @@ def test_every_layout_comes_back(name):
 def test_an_unknown_row_is_marked_where_the_form_has_a_mark_and_refused_elsewhere(name):
     record = whole(valid=np.array([True, False, True, True]))
     with pytest.raises(RoutingFormatError, match="token 1"):
-        layout_of(name).encode(record)
+        layout_module(name).encode(record)
     if name in formats.WITH_MARK:
-        back = decode(name, layout_of(name).encode(record, missing="gate"), record)
+        back = decode(name, layout_module(name).encode(record, missing="gate"), record)
         assert back == record and back.valid.tolist() == [True, False, True, True]
 
 
@@ -442,7 +444,7 @@ def test_an_unknown_row_is_marked_where_the_form_has_a_mark_and_refused_elsewher
 @pytest.mark.parametrize("filler", [0, -1, 8])
 def test_a_filler_never_passes_for_experts(name, filler):
     record = whole()
-    written = layout_of(name).encode(record)
+    written = layout_module(name).encode(record)
     if name == "megatron":
         for layer in written[0]:
             layer[1] = filler
@@ -494,9 +496,9 @@ def test_what_a_form_cannot_hold_is_refused():
         formats.tunix.encode(whole(), missing="zero")
     for name in WHOLE:
         with pytest.raises(RoutingFormatError, match="token 2"):
-            layout_of(name).encode(five_tokens())
+            layout_module(name).encode(five_tokens())
     wide = five_tokens(ids=np.arange(8, dtype=np.uint16).reshape(2, 2, 2), num_experts=40_000)
     for name in ("vllm021", "verl"):
         with pytest.raises(RoutingFormatError, match="int16"):
-            layout_of(name).encode(wide)
+            layout_module(name).encode(wide)
     assert formats.vllm.encode(wide).dtype == np.uint16

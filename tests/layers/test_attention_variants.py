@@ -37,7 +37,7 @@ RUN = {
 }
 
 
-def step_of(name, *, latent, seed=0):
+def build_step(name, *, latent, seed=0):
     """Queries, pool (what no request owns is NaN), batch, and the keys and values by request."""
     rng, requests = np.random.default_rng(seed), STEPS[name]
     decode, padded = name == "decode", len(STEPS[name]) + 1
@@ -90,7 +90,7 @@ def attend(query, stored, at, head, features):
 @pytest.mark.parametrize("step", STEPS)
 def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name, backend):
     features = TRAITS[name]
-    queries, pool, batch, histories, num_tokens = step_of(step, latent=bool(features.latent))
+    queries, pool, batch, histories, num_tokens = build_step(step, latent=bool(features.latent))
     out = np.asarray(
         RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, features)
     )
@@ -137,7 +137,7 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
 @pytest.mark.parametrize("step", STEPS)
 def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, backend):
     features = TRAITS[name]
-    queries, pool, batch, _, num_tokens = step_of(step, latent=bool(features.latent))
+    queries, pool, batch, _, num_tokens = build_step(step, latent=bool(features.latent))
     run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
     expected = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
     row, position = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
@@ -177,7 +177,7 @@ def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_who
 
 
 def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():
-    queries, pool, batch, _, num_tokens = step_of("chunks and decode", latent=True)
+    queries, pool, batch, _, num_tokens = build_step("chunks and decode", latent=True)
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((queries.shape[0], 1, DIM)), jnp.float32)
     written = np.asarray(jax.jit(write_latent)(jnp.asarray(pool), rows, jnp.asarray(PAGES, jnp.int32), batch))
     same = np.isnan(pool) & np.isnan(written) | (pool == written)

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 PROMPT = jax.jit(prompt_logprobs, static_argnames="top")
 
 
-def logits_of(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
+def random_logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 4, (rows, vocab)).astype(np.float32)
 
 
 def test_token_logprobs_are_scipy_s() -> None:
-    logits = logits_of(50, 313)
+    logits = random_logits(50, 313)
     tokens = np.random.default_rng(1).integers(0, 313, 50).astype(np.int32)
     got = jax.jit(token_logprobs)(jnp.asarray(logits), jnp.asarray(tokens))
     expected = log_softmax(logits.astype(np.float64), axis=-1)[np.arange(50), tokens]
@@ -29,7 +29,7 @@ def test_token_logprobs_are_scipy_s() -> None:
 
 @pytest.mark.parametrize(("vocab", "k", "num_finite"), [(313, 20, 20), (7, 20, 7), (313, 1, 1), (313, 0, 0)])
 def test_top_logprobs_are_the_best_in_order(vocab: int, k: int, num_finite: int) -> None:
-    logits = logits_of(9, vocab)
+    logits = random_logits(9, vocab)
     values, ids = jax.jit(top_logprobs, static_argnums=1)(jnp.asarray(logits), k)
     expected = log_softmax(logits.astype(np.float64), axis=-1)
     order = np.argsort(-expected, axis=-1, kind="stable")[:, :num_finite]
@@ -44,7 +44,7 @@ def test_equal_logprobs_come_in_order_of_their_ids() -> None:
 
 
 def test_a_dropped_token_has_minus_infinity_and_the_rest_sum_to_one() -> None:
-    logits = jnp.asarray(logits_of(1, 10)).at[0, 3].set(-jnp.inf)
+    logits = jnp.asarray(random_logits(1, 10)).at[0, 3].set(-jnp.inf)
     values, ids = top_logprobs(logits, 10)
     assert ids[0, -1] == 3 and values[0, -1] == -np.inf
     assert float(jnp.exp(values).sum()) == pytest.approx(1, abs=1e-6)
@@ -54,7 +54,7 @@ def test_a_dropped_token_has_minus_infinity_and_the_rest_sum_to_one() -> None:
 def test_large_logits_and_bfloat16_are_taken_in_float32() -> None:
     logits = np.array([[3e4, 2.99e4, -3e4]], np.float32)
     np.testing.assert_allclose(token_logprobs(jnp.asarray(logits), jnp.asarray([1], jnp.int32)), [-100.0], rtol=1e-6)
-    half = jnp.asarray(logits_of(2, 30), jnp.bfloat16)
+    half = jnp.asarray(random_logits(2, 30), jnp.bfloat16)
     assert top_logprobs(half, 3)[0].dtype == jnp.float32
 
 
@@ -102,7 +102,7 @@ def test_prompt_logprobs_take_bfloat16_weights_and_answer_in_float32() -> None:
 
 @pytest.mark.parametrize("mode", list(SamplingMode))
 def test_raw_and_processed_logprobs_of_a_greedy_row_are_equal_and_of_a_random_row_are_not(mode: SamplingMode) -> None:
-    logits = jnp.asarray(logits_of(2, 40))
+    logits = jnp.asarray(random_logits(2, 40))
     temperature = jnp.asarray([0.0, 0.0 if mode is SamplingMode.GREEDY else 0.5], jnp.float32)
     batch = SamplingBatch(
         temperature=temperature,

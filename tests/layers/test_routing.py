@@ -11,7 +11,7 @@ ROUTE = jax.jit(replay_topk, static_argnames="spec")
 SHAPES = [(1, 1, 1), (5, 4, 1), (5, 4, 4), (17, 16, 4), (8, 257, 8), (3, 8, 5)]  # N, E, K
 
 
-def spec_of(num_experts, top_k, *, renormalize=True):
+def build_spec(num_experts, top_k, *, renormalize=True):
     return RouterSpec(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
 
 
@@ -44,7 +44,7 @@ def random_ids(rng, num_tokens, spec):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_live_routing_is_the_law_with_ties_to_the_lower_id(shape, renormalize):
     num_tokens, num_experts, top_k = shape
-    spec = spec_of(num_experts, top_k, renormalize=renormalize)
+    spec = build_spec(num_experts, top_k, renormalize=renormalize)
     logits = tied_logits(np.random.default_rng(0), num_tokens, num_experts)
     routing = ROUTE(jnp.asarray(logits), None, spec=spec)
     ids, weights = oracle(logits, None, None, spec)
@@ -58,7 +58,7 @@ def test_live_routing_is_the_law_with_ties_to_the_lower_id(shape, renormalize):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replayed_ids_run_in_recorded_order_with_live_weights(shape, renormalize):
     num_tokens, num_experts, top_k = shape
-    spec, rng = spec_of(num_experts, top_k, renormalize=renormalize), np.random.default_rng(1)
+    spec, rng = build_spec(num_experts, top_k, renormalize=renormalize), np.random.default_rng(1)
     logits, replayed, valid = (
         tied_logits(rng, num_tokens, num_experts),
         random_ids(rng, num_tokens, spec),
@@ -74,7 +74,7 @@ def test_replayed_ids_run_in_recorded_order_with_live_weights(shape, renormalize
 
 @pytest.mark.parametrize("filler", [0, 3, 15, 16, 255])
 def test_rows_that_are_not_valid_are_live_bit_for_bit_whatever_they_hold(filler):
-    spec, rng = spec_of(16, 4), np.random.default_rng(2)
+    spec, rng = build_spec(16, 4), np.random.default_rng(2)
     logits = jnp.asarray(rng.standard_normal((12, 16)), jnp.float32)
     live = ROUTE(logits, None, spec=spec)
     poison = LayerRouting(jnp.full((12, 4), filler, jnp.uint8), jnp.zeros(12, bool))
@@ -91,7 +91,7 @@ def test_rows_that_are_not_valid_are_live_bit_for_bit_whatever_they_hold(filler)
 
 
 def test_own_ids_replayed_give_the_live_weights_bit_for_bit():
-    spec = spec_of(300, 8)
+    spec = build_spec(300, 8)
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, 300)), jnp.float32)
     live = ROUTE(logits, None, spec=spec)
     again = ROUTE(logits, LayerRouting(live.ids.astype(jnp.uint16), jnp.ones(40, bool)), spec=spec)
@@ -100,8 +100,8 @@ def test_own_ids_replayed_give_the_live_weights_bit_for_bit():
 
 def test_one_expert_or_one_slot_gets_weight_one_when_renormalised():
     logits = jnp.asarray(np.random.default_rng(4).standard_normal((6, 9)), jnp.float32)
-    assert np.array_equal(ROUTE(logits, None, spec=spec_of(9, 1)).weights, np.ones((6, 1)))
-    assert np.array_equal(ROUTE(logits[:, :1], None, spec=spec_of(1, 1, renormalize=False)).weights, np.ones((6, 1)))
+    assert np.array_equal(ROUTE(logits, None, spec=build_spec(9, 1)).weights, np.ones((6, 1)))
+    assert np.array_equal(ROUTE(logits[:, :1], None, spec=build_spec(1, 1, renormalize=False)).weights, np.ones((6, 1)))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -112,7 +112,7 @@ def test_drifted_ids_far_below_the_best_score_keep_finite_weights_and_gradients(
     replayed = LayerRouting(jnp.asarray(np.arange(1, 1 + top_k, dtype=np.uint8)[None].repeat(2, 0)), jnp.ones(2, bool))
 
     def total(logits):
-        weights = ROUTE(logits, replayed, spec=spec_of(8, top_k)).weights
+        weights = ROUTE(logits, replayed, spec=build_spec(8, top_k)).weights
         return jnp.sum(weights * jnp.arange(1.0, top_k + 1, dtype=jnp.float32)), weights
 
     (_, weights), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logits))
@@ -121,7 +121,7 @@ def test_drifted_ids_far_below_the_best_score_keep_finite_weights_and_gradients(
 
 
 def test_the_gradient_reaches_the_logits_of_replayed_experts_and_not_through_the_choice():
-    spec, rng = spec_of(12, 3), np.random.default_rng(5)
+    spec, rng = build_spec(12, 3), np.random.default_rng(5)
     logits, mix = jnp.asarray(rng.standard_normal((3, 12)), jnp.float32), rng.standard_normal((3, 3))
     ids = random_ids(rng, 3, spec)
     routed = LayerRouting(jnp.asarray(ids), jnp.ones(3, bool))
@@ -142,17 +142,17 @@ def test_the_gradient_reaches_the_logits_of_replayed_experts_and_not_through_the
 
 def test_scores_are_computed_in_float32_whatever_the_logits_are():
     logits = jnp.asarray(np.random.default_rng(6).standard_normal((9, 16)), jnp.bfloat16)
-    low = ROUTE(logits, None, spec=spec_of(16, 4))
-    wide = ROUTE(logits.astype(jnp.float32), None, spec=spec_of(16, 4))
+    low = ROUTE(logits, None, spec=build_spec(16, 4))
+    wide = ROUTE(logits.astype(jnp.float32), None, spec=build_spec(16, 4))
     assert low.weights.dtype == jnp.float32
     assert np.array_equal(low.ids, wide.ids) and np.array_equal(low.weights, wide.weights)
 
 
 def test_a_row_of_nan_names_real_and_distinct_experts_and_harms_no_other_row():
     logits = np.random.default_rng(7).standard_normal((3, 16)).astype(np.float32)
-    clean = ROUTE(jnp.asarray(logits), None, spec=spec_of(16, 4))
+    clean = ROUTE(jnp.asarray(logits), None, spec=build_spec(16, 4))
     logits[1] = np.nan
-    routing = ROUTE(jnp.asarray(logits), None, spec=spec_of(16, 4))
+    routing = ROUTE(jnp.asarray(logits), None, spec=build_spec(16, 4))
     row = np.asarray(routing.ids[1])
     assert len(set(row.tolist())) == 4 and row.min() >= 0 and row.max() < 16
     for n in (0, 2):

@@ -18,7 +18,7 @@ PROCESSED = jax.jit(processed_logits, static_argnames="mode")
 RANDOM_MODES = [SamplingMode.RANDOM, SamplingMode.FILTERED]
 
 
-def batch_of(
+def build_batch(
     rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, choice=0, position=0
 ) -> SamplingBatch:
     def column(value, dtype):
@@ -92,7 +92,7 @@ def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
 
 def draw(logits: np.ndarray, seed: int, mode: SamplingMode, **values) -> np.ndarray:
     rows = jnp.asarray(np.broadcast_to(logits, (NUM_DRAWS, len(logits))))
-    batch = batch_of(NUM_DRAWS, seed=seed, position=np.arange(NUM_DRAWS), **values)
+    batch = build_batch(NUM_DRAWS, seed=seed, position=np.arange(NUM_DRAWS), **values)
     return np.asarray(DRAWS(rows, batch, mode)[0])
 
 
@@ -137,7 +137,7 @@ def test_the_bar_sees_a_temperature_that_is_wrong_by_a_fifth() -> None:
 def test_draws_over_seeds_and_over_choices_are_independent_too(varied: str) -> None:
     logits = np.array([0.3, -1.0, 1.2, 0.0], np.float32)
     rows = jnp.asarray(np.broadcast_to(logits, (NUM_DRAWS, 4)))
-    tokens = np.asarray(DRAWS(rows, batch_of(NUM_DRAWS, **{varied: np.arange(NUM_DRAWS)}), SamplingMode.RANDOM)[0])
+    tokens = np.asarray(DRAWS(rows, build_batch(NUM_DRAWS, **{varied: np.arange(NUM_DRAWS)}), SamplingMode.RANDOM)[0])
     assert p_value(tokens, expected_distribution(logits, 1.0)) > 1e-3
     pairs = tokens[:-1] * 4 + tokens[1:]  # neighbours in seed or choice
     distribution = expected_distribution(logits, 1.0)
@@ -169,7 +169,7 @@ def test_filters_keep_what_the_loop_keeps() -> None:
     cases = list(filter_cases())
     logits = np.stack([case[0] for case in cases])
     temperature, top_k, top_p, min_p = (np.array(column) for column in list(zip(*cases, strict=True))[1:])
-    batch = batch_of(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    batch = build_batch(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     mask = np.isfinite(np.asarray(PROCESSED(jnp.asarray(logits), batch, SamplingMode.FILTERED)))
     expected = np.stack([kept_by_loop(*case) for case in cases])
     np.testing.assert_array_equal(mask, expected)
@@ -178,7 +178,9 @@ def test_filters_keep_what_the_loop_keeps() -> None:
 
 def test_filtered_scores_are_the_scaled_logits_up_to_a_constant() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (4, 30)).astype(np.float32)
-    filtered = np.asarray(PROCESSED(jnp.asarray(logits), batch_of(4, temperature=0.7, top_k=9), SamplingMode.FILTERED))
+    filtered = np.asarray(
+        PROCESSED(jnp.asarray(logits), build_batch(4, temperature=0.7, top_k=9), SamplingMode.FILTERED)
+    )
     finite = np.isfinite(filtered)
     assert (finite.sum(-1) == 9).all()
     np.testing.assert_allclose(
@@ -191,29 +193,31 @@ def test_filtered_scores_are_the_scaled_logits_up_to_a_constant() -> None:
 )
 def test_the_tightest_values_leave_the_best_token(values: dict[str, float]) -> None:
     logits = np.random.default_rng(2).normal(0, 30, (8, 50)).astype(np.float32)
-    tokens, processed = DRAWS(jnp.asarray(logits), batch_of(8, position=np.arange(8), **values), SamplingMode.FILTERED)
+    tokens, processed = DRAWS(
+        jnp.asarray(logits), build_batch(8, position=np.arange(8), **values), SamplingMode.FILTERED
+    )
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     assert not np.isnan(np.asarray(processed)).any()
 
 
 def test_top_k_equal_scores_at_the_border_are_all_kept() -> None:
     logits = jnp.asarray([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]], jnp.float32)
-    mask = np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=2), SamplingMode.FILTERED)))
+    mask = np.isfinite(np.asarray(PROCESSED(logits, build_batch(1, top_k=2), SamplingMode.FILTERED)))
     np.testing.assert_array_equal(mask, [[True, False, True, True, False, True]])
 
 
 def test_negative_zero_ties_with_zero() -> None:
     logits = jnp.asarray([[-0.0, 0.0, -1.0]], jnp.float32)
-    assert np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=1), SamplingMode.FILTERED))).tolist() == [
+    assert np.isfinite(np.asarray(PROCESSED(logits, build_batch(1, top_k=1), SamplingMode.FILTERED))).tolist() == [
         [True, True, False]
     ]
-    assert int(DRAWS(logits, batch_of(1, temperature=0), SamplingMode.GREEDY)[0][0]) == 0
+    assert int(DRAWS(logits, build_batch(1, temperature=0), SamplingMode.GREEDY)[0][0]) == 0
 
 
 @pytest.mark.parametrize("mode", list(SamplingMode))
 def test_temperature_zero_takes_the_best_token_and_the_lower_id_of_a_tie(mode: SamplingMode) -> None:
     logits = np.random.default_rng(4).integers(-3, 3, (64, 40)).astype(np.float32)
-    batch = batch_of(64, temperature=0, top_k=3, top_p=0.5, min_p=0.5, position=np.arange(64), seed=np.arange(64))
+    batch = build_batch(64, temperature=0, top_k=3, top_p=0.5, min_p=0.5, position=np.arange(64), seed=np.arange(64))
     tokens, processed = DRAWS(jnp.asarray(logits), batch, mode)
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
@@ -225,7 +229,7 @@ def test_a_row_does_not_see_its_neighbours_or_its_place(mode: SamplingMode) -> N
     rng = np.random.default_rng(8)
     rows, vocab = 16, 313
     logits = jnp.asarray(rng.normal(0, 2, (rows, vocab)).astype(np.float32))
-    batch = batch_of(
+    batch = build_batch(
         rows,
         temperature=rng.choice([0, 0.7, 1.0], rows),
         top_k=rng.choice([0, 20], rows),
@@ -251,7 +255,7 @@ def test_a_row_does_not_see_its_neighbours_or_its_place(mode: SamplingMode) -> N
 def test_noise_is_the_documented_function_of_seed_choice_and_position() -> None:
     """Written again from the seed's words, in float64: folded choice first, then position, also for choice 0."""
     seeds, choices, positions = [0, 1, 2**31, 2**63 - 1], [0, 0, 3, 1], [0, 17, 17, 2**20]
-    noise = np.asarray(gumbel_noise(batch_of(4, seed=seeds, choice=choices, position=positions), 100))
+    noise = np.asarray(gumbel_noise(build_batch(4, seed=seeds, choice=choices, position=positions), 100))
     for row, (seed, choice, position) in enumerate(zip(seeds, choices, positions, strict=True)):
         key = jax.random.wrap_key_data(jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
@@ -260,7 +264,7 @@ def test_noise_is_the_documented_function_of_seed_choice_and_position() -> None:
 
 
 def test_noise_is_gumbel_far_into_its_tail() -> None:
-    noise = np.asarray(jax.jit(gumbel_noise, static_argnums=1)(batch_of(64, position=np.arange(64)), 2**15)).ravel()
+    noise = np.asarray(jax.jit(gumbel_noise, static_argnums=1)(build_batch(64, position=np.arange(64)), 2**15)).ravel()
     assert np.isfinite(noise).all()
     assert stats.kstest(noise[:20000], "gumbel_r").pvalue > 1e-3
     above = (noise > 11).sum()  # 35 expected of 2 million
@@ -273,25 +277,25 @@ def test_seed_choice_and_position_each_change_the_draw_and_nothing_else_does() -
     base = {"seed": 2**40 + 5, "choice": 1, "position": 9}
     variants = [base, {**base, "seed": 5}, {**base, "seed": 2**40 + 6}, {**base, "choice": 0}, {**base, "position": 10}]
     variants.append({**base, "choice": 9, "position": 1})  # swapped
-    tokens = [int(DRAWS(logits, batch_of(1, **values), SamplingMode.RANDOM)[0][0]) for values in variants]
+    tokens = [int(DRAWS(logits, build_batch(1, **values), SamplingMode.RANDOM)[0][0]) for values in variants]
     assert len(set(tokens)) == len(tokens)
-    assert int(DRAWS(logits, batch_of(1, **base), SamplingMode.FILTERED)[0][0]) == tokens[0]
+    assert int(DRAWS(logits, build_batch(1, **base), SamplingMode.FILTERED)[0][0]) == tokens[0]
 
 
 def test_no_program_sorts_or_branches_on_the_batch() -> None:
     logits = jnp.zeros((4, 100), jnp.float32)
-    text = DRAWS.lower(logits, batch_of(4), SamplingMode.FILTERED).as_text()
+    text = DRAWS.lower(logits, build_batch(4), SamplingMode.FILTERED).as_text()
     assert "stablehlo.sort" not in text and "chlo.top_k" not in text
     assert "stablehlo.case" not in text and "stablehlo.if" not in text
     rotates = "stablehlo.shift_right_logical"  # as random bits do
-    assert rotates in text and rotates not in DRAWS.lower(logits, batch_of(4), SamplingMode.GREEDY).as_text()
+    assert rotates in text and rotates not in DRAWS.lower(logits, build_batch(4), SamplingMode.GREEDY).as_text()
 
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_the_tpu_compiler_takes_the_widest_program_without_a_sort(chip: str) -> None:
     logits = jax.ShapeDtypeStruct((32, 151_936), jnp.float32)
-    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch_of(32))
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), build_batch(32))
     compiled = compile_tpu(lambda x, rows: sample(x, rows, SamplingMode.FILTERED), logits, batch, mesh=tpu_mesh(chip))
     assert " sort(" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * logits.size * 4

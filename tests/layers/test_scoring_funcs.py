@@ -56,7 +56,7 @@ def live_ids(z, bias, spec):
     return scores, ranked(chosen_by, candidates)[: spec.top_k]
 
 
-def weights_of(z, scores, ids, spec):
+def expected_weights(z, scores, ids, spec):
     """Combine weights at ids."""
     if spec.scoring_func == "sparsemixer":
         left, weights = list(range(len(z))), []
@@ -79,7 +79,7 @@ def oracle(logits, bias, replayed, valid, spec):
         scores, chosen = live_ids(z, bias, spec)
         chosen = replayed[n].tolist() if valid[n] else chosen
         ids.append(chosen)
-        weights.append(weights_of(z, scores, chosen, spec))
+        weights.append(expected_weights(z, scores, chosen, spec))
     return np.array(ids), np.array(weights)
 
 

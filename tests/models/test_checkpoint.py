@@ -60,7 +60,7 @@ def expert_table(layers, experts, dim, width):
             )
 
 
-def targets_of(layers, experts, dim, width, dtype):
+def build_targets(layers, experts, dim, width, dtype):
     shapes = {
         "embed": (7, dim),
         "blocks.0.norm": (layers, dim),
@@ -362,7 +362,7 @@ def test_every_number_lands_where_the_table_says(tmp_path, host_bytes, dtypes):
     tensors = random_tensors(table, np.dtype(dtype))
     checkpoint = Checkpoint(save(tmp_path, {}, tensors))
     check(table, checkpoint)
-    loaded = load(checkpoint, table, targets_of(2, 5, 8, 6, target), host_bytes=host_bytes)
+    loaded = load(checkpoint, table, build_targets(2, 5, 8, 6, target), host_bytes=host_bytes)
     expected = by_hand(tensors, 2, 5, np.dtype(target))
     assert loaded.keys() == expected.keys()
     for name, value in expected.items():
@@ -403,7 +403,7 @@ def test_progress_counts_all_bytes_once(tmp_path):
     checkpoint = Checkpoint(save(tmp_path, {}, tensors))
     for host_bytes in (1 << 20, 40):
         calls = []
-        targets = targets_of(2, 3, 4, 3, "float32")
+        targets = build_targets(2, 3, 4, 3, "float32")
         load(checkpoint, table, targets, progress=lambda *pair, calls=calls: calls.append(pair), host_bytes=host_bytes)
         size = sum(tensor.nbytes for tensor in tensors.values())
         assert calls[-1] == (size, size)
@@ -414,7 +414,7 @@ def test_stacks_of_one_kind_compile_once(tmp_path):
     checkpoint = Checkpoint(save(tmp_path, {}, random_tensors(expert_table(3, 16, 8, 6), np.float32)))
     table = [source for source in expert_table(3, 16, 8, 6) if source.target == "blocks.0.gate_up"]
     before = _write_pieces._cache_size()
-    load(checkpoint, table, targets_of(3, 16, 8, 6, "float32"), host_bytes=5 * 2 * 8 * 6 * 4)  # 96 pieces, 5 a stack
+    load(checkpoint, table, build_targets(3, 16, 8, 6, "float32"), host_bytes=5 * 2 * 8 * 6 * 4)  # 96 pieces, 5 a stack
     assert _write_pieces._cache_size() == before + 1
 
 
@@ -460,7 +460,7 @@ def test_each_device_holds_its_own_shard(tmp_path, host_bytes):
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     targets = {
         name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=None if name == "embed" else shardings[name])
-        for name, s in targets_of(2, 4, 8, 6, "float32").items()
+        for name, s in build_targets(2, 4, 8, 6, "float32").items()
     }
     calls = []
     loaded = load(
@@ -491,7 +491,10 @@ def test_stacks_of_half_precision_are_written_as_bits_on_cpu():
 def test_large_parts_of_half_precision_hold_the_numbers(tmp_path, dtype):
     tensors = random_tensors(expert_table(2, 4, 8, 6), np.float32)
     loaded = load(
-        Checkpoint(save(tmp_path, {}, tensors)), expert_table(2, 4, 8, 6), targets_of(2, 4, 8, 6, dtype), host_bytes=512
+        Checkpoint(save(tmp_path, {}, tensors)),
+        expert_table(2, 4, 8, 6),
+        build_targets(2, 4, 8, 6, dtype),
+        host_bytes=512,
     )
     for name, expected in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
         assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), expected)

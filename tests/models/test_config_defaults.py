@@ -29,7 +29,7 @@ class Watched(dict):
         return super().get(key, default)
 
 
-def config_of(name):
+def build_config(name):
     case = CASES[name]
     kind = getattr(transformers, case.settings or f"{name}Config")
     config = kind(**{**SIZES, **case.config, "max_position_embeddings": LENGTH})
@@ -46,7 +46,7 @@ def read(family, values):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
-    kind, values, family = config_of(name)
+    kind, values, family = build_config(name)
     watched = Watched(values)
     assert read(family, watched) is not None
     checked = 0
@@ -63,7 +63,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_base_that_is_left_out_of_positions_is_what_transformers_takes(name):
-    kind, values, family = config_of(name)
+    kind, values, family = build_config(name)
     without = values | {"rope_parameters": {"rope_type": "default"}}
     default = json.loads(kind.from_dict(dict(without)).to_json_string())["rope_parameters"]
     assert default["rope_theta"] > 0

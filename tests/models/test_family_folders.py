@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
+def write_case(tmp_path_factory):
     """The checkpoint of a case, written once."""
 
     @functools.cache
@@ -51,7 +51,7 @@ def folder_of(tmp_path_factory):
     return copy
 
 
-def arrays_of(folder):
+def load_arrays(folder):
     state = nnx.state(ModelFolder.open(folder).load(jnp.dtype(jnp.float32)))
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
 
@@ -112,16 +112,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused_by_name_before_any_weight_is_read(folder_of, tmp_path, name):
+def test_what_cannot_be_served_is_refused_by_name_before_any_weight_is_read(write_case, tmp_path, name):
     family, config, words = REFUSED[name]
-    folder = folder_of(family, tmp_path, **config)
+    folder = write_case(family, tmp_path, **config)
     with pytest.raises(CheckpointError) as caught:
         ModelFolder.open(folder)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_llama_4_says_in_its_published_files_4_for_true(folder_of, tmp_path):
-    folder = folder_of("Llama4", tmp_path)
+def test_llama_4_says_in_its_published_files_4_for_true(write_case, tmp_path):
+    folder = write_case("Llama4", tmp_path)
     values, read = json.loads((folder / "config.json").read_text()), FAMILIES["Llama4ForCausalLM"].read_config
     plain, tuned, published, none = (
         read(ConfigReader(values | {"attn_temperature_tuning": tuned}, "config.json")) for tuned in (False, True, 4, 0)
@@ -130,9 +130,9 @@ def test_llama_4_says_in_its_published_files_4_for_true(folder_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
-def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name):
-    folder = folder_of(name, tmp_path)
-    single = arrays_of(folder)
+def test_fused_experts_hold_the_numbers_of_single_ones(write_case, tmp_path, name):
+    folder = write_case(name, tmp_path)
+    single = load_arrays(folder)
 
     def fuse(tensors):
         layers = {key.partition(".experts.")[0] for key in tensors if ".experts." in key}
@@ -148,7 +148,7 @@ def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name
         return tensors
 
     rewrite(folder, fuse)
-    fused = arrays_of(folder)
+    fused = load_arrays(folder)
     assert single.keys() == fused.keys() and all(np.array_equal(single[key], fused[key]) for key in single)
 
 
@@ -166,10 +166,10 @@ def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name
     ],
 )
 def test_a_text_model_beside_a_vision_tower_is_the_text_model(
-    folder_of, tmp_path, name, architecture, stem, head, more
+    write_case, tmp_path, name, architecture, stem, head, more
 ):
-    folder = folder_of(name, tmp_path)
-    alone = arrays_of(folder)
+    folder = write_case(name, tmp_path)
+    alone = load_arrays(folder)
 
     def nest(tensors):
         renamed = {
@@ -181,12 +181,12 @@ def test_a_text_model_beside_a_vision_tower_is_the_text_model(
     rewrite(folder, nest)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": config}))
-    nested = arrays_of(folder)
+    nested = load_arrays(folder)
     assert alone.keys() == nested.keys() and all(np.array_equal(alone[key], nested[key]) for key in alone)
 
 
-def test_layers_that_predict_further_tokens_are_left_where_they_are(folder_of, tmp_path):
-    folder = folder_of("Glm4Moe", tmp_path, num_nextn_predict_layers=1)
+def test_layers_that_predict_further_tokens_are_left_where_they_are(write_case, tmp_path):
+    folder = write_case("Glm4Moe", tmp_path, num_nextn_predict_layers=1)
     rewrite(folder, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": np.zeros((2, 2), np.float32)})
     assert ModelFolder.open(folder).config.num_layers == 4
     rewrite(folder, lambda tensors: tensors | {"model.layers.5.eh_proj.weight": np.zeros((2, 2), np.float32)})
@@ -194,15 +194,15 @@ def test_layers_that_predict_further_tokens_are_left_where_they_are(folder_of, t
         ModelFolder.open(folder)
 
 
-def test_longrope_is_served_up_to_the_length_where_its_short_factors_hold(folder_of, tmp_path):
-    folder = folder_of("Phimoe", tmp_path)
+def test_longrope_is_served_up_to_the_length_where_its_short_factors_hold(write_case, tmp_path):
+    folder = write_case("Phimoe", tmp_path)
     assert ModelFolder.open(folder).config.context_length == 160
     with pytest.raises(ConfigError, match="context_length=161 is above the model's 160"):
         Engine(str(folder), skip_tokenizer_init=True, context_length=161)
 
 
-def test_a_backend_that_cannot_do_what_a_model_does_is_refused_by_name(folder_of, tmp_path):
-    config = ModelFolder.open(folder_of("GptOss", tmp_path)).config
+def test_a_backend_that_cannot_do_what_a_model_does_is_refused_by_name(write_case, tmp_path):
+    config = ModelFolder.open(write_case("GptOss", tmp_path)).config
     plain = MOE_BACKENDS["tiled"].__class__(name="plain", run=MOE_BACKENDS["tiled"].run)
     with pytest.raises(ConfigError, match=r"plain.*biased experts"):
         DEFAULT_BACKENDS.with_moe(plain).choose(ServerArgs(moe_backend="plain"), config.needs)
@@ -242,15 +242,15 @@ PERIODIC = {
 
 
 @pytest.mark.parametrize("name", PERIODIC)
-def test_the_program_does_not_grow_with_the_number_of_layers(folder_of, tmp_path, name):
-    values = json.loads((folder_of(name, tmp_path) / "config.json").read_text()) | PERIODIC[name]
+def test_the_program_does_not_grow_with_the_number_of_layers(write_case, tmp_path, name):
+    values = json.loads((write_case(name, tmp_path) / "config.json").read_text()) | PERIODIC[name]
     few, many = (lowered_size(values, layers) for layers in (8, 48))
     assert many < 1.05 * few, (few, many)
 
 
-def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_the_same(folder_of, tmp_path):
+def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_the_same(write_case, tmp_path):
     """States are not pages: a request that starts again must start from nothing, in whichever slot."""
-    opened = ModelFolder.open(folder_of("Qwen3Next", tmp_path))
+    opened = ModelFolder.open(write_case("Qwen3Next", tmp_path))
     bench = Bench(
         opened.load(jnp.dtype(jnp.float32)),
         page_size=4,

@@ -22,7 +22,7 @@ SMALL = dict(
 PLAIN = dict(tokenizer=False, **SMALL)
 
 
-def arrays_of(folder, dtype="auto"):
+def load_arrays(folder, dtype="auto"):
     opened = ModelFolder.open(folder)
     state = nnx.state(opened.load(opened.dtype(dtype)))
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
@@ -109,11 +109,11 @@ def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too
 
 def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(tmp_path):
     tied = write_tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True, **PLAIN)
-    assert "head" not in arrays_of(tied)
+    assert "head" not in load_arrays(tied)
     config, tensors = tiny_config(tie_word_embeddings=True, **SMALL), tiny_tensors(tiny_config(**SMALL))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     ignored_tensors = save(tmp_path / "surplus", config, tensors)
-    assert "head" not in arrays_of(ignored_tensors)
+    assert "head" not in load_arrays(ignored_tensors)
     tensors["lm_head.weight"][-1, -1] += 1
     with pytest.raises(
         CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight"
@@ -129,7 +129,7 @@ def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
     """The oracle joins and transposes by hand, without the table of names."""
     config = tiny_config(**{**SMALL, "num_hidden_layers": 4, "mlp_only_layers": [1]})
     tensors = tiny_tensors(config)
-    arrays = arrays_of(save(tmp_path, config, tensors))
+    arrays = load_arrays(save(tmp_path, config, tensors))
     assert np.array_equal(arrays["embed"], tensors["model.embed_tokens.weight"])
     assert np.array_equal(arrays["head"], tensors["lm_head.weight"].T)
     assert np.array_equal(arrays["norm"], tensors["model.norm.weight"])
@@ -175,7 +175,7 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
         )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text((whole / "config.json").read_text())
-    left, right = arrays_of(whole), arrays_of(folder)
+    left, right = load_arrays(whole), load_arrays(folder)
     assert left.keys() == right.keys()
     assert all(np.array_equal(left[name], right[name]) for name in left)
 
@@ -184,7 +184,7 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
 @pytest.mark.parametrize("expected", ["auto", "float32", "bfloat16", "float16"])
 def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path, stored, expected):
     folder = write_tiny_checkpoint(tmp_path, dtype=stored, **PLAIN)
-    arrays = arrays_of(folder, expected)
+    arrays = load_arrays(folder, expected)
     assert {array.dtype for array in arrays.values()} == {jnp.dtype(stored if expected == "auto" else expected)}
     exact = tiny_tensors(tiny_config(**SMALL), dtype=stored)["model.embed_tokens.weight"]
     assert np.array_equal(arrays["embed"], exact.astype(arrays["embed"].dtype))

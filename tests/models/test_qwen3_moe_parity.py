@@ -170,7 +170,7 @@ def build(folder, **options):
     return Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **{**sizes, **options})
 
 
-def prompts_of(model, lengths, seed=0):
+def random_prompts(model, lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
 
@@ -178,7 +178,7 @@ def prompts_of(model, lengths, seed=0):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, name):
     model = write_hf_qwen3_moe(tmp_path, seed=len(name), **CONFIGS[name])
-    prompts, tally = prompts_of(model, PROMPT_LENGTHS), Tally()
+    prompts, tally = random_prompts(model, PROMPT_LENGTHS), Tally()
     kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
     with build(tmp_path) as engine:
         results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
@@ -204,7 +204,7 @@ def test_half_precision_checkpoints_are_served_in_their_own_dtype(tmp_path, dtyp
     model = write_hf_qwen3_moe(tmp_path / "float32", seed=4)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path / dtype)
     model = model.to(torch.float32)  # the same rounded weights, computed in float32
-    prompts = prompts_of(model, (3, 40, 20), seed=2)
+    prompts = random_prompts(model, (3, 40, 20), seed=2)
     with build(tmp_path / dtype) as engine:
         results = engine.generate(
             input_ids=prompts, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True

@@ -34,7 +34,7 @@ BY_LAYER = (
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
+def write_case(tmp_path_factory):
     return functools.cache(lambda name: Oracle(CASES[name], tmp_path_factory.mktemp(name)).folder)
 
 
@@ -113,8 +113,8 @@ def faults_of_experts(values):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folder_of, tmp_path, name):
-    folder = shutil.copytree(folder_of(name), tmp_path / "copy")
+def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(write_case, tmp_path, name):
+    folder = shutil.copytree(write_case(name), tmp_path / "copy")
     values = json.loads((folder / "config.json").read_text())
     assert ModelFolder.open(folder).config.num_layers == values["num_hidden_layers"]
     gc.collect()  # what other tests left may go at any time
@@ -145,8 +145,8 @@ def test_a_text_model_inside_another_may_not_be_quantised_either(tmp_path, archi
     ("file", "method"),
     [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ"), ("hf_quant_config.json", "ModelOpt")],
 )
-def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(folder_of, tmp_path, file, method):
-    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(write_case, tmp_path, file, method):
+    folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
     (folder / file).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{file} says that weights are quantised by {method}"):
         Engine(str(folder), skip_tokenizer_init=True)
@@ -162,9 +162,9 @@ def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(folder_of, 
     ],
 )
 def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_does_not(
-    folder_of, tmp_path, end, dtype, method
+    write_case, tmp_path, end, dtype, method
 ):
-    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+    folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj" + end] = np.zeros((2, 2), dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -172,8 +172,8 @@ def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_d
         Engine(str(folder), skip_tokenizer_init=True)
 
 
-def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(folder_of, tmp_path):
-    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(write_case, tmp_path):
+    folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
     at = "model.layers.0.self_attn.q_proj.weight"
     save_file(

@@ -43,7 +43,7 @@ def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):
     assert set(checkpoint.names()) == set(virtual)
 
 
-def state_of(folder):
+def load_state(folder):
     state = nnx.state(ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16)))
     return {".".join(map(str, path)): np.asarray(leaf[...], np.float32) for path, leaf in nnx.to_flat_state(state)}
 
@@ -77,7 +77,7 @@ def test_a_packed_checkpoint_loads_the_numbers_of_an_unpacked_one(tmp_path):
         )
         (folder / "config.json").write_text(json.dumps(config | extra))
         folders.append(folder)
-    left, right = (state_of(folder) for folder in folders)
+    left, right = (load_state(folder) for folder in folders)
     assert left.keys() == right.keys()
     assert all(np.array_equal(left[name], right[name]) for name in left)
 

@@ -105,7 +105,7 @@ class Oracle:
             logits = self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
         for hook in hooks:
             hook.remove()
-        biases = [self.biases_of(router) for router, _ in recorded]
+        biases = [self.router_biases(router) for router, _ in recorded]
         layers = [logits_and_ids(output) for _, output in recorded]
         chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, layers, strict=True)]
         if not chosen:
@@ -113,7 +113,7 @@ class Oracle:
         scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
         return Judged(logits, ids, scores, groups)
 
-    def biases_of(self, router):
+    def router_biases(self, router):
         """Selection biases of the block that a router stands in, by the last part of their names."""
         block = next(module for module in self.model.modules() if router in module.children())
         tensors = [*block.named_parameters(), *block.named_buffers()]

@@ -58,7 +58,7 @@ def pick(rng, options):
     return options[rng.integers(len(options))]
 
 
-def heads_of(name, rng):
+def draw_heads(name, rng):
     """Heads, kv heads, their size, and a hidden size that is a multiple of nothing where a family lets it."""
     heads = int(rng.integers(1, 7))
     fits = [kv for kv in range(1, heads + 1) if heads % kv == 0]
@@ -72,7 +72,7 @@ def heads_of(name, rng):
     return sizes | {"head_dim": size, "hidden_size": heads * pick(rng, (5, 11, 16))}
 
 
-def experts_of(name, config, rng):
+def draw_experts(name, config, rng):
     """Any number of experts, but for those in groups, and for laws of one or two experts a token."""
     if config.get("n_group", 1) > 1 or not CASES[name].layer_ids:
         return {}
@@ -82,7 +82,7 @@ def experts_of(name, config, rng):
     return {count: experts, few: top_k}
 
 
-def positions_of(name, config, rng):
+def draw_rope(name, config, rng):
     """rope_parameters of any kind, for the dims of a head that turn."""
     kind = "default" if name == "Phimoe" else pick(rng, ("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
     scaling = {"rope_type": kind, "rope_theta": pick(rng, (100.0, 1e4, 5e5))}
@@ -135,12 +135,12 @@ def drawn(name, seed):
     rng, case = np.random.default_rng([seed, zlib.crc32(name.encode())]), CASES[name]
     varied = [key for key in CHOICES if key in (*case.config, *ALWAYS) or name in ONLY_SOME.get(key, ())]
     config = case.config | {key: pick(rng, CHOICES[key]) for key in varied}
-    config |= heads_of(name, rng)
-    config |= experts_of(name, config, rng)
+    config |= draw_heads(name, rng)
+    config |= draw_experts(name, config, rng)
     if name == "MiniMaxM2":
         config["rotary_dim"] = 2 * int(rng.integers(1, config["head_dim"] // 2 + 1))
     else:
-        config |= positions_of(name, config, rng)
+        config |= draw_rope(name, config, rng)
     rewrite = pick(rng, (None, in_the_old_spelling)) if "rope_parameters" in config else None
     return dataclasses.replace(case, config=config, seed=seed, rewrite=rewrite)
 

@@ -25,7 +25,7 @@ class ScheduleSetup:
         return rng.integers(0, self.vocab_size, size=length).astype(np.int32)
 
 
-def tokens_of(drive, rid):
+def sequence_tokens(drive, rid):
     """Tokens of a request, as far as they are known."""
     req = drive.reqs[rid]
     return req.tokens[: req.num_known].copy()
@@ -53,11 +53,11 @@ def assert_merged(drive, rids, record, tokens):
 
 def assert_chain(drive, rids):
     """The parts of a rollout that was aborted and sent again merge to the rows of their first writers."""
-    turns = [(tokens_of(drive, rid), drive.outputs[rid].end.routed_experts) for rid in rids]
+    turns = [(sequence_tokens(drive, rid), drive.outputs[rid].end.routed_experts) for rid in rids]
     turns = [(own, record) for own, record in turns if record is not None]
     if turns:
         assert_merged(drive, rids, merge_turns(turns, turns[-1][0]), turns[-1][0])
-    assert len(turns) < len(rids) or turns[-1][0].size == tokens_of(drive, rids[-1]).size
+    assert len(turns) < len(rids) or turns[-1][0].size == sequence_tokens(drive, rids[-1]).size
 
 
 def some_requests(setup, rng, *, count=6, max_tokens=12, **options):
@@ -85,7 +85,7 @@ def _prefix_hit(setup, rng):
     drive, page = setup.bench.drive(), setup.bench.args.page_size
     shared = setup.prompt(rng, 2 * page + 5)
     drive.run(request("writer", shared, 2 * page), check=False)
-    whole = tokens_of(drive, "writer")
+    whole = sequence_tokens(drive, "writer")
     cuts = (page + 1, 2 * page + 5, 3 * page + 2)
     drive.run(
         *(request(f"r{cut}", np.concatenate([whole[:cut], setup.prompt(rng, 3)]), 8) for cut in cuts), check=False
@@ -115,7 +115,7 @@ def _retracted(setup, rng):
 def _aborted_and_continued(setup, rng):
     drive, prompt = setup.bench.drive(), setup.prompt(rng, 21)
     drive.run(request("a", prompt, 30), before_step=lambda step: step == 12 and drive.core.abort("a"), check=False)
-    part = tokens_of(drive, "a")
+    part = sequence_tokens(drive, "a")
     assert prompt.size < part.size < prompt.size + 30
     drive.run(request("b", part, 30 - (part.size - prompt.size)), check=False)
     assert_chain(drive, ["a", "b"])
@@ -186,7 +186,11 @@ class _Mixture:
                 rid = f"{chain[0]}+{len(chain)}"
                 drive.add(
                     request(
-                        rid, tokens_of(drive, chain[-1]), req.max_len - req.num_known, temperature=1.0, seed=self.seed
+                        rid,
+                        sequence_tokens(drive, chain[-1]),
+                        req.max_len - req.num_known,
+                        temperature=1.0,
+                        seed=self.seed,
                     )
                 )
                 chain.append(rid)

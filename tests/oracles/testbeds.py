@@ -40,10 +40,10 @@ def tiny_testbed(*, config=(), **args):
 def _testbed(overrides, args):
     config = tiny_config(**dict(overrides))
     tensors = tiny_tensors(config)
-    return CoreTestbed(Bench(model_of(config, tensors), **dict(args)), FullSequence(config, tensors), config)
+    return CoreTestbed(Bench(build_model(config, tensors), **dict(args)), FullSequence(config, tensors), config)
 
 
-def model_of(config, tensors):
+def build_model(config, tensors):
     """These tensors as a module, by way of a checkpoint folder, as users load theirs."""
     with tempfile.TemporaryDirectory() as folder:
         opened = ModelFolder.open(
@@ -52,9 +52,9 @@ def model_of(config, tensors):
         return opened.load(opened.dtype("auto"))
 
 
-def state_of(tensors):
+def build_state(tensors):
     """Tensors of the tiny MoE as `update_weights` takes them."""
-    return nnx.split(model_of(tiny_config(), tensors))[1]
+    return nnx.split(build_model(tiny_config(), tensors))[1]
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def other_oracle(seed):
 @functools.cache
 def other_weights(seed):
     """The weights of `other_oracle`."""
-    return state_of(other_oracle(seed).tensors)
+    return build_state(other_oracle(seed).tensors)
 
 
 @functools.cache

@@ -174,7 +174,7 @@ VARIED = {
 }
 
 
-def told(change):
+def describe_change(change):
     """A change in words."""
     flat = {key: value for key, value in change.items() if key != "rope_parameters"}
     rope = change.get("rope_parameters", {})
@@ -194,7 +194,7 @@ def told(change):
 
 
 VARIATIONS = {
-    f"{name}: {told(change)}": dataclasses.replace(
+    f"{name}: {describe_change(change)}": dataclasses.replace(
         CASES[name], config=CASES[name].config | change, layer_ids=CASES[name].layer_ids if layers is None else layers
     )
     for name, changes in VARIED.items()

@@ -25,7 +25,7 @@ def drifted(seed, *, num_experts=10, num_instances=16, num_devices=4):
     return rebalance(load, **sizes), rebalance(new_load, **sizes), new_load
 
 
-def copies_of(old_devices, new_devices):
+def num_copied(old_devices, new_devices):
     """Experts that come to a device which did not have them, one device after the other."""
     return sum(sum(expert not in old for expert in new) for old, new in zip(old_devices, new_devices, strict=True))
 
@@ -47,7 +47,7 @@ def test_no_other_names_for_the_devices_move_fewer_experts(seed, num_nodes):
         retained = [sum(len({*after[v]} & {*before[index]}) for index, v in enumerate(order)) for order in orders]
         num_retained = sum(len({*a} & {*b}) for a, b in zip(by_device(named, layer), before, strict=True))
         assert num_retained == max(retained)
-        assert num_copies(old, named)[layer] == copies_of(before, by_device(named, layer))
+        assert num_copies(old, named)[layer] == num_copied(before, by_device(named, layer))
         assert sorted(map(sorted, by_device(named, layer))) == sorted(map(sorted, after))
     assert np.allclose(np.sort(device_load(load, named)), np.sort(device_load(load, new)))
     assert named.epoch == old.epoch + 1

@@ -15,7 +15,7 @@ from routed_experts.replay import Sample, align, zigzag_order
 LENGTH = 24
 
 
-def places_of(samples, layout, seq_len, width):
+def expected_positions(samples, layout, seq_len, width):
     """{(row, column): (sample, token)} by the words of the layouts."""
     positions, offset = {}, 0
     for index, sample in enumerate(samples):
@@ -67,7 +67,7 @@ def some_samples(seed, lengths=((9, 4), (24, 10), (1, 1), (17, 0), (12, 12))):
 def test_every_row_stands_with_its_token(layout, seed):
     samples, width = some_samples(seed), 12 if layout == "pad_both" else None
     batch = align(samples, layout=layout, seq_len=LENGTH + 4, spec=SPEC, prompt_width=width)
-    check_batch(batch, samples, places_of(samples, layout, LENGTH + 4, width))
+    check_batch(batch, samples, expected_positions(samples, layout, LENGTH + 4, width))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -75,7 +75,7 @@ def test_packed_samples_follow_one_another(seed):
     samples = some_samples(seed)
     batch = align(samples, layout="packed", seq_len=96, spec=SPEC)
     assert batch.ids.shape == (1, 96, 3, 4)
-    check_batch(batch, samples, places_of(samples, "packed", 96, None))
+    check_batch(batch, samples, expected_positions(samples, "packed", 96, None))
 
 
 @pytest.mark.parametrize("layout", ["pad_right", "pad_left", "pad_both", "packed"])
@@ -131,7 +131,7 @@ def changed(index=None, ids=None, **fields):
     return dataclasses.replace(record, **fields)
 
 
-def of(**other):
+def record_with(**other):
     return random_record(np.random.default_rng(1), 10, spec=dataclasses.replace(SPEC, **other))
 
 
@@ -142,12 +142,12 @@ FAULTS = {
     ),
     "another sample": (random_record(np.random.default_rng(2), 11), "sample 1: 10 rows .* the sample has 10 tokens"),
     "layers": (
-        of(layer_ids=(0, 1, 2)),
+        record_with(layer_ids=(0, 1, 2)),
         r"sample 1: .* layer_ids=\(0, 1, 2\), the model \(1, 2, 3\) \(layers \[0, 3\] differ\)",
     ),
-    "top_k": (of(top_k=3), "sample 1: the record has top_k=3, the model 4"),
-    "experts": (of(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
-    "depth": (of(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
+    "top_k": (record_with(top_k=3), "sample 1: the record has top_k=3, the model 4"),
+    "experts": (record_with(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
+    "depth": (record_with(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
     "no such expert": (changed((4, 2, 1), 16), "sample 1, row 4, layer 3: id 16 in slot 1; expected 0 to 15"),
     "twice": (changed((5, 1), [7, 2, 9, 7]), r"sample 1, row 5, layer 2: ids \[7, 2, 9, 7\] repeat an expert"),
     "zeros": (changed(6, 0), r"sample 1, row 6, layer 1: ids \[0, 0, 0, 0\] repeat an expert"),

@@ -27,7 +27,7 @@ ALL_SPECS = SPECS | {
 }
 
 
-def params_of(spec, seed=0):
+def random_params(spec, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(*shape, scale=1.0):
@@ -112,16 +112,16 @@ def test_every_valid_row_runs_what_it_was_given_in_its_order(world):
     spec, run = world.spec, world.run
     for valid in (None, some()):
         routed = drifted(spec, valid=valid)
-        out, executed, _ = run(params_of(spec), inputs(), routed)
+        out, executed, _ = run(random_params(spec), inputs(), routed)
         known = np.asarray(routed.valid)
         np.testing.assert_array_equal(np.asarray(executed)[known], np.asarray(routed.ids)[known])
-    live = run(params_of(spec), inputs(), None)
+    live = run(random_params(spec), inputs(), None)
     assert not np.array_equal(out, live[0]) and not np.array_equal(executed, live[1])
 
 
 def test_self_replay_and_replay_of_nothing_are_live_by_the_bit(world):
     spec, run = world.spec, world.run
-    params, x = params_of(spec), inputs(3)
+    params, x = random_params(spec), inputs(3)
     live, ids, missed = run(params, x, None)
     assert not np.any(missed)
     for rows, valid in (
@@ -136,7 +136,7 @@ def test_self_replay_and_replay_of_nothing_are_live_by_the_bit(world):
 
 def test_misses_are_what_sets_say(world):
     spec, run = world.spec, world.run
-    params, x, routed = params_of(spec), inputs(4), drifted(spec, valid=some())
+    params, x, routed = random_params(spec), inputs(4), drifted(spec, valid=some())
     _, executed, missed = run(params, x, routed)
     first = run(params, x, None)[1][:, 0]  # nothing is forced before the first layer: its live choice is known
     for token in range(TOKENS):
@@ -151,7 +151,7 @@ def test_misses_are_what_sets_say(world):
 def test_remat_changes_no_gradient_and_drifted_ids_give_the_router_one(law):
     world = World(ALL_SPECS[law])
     spec = world.spec
-    params, x = params_of(spec), inputs(5)
+    params, x = random_params(spec), inputs(5)
     for routed in (drifted(spec, valid=some()), drifted(spec, 6)):
         plain, remat = world.gradient(params, x, routed), world.remat_gradient(params, x, routed)
         for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
@@ -163,17 +163,17 @@ def test_remat_changes_no_gradient_and_drifted_ids_give_the_router_one(law):
 
 def test_new_ids_and_flags_trace_nothing(world):
     spec, run = world.spec, world.run
-    run(params_of(spec), inputs(), drifted(spec))
+    run(random_params(spec), inputs(), drifted(spec))
     before = world.traces
     for seed in range(3):
-        run(params_of(spec, seed), inputs(seed), drifted(spec, seed, valid=some(seed)))
+        run(random_params(spec, seed), inputs(seed), drifted(spec, seed, valid=some(seed)))
     assert world.traces == before
 
 
 def test_weights_that_are_replayed_replace_the_routers_and_stop_its_gradient():
     world = World(ALL_SPECS["DeepSeek-V3"])
     spec, run, gradient = world.spec, world.run, world.gradient
-    params, x, routed = params_of(spec), inputs(7), drifted(spec)
+    params, x, routed = random_params(spec), inputs(7), drifted(spec)
     out, *_ = run(params, x, routed)
     fixed = TokenRouting(routed.ids, routed.valid, jnp.full(routed.ids.shape, 0.5, jnp.float32))
     assert not np.array_equal(run(params, x, fixed)[0], out)
@@ -187,7 +187,7 @@ def test_the_choice_of_experts_is_saved_and_not_made_again():
     spec = ALL_SPECS["Qwen3, Mixtral"]
 
     def count(remat):
-        program = jax.make_jaxpr(jax.grad(lambda p, x: loss(p, x, None, spec, remat)[0]))(params_of(spec), inputs())
+        program = jax.make_jaxpr(jax.grad(lambda p, x: loss(p, x, None, spec, remat)[0]))(random_params(spec), inputs())
         return str(program).count("top_k[")
 
     assert (count(False), count(True)) == (1, 1)

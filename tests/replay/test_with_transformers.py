@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 SHAPE, VOCAB = (3, 24), 50
 
 
-def trainer_of(model):
+def build_trainer(model):
     """The trainer of benchmarks/training/hf_trainer.py, loaded by its path: its folder is not on the search path."""
     spec = importlib.util.spec_from_file_location(
         "hf_trainer", Path(__file__).parents[2] / "benchmarks" / "training" / "hf_trainer.py"
@@ -35,7 +35,7 @@ def test_forced_rows_give_the_same_logprobs_and_misses(renormalize):
     tokens = rng.integers(0, VOCAB, SHAPE)
     ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (*SHAPE, 2, 1)), axis=-1)[..., :2]
     valid = rng.random(SHAPE) < 0.5
-    trainer = trainer_of(model)
+    trainer = build_trainer(model)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
     for flags in (valid, np.zeros(SHAPE, bool)):
         missed = trainer.replay(ids, flags)

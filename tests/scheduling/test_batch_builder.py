@@ -126,7 +126,7 @@ def test_parameters_of_each_row_stand_in_its_columns_and_padding_is_neutral():
         assert neutral == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def everything_of(batch):
+def comparable_fields(batch):
     """The fields of a batch in a form that compares."""
     fields = dataclasses.asdict(batch)
     return {name: np.asarray(value).tolist() for name, value in (fields | fields.pop("sampling")).items()}
@@ -145,7 +145,7 @@ def test_what_steps_of_the_same_requests_share_is_made_anew_for_others_in_their_
         fresh = BatchBuilder(BUCKETS, table, num_request_slots=LIMIT + 1, page_size=PAGE, vocab_size=VOCAB)
         for req in requests:
             fresh.register(req)
-        assert everything_of(builder.build(rows, step=step)) == everything_of(fresh.build(rows, step=step))
+        assert comparable_fields(builder.build(rows, step=step)) == comparable_fields(fresh.build(rows, step=step))
 
     assert_as_if_built_first(first, second, step=0)
     assert_as_if_built_first(first, second, step=1)

@@ -11,7 +11,7 @@ from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
-from support.numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
+from support.numpy_device import VOCAB, NumpyDevice, expected_logprob, says, source
 
 PAGE = 4
 
@@ -236,10 +236,14 @@ def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
     for start in (0, 1, 4, 5, 8, 13):
         req = bench.add(source(tokens, rid="b", logprob_start=start))
         bench.finish(req)
-        expected = {position: logprob_of(tokens[:position], tokens[position]) for position in range(max(start, 1), 14)}
+        expected = {
+            position: expected_logprob(tokens[:position], tokens[position]) for position in range(max(start, 1), 14)
+        }
         assert {position: value for position, (value, _) in req.input_logprobs.items() if position >= start} == expected
         assert req.cached_tokens <= max(start - 1, 0)
-        assert req.output_logprobs == [logprob_of(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)]
+        assert req.output_logprobs == [
+            expected_logprob(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)
+        ]
 
 
 def test_the_last_admitted_goes_back_first_and_to_the_head_of_the_queue():

@@ -175,7 +175,7 @@ class Machine:
             self.fed[rid] = start + row.count
 
 
-def sources_of(index, arrival):
+def build_sources(index, arrival):
     """The requests of one arrival, and what each must say."""
     _, common, own, max_tokens, choices, stops, penalised = arrival
     prompt = [*range(common), *((index * 7 + i) % VOCAB for i in range(own))]
@@ -206,7 +206,7 @@ def test_every_request_ends_with_exactly_its_tokens(life):
     while tick <= 45 or machine.live or machine.pending is not None:
         for index, arrival in enumerate(life.arrivals):
             if arrival[0] == tick:
-                made, tokens = sources_of(index, arrival)
+                made, tokens = build_sources(index, arrival)
                 expected |= dict.fromkeys((source.rid for source in made), tokens)
                 machine.scheduler.add([Req(source) for source in made])
         for at, kind, pick in life.events:

@@ -19,7 +19,7 @@ from routed_experts.server import sse
 from routed_experts.server.http_protocol import LimitedProtocol
 from routed_experts.server.routing.store import StoredRows
 from support.engines import assert_idle, on_engine_thread
-from support.http_server import error_of, running, stream
+from support.http_server import parse_error, running, stream
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 TRIALS = 50  # of each of the six kinds
@@ -191,7 +191,7 @@ def test_a_reader_that_stays_and_never_reads_is_cut_off(engine, streamed, monkey
             slow.sendall(b"GET /v1/routing/large HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
             assert slow.recv(12) == b"HTTP/1.1 200"
         while (answer := httpx.get(server.url + "/health/live", trust_env=False)).status_code == 503:
-            assert error_of(answer, 503)["code"] == "too_many_connections" and answer.headers["retry-after"]
+            assert parse_error(answer, 503)["code"] == "too_many_connections" and answer.headers["retry-after"]
         assert answer.status_code == 200
         assert_gone(server, engine)
         assert num_bytes_left(slow) < LARGE
@@ -227,8 +227,12 @@ def test_a_request_that_takes_too_long_is_a_408(engine):
         blocker = threading.Thread(target=on_engine_thread, args=(engine, lambda core: release.wait(30)))
         blocker.start()
         try:
-            assert error_of(server.post("/v1/completions", {"prompt": "a", **LONG}), 408)["code"] == "request_timeout"
-            assert error_of(server.post("/generate", {"text": "a", "stream": True}), 408)["code"] == "request_timeout"
+            assert (
+                parse_error(server.post("/v1/completions", {"prompt": "a", **LONG}), 408)["code"] == "request_timeout"
+            )
+            assert (
+                parse_error(server.post("/generate", {"text": "a", "stream": True}), 408)["code"] == "request_timeout"
+            )
             assert server.client.get("/health/live").status_code == 200, "probes never enter the engine's thread"
         finally:
             release.set()
@@ -269,8 +273,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(engine):
         limit = scheduler._args.max_queued_requests
         bodies = {"prompt": [[5]] * 256, "n": limit // 256 + 1, "max_tokens": 1}
         response = server.post("/v1/completions", bodies)
-        assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
-        assert error_of(server.post("/v1/completions", {**bodies, "stream": True}), 429), "before the stream begins"
+        assert parse_error(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
+        assert parse_error(server.post("/v1/completions", {**bodies, "stream": True}), 429), "before the stream begins"
     assert_idle(engine)
 
 

@@ -15,7 +15,7 @@ from routed_experts.server.limits import INLINE_BYTES, MAX_UNKNOWN_NAMES, MAX_WA
 from routed_experts.server.routing import routes
 from routed_experts.server.routing.store import StoredRows
 from support.engines import on_engine_thread
-from support.http_server import error_of, stream
+from support.http_server import parse_error, stream
 
 FILLER = {"user": "x" * INLINE_BYTES}  # a body of this size is large, whatever else it says
 
@@ -75,7 +75,7 @@ def test_text_of_a_large_body_is_not_the_event_loops_work(server, seen, path, bo
 
 def test_too_many_prompts_are_refused_before_any_is_tokenised(server, seen):
     for special in (None, False):
-        error = error_of(server.post("/v1/completions", {"prompt": ["a"] * 257, "add_special_tokens": special}), 400)
+        error = parse_error(server.post("/v1/completions", {"prompt": ["a"] * 257, "add_special_tokens": special}), 400)
         assert error["param"] == "prompt" and "256" in error["message"]
     assert not [name for name, _ in seen if name == "encode"]
 
@@ -115,7 +115,7 @@ def test_rows_to_fetch_are_encoded_once_to_tell_of_them(server, seen, num_rows):
 
 def test_a_name_too_many_is_refused_at_once(server):
     unknown = {f"zz{number:03d}_{'y' * 50}": 1 for number in range(MAX_UNKNOWN_NAMES + 1)}
-    error = error_of(server.post("/generate", {"text": "a", **unknown}), 400)
+    error = parse_error(server.post("/generate", {"text": "a", **unknown}), 400)
     assert error["code"] == "too_many_fields"
     unknown.popitem()
     body = {"text": "a", "sampling_params": {"max_new_tokens": 1}, **unknown, "nothing": None}
@@ -157,7 +157,7 @@ def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
             assert server.client.get("/health/live").status_code == 200
         assert server.client.get("/metrics", timeout=5).status_code == 200
         assert server.post("/tokenize", {"prompt": "a", **FILLER}, timeout=5).status_code == 200
-        assert error_of(server.post("/pause_generation", {"mode": "wait"}), 503)["code"] == "too_many_requests"
+        assert parse_error(server.post("/pause_generation", {"mode": "wait"}), 503)["code"] == "too_many_requests"
         release.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
         for thread in threads:

@@ -11,7 +11,7 @@ import pytest
 
 from routed_experts.formats import record_from_npy, record_from_response
 from support.engines import assert_idle, on_engine_thread, open_engine
-from support.http_server import error_of, running
+from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 LONG = {
@@ -117,9 +117,9 @@ def test_200_requests_that_are_too_long_touch_no_page(server, engine):
     before = on_engine_thread(engine, pages)
     for trial in range(100):
         length = 512 + trial
-        assert error_of(server.post("/generate", {"input_ids": [5] * length}), 400)["code"] == "prompt_too_long"
+        assert parse_error(server.post("/generate", {"input_ids": [5] * length}), 400)["code"] == "prompt_too_long"
         body = {"input_ids": [5] * 12, "sampling_params": {"max_new_tokens": 501 + trial}}
-        assert error_of(server.post("/generate", body), 400)["param"] == "max_new_tokens"
+        assert parse_error(server.post("/generate", body), 400)["param"] == "max_new_tokens"
     assert on_engine_thread(engine, pages) == before
 
 
@@ -135,7 +135,7 @@ def test_20_rounds_of_a_full_store_never_give_short_rows(server):
                 record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
                 assert record.num_rows == 5
             else:
-                assert error_of(answer, 404)["code"] == "routing_not_found" and old != url, "the newest is there"
+                assert parse_error(answer, 404)["code"] == "routing_not_found" and old != url, "the newest is there"
     assert server.state.store.nbytes <= 500 and server.client.get(urls[0]).status_code == 404
 
 
@@ -145,7 +145,7 @@ def test_50_flushes_and_50_pauses_under_load(server, engine):
     for trial in range(50):
         calls = begun(server, engine, [greedy] * 4)
         flushed = server.client.post("/flush_cache")
-        assert flushed.status_code == 200 or error_of(flushed, 400)["code"] == "requests_running"
+        assert flushed.status_code == 200 or parse_error(flushed, 400)["code"] == "requests_running"
         assert server.post("/pause_generation", {"mode": modes[trial % 2]}).status_code == 200
         assert server.client.get("/health").json()["state"] == "paused", "and not stalled"
         assert server.client.post("/continue_generation").status_code == 200
@@ -176,7 +176,7 @@ def test_20_good_and_10_refused_updates_under_load(server, engine):
         calls = begun(server, engine, [{**LONG, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}] * 4)
         if trial % 3 == 2:
             for path in ("truncated", "empty", "nowhere"):
-                assert error_of(server.post("/update_weights_from_disk", {"model_path": path}), 400)
+                assert parse_error(server.post("/update_weights_from_disk", {"model_path": path}), 400)
         else:
             output = server.post(
                 "/update_weights_from_disk", {"model_path": f"seed{trial % 2}", "flush_cache": trial % 2 == 0}

@@ -6,7 +6,7 @@ import threading
 import httpx
 
 from support.engines import on_engine_thread
-from support.http_server import error_of, running, stream
+from support.http_server import parse_error, running, stream
 
 NAMES = """
 requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total
@@ -80,7 +80,7 @@ def test_what_takes_too_long_ends_as_timeout(engine):
         before = metrics(server)
         engine.pause(mode="in_place")
         try:
-            assert error_of(server.post("/generate", {"text": "a"}), 408)["code"] == "request_timeout"
+            assert parse_error(server.post("/generate", {"text": "a"}), 408)["code"] == "request_timeout"
             with server.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
                 lines = [line for line in response.iter_lines() if line]
             assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
@@ -108,7 +108,7 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
             while on_engine_thread(engine, lambda core: core.request_table.num_live) < 1024:
                 assert waiting.is_alive()
             response = server.post("/v1/completions", {"prompt": ["a", "b"]})
-            assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
+            assert parse_error(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
             assert engine.abort(rid="full") == 1024
         finally:
             engine.resume()

@@ -6,13 +6,13 @@ from itertools import chain
 import pytest
 
 from support.engines import letter_bias
-from support.http_server import error_of, stream
+from support.http_server import parse_error, stream
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
-def text_of(engine, prompt, **params):
+def engine_text(engine, prompt, **params):
     return engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8, **params})
 
 
@@ -23,7 +23,7 @@ def completion(server, **body):
 
 
 def test_a_completion_is_what_the_engine_says(engine, server):
-    expected = text_of(engine, PROMPT)
+    expected = engine_text(engine, PROMPT)
     output = completion(server, model="tiny")
     (choice,) = output["choices"]
     assert choice["text"] == expected["text"]
@@ -41,7 +41,7 @@ def test_text_ids_and_lists_of_them_are_the_same_prompts(engine, server):
     ids = engine.tokenizer.encode(PROMPT)
     other = engine.tokenizer.encode("The cat sat")
     texts = [choice["text"] for choice in completion(server, prompt=[PROMPT, "The cat sat"])["choices"]]
-    assert texts == [text_of(engine, PROMPT)["text"], text_of(engine, "The cat sat")["text"]]
+    assert texts == [engine_text(engine, PROMPT)["text"], engine_text(engine, "The cat sat")["text"]]
     assert completion(server, prompt=ids)["choices"][0]["text"] == texts[0]
     listed = completion(server, prompt=[ids, other])
     assert [choice["text"] for choice in listed["choices"]] == texts
@@ -239,7 +239,7 @@ def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
 
 def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
     output = completion(server, return_token_ids=True)["choices"][0]
-    expected = text_of(engine, PROMPT)
+    expected = engine_text(engine, PROMPT)
     assert output["token_ids"] == expected["output_ids"] and output["prompt_token_ids"] == engine.tokenizer.encode(
         PROMPT
     )
@@ -277,7 +277,7 @@ def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
     ],
 )
 def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
-    assert error_of(server.post("/v1/completions", body), 400)["param"] == param
+    assert parse_error(server.post("/v1/completions", body), 400)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
     ],
 )
 def test_a_wrong_chat_is_a_400_that_names_the_field(server, body, param):
-    assert error_of(server.post("/v1/chat/completions", body), 400)["param"] == param
+    assert parse_error(server.post("/v1/chat/completions", body), 400)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -316,6 +316,6 @@ def test_a_wrong_chat_is_a_400_that_names_the_field(server, body, param):
     ],
 )
 def test_an_error_names_the_field_of_its_route_and_not_the_engines_parameter(server, path, body, field, engines_name):
-    error = error_of(server.post(path, body), 400)
+    error = parse_error(server.post(path, body), 400)
     assert error["param"] == field and field in error["message"]
     assert engines_name is None or engines_name not in error["message"], error["message"]

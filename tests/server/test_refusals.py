@@ -16,7 +16,7 @@ from routed_experts.server.app import TABLE
 from routed_experts.server.body import check_depth
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
-from support.http_server import error_of, running
+from support.http_server import parse_error, running
 
 KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
 PATHS = sorted(
@@ -64,8 +64,8 @@ def test_without_the_key_only_probes_answer(guarded, path):
 
 
 def test_admin_routes_need_the_admin_key(guarded):
-    assert error_of(guarded.client.get("/flush_cache"), 403)["code"] == "admin_key_required"
-    assert error_of(guarded.post("/abort_request", {"abort_all": True}), 403)
+    assert parse_error(guarded.client.get("/flush_cache"), 403)["code"] == "admin_key_required"
+    assert parse_error(guarded.post("/abort_request", {"abort_all": True}), 403)
     with_admin = {"authorization": "Bearer " + ADMIN}
     guarded.wait_idle()
     assert guarded.client.get("/flush_cache", headers=with_admin).status_code == 200
@@ -94,9 +94,9 @@ def test_an_admin_key_alone_guards_admin_routes_alone(engine):
     with running(engine, admin_api_key=ADMIN) as server:
         assert server.client.get("/v1/models").status_code == 200
         for path in sorted(ADMIN_PATHS):
-            assert error_of(server.post(path, {}), 401)["code"] == "missing_api_key"
+            assert parse_error(server.post(path, {}), 401)["code"] == "missing_api_key"
             assert (
-                error_of(server.post(path, {}, headers={"authorization": "Bearer " + KEY}), 401)["code"]
+                parse_error(server.post(path, {}, headers={"authorization": "Bearer " + KEY}), 401)["code"]
                 == "invalid_api_key"
             )
             assert raw(server, f"POST {path}%0A HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()).startswith(
@@ -168,22 +168,25 @@ def test_bodies_beyond_the_limits_are_refused(engine):
         big = json.dumps({"prompt": "a" * 5000}).encode()
         kind = {"content-type": "application/json"}
         assert (
-            error_of(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"] == "body_too_large"
+            parse_error(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"]
+            == "body_too_large"
         )
         chunked = (big[start : start + 512] for start in range(0, len(big), 512))
-        assert error_of(server.client.post("/v1/completions", content=chunked, headers=kind), 413)
+        assert parse_error(server.client.post("/v1/completions", content=chunked, headers=kind), 413)
         deep = b'{"prompt":' + b"[" * 65 + b"]" * 65 + b"}"
-        assert "deeper" in error_of(server.client.post("/v1/completions", content=deep, headers=kind), 400)["message"]
+        assert (
+            "deeper" in parse_error(server.client.post("/v1/completions", content=deep, headers=kind), 400)["message"]
+        )
         text = json.dumps({"prompt": "[" * 200, "max_tokens": 1}).encode()
         assert server.client.post("/v1/completions", content=text, headers=kind).status_code == 200, (
             "brackets in a string are text"
         )
 
 
-def depth_of(text):
+def json_depth(text):
     """The deepest nesting of a decoded JSON text."""
     if isinstance(text, dict | list):
-        return 1 + max((depth_of(child) for child in (text.values() if isinstance(text, dict) else text)), default=0)
+        return 1 + max((json_depth(child) for child in (text.values() if isinstance(text, dict) else text)), default=0)
     return 0
 
 
@@ -202,7 +205,7 @@ def test_the_depth_is_that_of_the_json():
         sent = value(9)
         for _ in range(MAX_JSON_DEPTH - rng.randrange(12) if trial % 2 else 0):
             sent = [sent]
-        text, deepest = json.dumps(sent).encode(), depth_of(sent)
+        text, deepest = json.dumps(sent).encode(), json_depth(sent)
         outcomes.add(deepest <= MAX_JSON_DEPTH)
         with contextlib.nullcontext() if deepest <= MAX_JSON_DEPTH else pytest.raises(ApiError, match="deeper"):
             check_depth(text)
@@ -246,7 +249,7 @@ def test_an_unended_string_costs_its_length(piece):
 )
 def test_what_is_no_json_object_is_a_400(server, content):
     response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    error_of(response, 400)
+    parse_error(response, 400)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_what_is_no_json_object_is_a_400(server, content):
 def test_another_content_type_is_a_415(server, kind):
     headers = {} if kind is None else {"content-type": kind}
     assert (
-        error_of(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"]
+        parse_error(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"]
         == "unsupported_media_type"
     )
 
@@ -270,7 +273,7 @@ def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):
         ("temprature", "temperature"),
         ("return_routed_expert", "return_routed_experts"),
     ):
-        error = error_of(server.post("/v1/completions", {"prompt": "a", typo: 1}), 400)
+        error = parse_error(server.post("/v1/completions", {"prompt": "a", typo: 1}), 400)
         assert error["param"] == typo and meant in error["message"] and error["code"] == "unknown_field"
     hostile = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "x\r\nSet-Cookie: a=b": 1, "y" * 500: 1})
     assert (
@@ -280,7 +283,7 @@ def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):
 
 def test_strict_fields_refuse_every_unknown_name(engine):
     with running(engine, strict_fields=True) as server:
-        assert error_of(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
+        assert parse_error(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
 
 
 def test_a_name_without_effect_is_logged_once(engine, caplog):
@@ -303,7 +306,7 @@ def test_a_template_in_a_message_is_text(server, engine, payload):
     tokens = server.post("/tokenize", {"messages": [{"role": "user", "content": payload}]}).json()["tokens"]
     assert payload in engine.tokenizer.decode(tokens, skip_special_tokens=False)
     refused = {"messages": [{"role": "user", "content": "a"}], "chat_template": payload}
-    assert error_of(server.post("/v1/chat/completions", refused), 400)["param"] == "chat_template"
+    assert parse_error(server.post("/v1/chat/completions", refused), 400)["param"] == "chat_template"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_fan_out_is_bounded(server, field, value):
     if any(field == name and value == number and type(value) is type(number) for name, number in fine):
         assert response.status_code == 200
     else:
-        assert error_of(response, 400)["param"] == field
+        assert parse_error(response, 400)["param"] == field
 
 
 def test_an_error_never_echoes_a_large_value(server):
@@ -383,15 +386,15 @@ def test_a_request_id_is_echoed_or_refused(server):
     assert response.headers["x-request-id"] == response.json()["id"]
     for bad in ("a b", "x" * 65, "../x", "stats"):
         assert (
-            error_of(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"]
+            parse_error(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"]
             == "invalid_request_id"
         )
 
 
 def test_unknown_routes_and_methods(server):
-    assert error_of(server.client.get("/v1/responses"), 404)["code"] == "not_found"
+    assert parse_error(server.client.get("/v1/responses"), 404)["code"] == "not_found"
     response = server.client.get("/v1/completions")
-    assert error_of(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    assert parse_error(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
     assert set(server.client.post("/v1/routing/x").headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
 
 
@@ -419,15 +422,15 @@ def test_while_it_starts_only_probes_answer():
             ("/tokenize", {"prompt": "a"}),
         ):
             response = server.post(path, body)
-            assert error_of(response, 503)["code"] == "starting" and response.headers["retry-after"]
-        assert error_of(server.client.get("/v1/models"), 503)
+            assert parse_error(response, 503)["code"] == "starting" and response.headers["retry-after"]
+        assert parse_error(server.client.get("/v1/models"), 503)
 
 
 def test_while_it_drains_nothing_new_is_taken(engine):
     with running(engine) as server:
         server.state.set_draining()
         for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
-            assert error_of(server.post(path, body), 503)["code"] == "draining"
+            assert parse_error(server.post(path, body), 503)["code"] == "draining"
         assert server.client.get("/ready").status_code == 503 and server.client.get("/health/live").status_code == 200
         assert server.client.get("/v1/models").status_code == 200
 

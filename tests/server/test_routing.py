@@ -12,7 +12,7 @@ import pytest
 from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
 from routed_experts.formats.archive import decode_record_and_tokens
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
-from support.http_server import error_of, running, stream
+from support.http_server import parse_error, running, stream
 
 PROMPT = "The router scores every expert"
 L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
@@ -90,7 +90,7 @@ def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, record
         assert np.array_equal(np.concatenate([prompt, generated]), expected[:, 1:])
     quiet = peers["vllm021"].post("/v1/completions", {**SAMPLED, "return_routed_experts": False}).json()
     assert "prompt_routed_experts" not in quiet and "routed_experts" not in quiet["choices"][0]
-    error = error_of(peers["vllm021"].post("/v1/completions", {"prompt": ["a", "b"]}), 400)
+    error = parse_error(peers["vllm021"].post("/v1/completions", {"prompt": ["a", "b"]}), 400)
     assert (error["code"], error["param"]) == ("list_unsuitable", "routed_experts_format")
 
 
@@ -119,7 +119,7 @@ def test_a_later_start_sends_only_the_later_rows(server, records, engine):
         assert np.array_equal(rows(choice), records[0][start:])
         assert choice["meta_info"]["routed_experts_start_len"] == start
     body = {**SAMPLED, "return_routed_experts": True, "routed_experts_start_len": prompt_len + 1}
-    error = error_of(server.post("/v1/completions", body), 400)
+    error = parse_error(server.post("/v1/completions", body), 400)
     assert error["code"] == "invalid_start"
 
 
@@ -160,11 +160,11 @@ def test_a_ref_is_fetched_from_its_url(server, records):
             server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code
             == 304
         )
-    assert error_of(server.client.get("/v1/routing/r1?choice=2"), 404)["code"] == "routing_not_found"
-    assert error_of(server.client.get("/v1/routing/r1?choice=x"), 400)["param"] == "choice"
-    assert error_of(server.client.get("/v1/routing/r1?format=pickle"), 400)["code"] == "unknown_format"
+    assert parse_error(server.client.get("/v1/routing/r1?choice=2"), 404)["code"] == "routing_not_found"
+    assert parse_error(server.client.get("/v1/routing/r1?choice=x"), 400)["param"] == "choice"
+    assert parse_error(server.client.get("/v1/routing/r1?format=pickle"), 400)["code"] == "unknown_format"
     assert server.client.delete("/v1/routing/r1").status_code == 204
-    assert error_of(server.client.get("/v1/routing/r1"), 404)["code"] == "routing_not_found"
+    assert parse_error(server.client.get("/v1/routing/r1"), 404)["code"] == "routing_not_found"
     assert server.state.store.nbytes == 0
 
 
@@ -188,10 +188,10 @@ def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server
         lines = response.iter_lines()
         next(lines)
         for streamed in (False, True):
-            error = error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)
+            error = parse_error(server.post("/v1/completions", {**body, "stream": streamed}), 409)
             assert (error["code"], error["param"]) == ("duplicate_request_id", "request_id")
             assert error["message"].startswith("request_id='twice")
-        assert error_of(server.client.get("/v1/routing/twice"), 409)["code"] == "routing_not_ready"
+        assert parse_error(server.client.get("/v1/routing/twice"), 409)["code"] == "routing_not_ready"
         assert server.post("/abort_request", {"rid": "twice"}).json()["aborted"] == 1
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.client.get("/v1/routing/twice").status_code == 200, "what there was when it was aborted"
@@ -208,7 +208,7 @@ def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect,
         ):
             for streamed in (False, True):
                 response = server.post(path, {**body, "stream": streamed, "return_routed_experts": True})
-                error = error_of(response, 400)
+                error = parse_error(response, 400)
                 assert (error["code"], error["param"]) == ("capture_disabled", "return_routed_experts")
                 assert "--enable-return-routed-experts" in error["message"]
                 assert server.post(path, {**body, "stream": streamed}).status_code == 200, (
@@ -240,7 +240,7 @@ def test_a_server_without_a_tokenizer_serves_ids(engine_factory):
             ("/tokenize", {"prompt": "a"}),
             ("/detokenize", {"tokens": [5]}),
         ):
-            error_of(server.post(path, body), 400)
+            parse_error(server.post(path, body), 400)
 
 
 def test_native_rows_in_every_format(server, records):
@@ -279,7 +279,7 @@ def test_routing_options_that_cannot_be_met_are_refused_by_their_code(server, pa
     prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(
         path, {"messages": [{"role": "user", "content": "a"}]}
     )
-    assert error_of(server.post(path, {**prompt, **fields}), status)["code"] == code
+    assert parse_error(server.post(path, {**prompt, **fields}), status)["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_routing_options_that_cannot_be_met_are_refused_by_their_code(server, pa
 )
 @pytest.mark.parametrize("value", [[True], [False], []])
 def test_a_list_of_routing_options_is_for_generate_alone(server, path, body, value):
-    error = error_of(server.post(path, {**body, "return_routed_experts": value}), 400)
+    error = parse_error(server.post(path, {**body, "return_routed_experts": value}), 400)
     assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
 
 
@@ -299,15 +299,15 @@ def test_an_option_among_sampling_parameters_means_what_it_means_beside_them(ser
         assert response.json()["meta_info"]["routed_experts_info"]["include_last"] is True
     quiet = {"sampling_params": {name: False, "max_new_tokens": 1}}
     assert server.post("/generate", {**body, **quiet}).status_code == 200
-    assert error_of(server.post("/generate", {**body, name: True, **quiet}), 400)["code"] == "conflicting_parameters"
-    assert error_of(server.post("/generate", {**body, "sampling_params": {name: 1}}), 400)["param"] == name
+    assert parse_error(server.post("/generate", {**body, name: True, **quiet}), 400)["code"] == "conflicting_parameters"
+    assert parse_error(server.post("/generate", {**body, "sampling_params": {name: 1}}), 400)["param"] == name
 
 
 @pytest.mark.parametrize("where", [{}, {"sampling_params": {}}])
 def test_weights_of_the_routing_are_an_unknown_field_in_either_place(server, where):
     name = "routed_experts_weights"
     fields = {"sampling_params": {name: True}} if where else {name: True}
-    error = error_of(server.post("/generate", {"text": "a", "return_routed_experts": True, **fields}), 400)
+    error = parse_error(server.post("/generate", {"text": "a", "return_routed_experts": True, **fields}), 400)
     assert (error["code"], error["param"]) == ("unknown_field", name)
 
 
@@ -329,13 +329,15 @@ def test_another_key_may_not_fetch(engine):
         assert server.post("/v1/completions", body).status_code == 200
         assert server.client.get("/v1/routing/mine").status_code == 200
         other = {"authorization": "Bearer " + "a" * 16}
-        assert error_of(server.client.get("/v1/routing/mine", headers=other), 403)["code"] == "routing_of_another_key"
-        assert error_of(server.client.delete("/v1/routing/mine", headers=other), 403)
+        assert (
+            parse_error(server.client.get("/v1/routing/mine", headers=other), 403)["code"] == "routing_of_another_key"
+        )
+        assert parse_error(server.client.delete("/v1/routing/mine", headers=other), 403)
 
 
 def test_a_store_of_no_bytes_refuses_refs(engine):
     with running(engine, routing_store_bytes=0) as server:
-        error = error_of(
+        error = parse_error(
             server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400
         )
         assert error["code"] == "ref_unavailable"

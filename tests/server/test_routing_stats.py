@@ -7,7 +7,7 @@ import pytest
 
 from routed_experts.formats import record_from_response
 from support.engines import on_engine_thread
-from support.http_server import error_of, running
+from support.http_server import parse_error, running
 
 BODY = {
     "input_ids": list(range(3, 40)),
@@ -90,8 +90,8 @@ def test_a_reader_learns_that_nothing_has_changed(server, record):
 
 def test_where_nothing_is_recorded_there_is_nothing_to_tell(engine_factory):
     with engine_factory() as plain, running(plain) as server:
-        assert error_of(server.client.get("/v1/routing/stats"), 400)["code"] == "capture_disabled"
-        assert error_of(server.client.post("/v1/routing/reset"), 400)["code"] == "capture_disabled"
+        assert parse_error(server.client.get("/v1/routing/stats"), 400)["code"] == "capture_disabled"
+        assert parse_error(server.client.post("/v1/routing/reset"), 400)["code"] == "capture_disabled"
         assert "expert_entropy" not in server.client.get("/metrics").text
 
 
@@ -107,7 +107,7 @@ def test_a_stuck_engine_keeps_no_scrape_waiting(engine):
         blocker.start()
         try:
             assert stuck.wait(10)
-            assert error_of(server.client.get("/v1/routing/stats"), 503)["code"] == "stalled"
+            assert parse_error(server.client.get("/v1/routing/stats"), 503)["code"] == "stalled"
             assert server.client.get("/metrics", timeout=5).status_code == 200
             assert server.client.get("/metrics", timeout=5).status_code == 200
         finally:

@@ -3,7 +3,7 @@
 import pytest
 
 from routed_experts.formats import record_from_response
-from support.http_server import error_of, stream
+from support.http_server import parse_error, stream
 
 PROMPT = "the router scores every expert"
 
@@ -76,7 +76,7 @@ def test_parts_of_a_ref_join_to_the_whole(server):
     for byte_range in (f"bytes={size}-", "bytes=-0", "bytes=999999999999999999-"):
         refused = part(byte_range)
         assert (
-            error_of(refused, 416)["code"] == "range_not_satisfiable"
+            parse_error(refused, 416)["code"] == "range_not_satisfiable"
             and refused.headers["content-range"] == f"bytes */{size}"
         )
     assert server.client.head(url, headers={"range": "bytes=0-1"}).headers["content-length"] == str(size)

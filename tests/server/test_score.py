@@ -11,7 +11,7 @@ from routed_experts.formats import record_from_npy, record_from_response
 from routed_experts.formats.wire import encode_routed_experts
 from routed_experts.server.limits import MAX_SCORING_CALLS
 from support.engines import open_engine
-from support.http_server import error_of, running
+from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
@@ -91,7 +91,7 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
     for entry, alone in zip(scores, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
         np.testing.assert_allclose(entry["logprobs"], alone.logprobs, atol=1e-5)
     monkeypatch.setattr("routed_experts.server.routing.score.MAX_SCORED_TOKENS", 10)
-    assert "at most 10 a call" in error_of(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
+    assert "at most 10 a call" in parse_error(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
     ],
 )
 def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
-    assert error_of(server.post("/v1/score", body), 400)["param"] == param
+    assert parse_error(server.post("/v1/score", body), 400)["param"] == param
 
 
 def test_rows_of_another_sequence_are_refused(engine, server):
     response = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
-    error = error_of(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": response}), 400)
+    error = parse_error(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": response}), 400)
     assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
 
 
@@ -136,7 +136,7 @@ def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):
     with engine_factory() as plain, running(plain) as other:
         assert score(other, token_ids=TOKENS)["data"][0]["logprobs"]
         for fields in ({"return_routed_experts": True}, {"routed_experts": rows}):
-            error = error_of(other.post("/v1/score", {"token_ids": TOKENS, **fields}), 400)
+            error = parse_error(other.post("/v1/score", {"token_ids": TOKENS, **fields}), 400)
             assert error["code"] == "capture_disabled" and error["param"] == next(iter(fields))
 
 
@@ -144,7 +144,7 @@ def test_a_score_too_many_is_a_503(server):
     executor = server.state.score_executor
     executor.num_running += MAX_SCORING_CALLS
     try:
-        assert error_of(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
+        assert parse_error(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
     finally:
         executor.num_running -= MAX_SCORING_CALLS
     assert executor.num_running == 0 and score(server, token_ids=TOKENS)
@@ -168,7 +168,7 @@ def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
         assert [span[2] for span in new["routed_experts_info"]["version_spans"]] == [12]
         assert new["routed_experts"][:40] == old["routed_experts"][:40], "the weights are the same"
         for wrong in ("step-3", "12", 11, -1, 2**31, 10**400, True, None, [13]):
-            error = error_of(server.post("/update_weight_version", {"new_version": wrong}), 400)
+            error = parse_error(server.post("/update_weight_version", {"new_version": wrong}), 400)
             assert error["param"] in ("new_version", None), wrong
         assert (
             server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).status_code == 200

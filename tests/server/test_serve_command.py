@@ -27,7 +27,7 @@ from routed_experts.server.limits import ServerSettings
 from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, listener_url
 from routed_experts.server.state import ServerState
 from support.engines import SMALL
-from support.http_server import error_of
+from support.http_server import parse_error
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -236,7 +236,7 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
                 while (health := other.get("/health").json())["state"] == "serving":
                     continue
                 assert health["state"] == "draining"
-                assert error_of(other.post("/generate", json={"text": "a"}), 503)["code"] == "draining"
+                assert parse_error(other.post("/generate", json={"text": "a"}), 503)["code"] == "draining"
             answers = [line for line in lines if line.startswith("data: ")]
     assert answers[-1] == "data: [DONE]"
     last = httpx.Response(200, content=answers[-2].removeprefix("data: ")).json()
@@ -338,7 +338,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
 
         opened.components.core.scheduler.schedule = fall
         response = http.post("/generate", json={"text": "a"})
-        error = error_of(response, 503)
+        error = parse_error(response, 503)
         assert error["code"] == "engine_dead" and "0x7f00" not in error["message"] and "/root" not in error["message"]
     thread.join(20)
     assert codes == [EXIT_DEAD]

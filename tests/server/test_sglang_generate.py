@@ -7,7 +7,7 @@ import pytest
 
 from routed_experts import extract_routed_experts_from_meta_info
 from support.engines import on_engine_thread, open_engine
-from support.http_server import error_of, running, stream
+from support.http_server import parse_error, running, stream
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "The router scores every expert"
@@ -57,11 +57,11 @@ def test_rows_of_some_prompts_only(server):
     first, second = server.post("/generate", body).json()
     assert not [key for key in first["meta_info"] if "routed" in key] and second["meta_info"]["routed_experts"]
     assert (
-        error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"]
+        parse_error(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"]
         == "return_routed_experts"
     )
     listed = {**body, "routed_experts_format": "list"}
-    assert error_of(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
+    assert parse_error(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
 
 
 def test_of_refs_only_those_asked_for_are_kept(server):
@@ -81,7 +81,7 @@ def test_of_refs_only_those_asked_for_are_kept(server):
         assert second["meta_info"]["routed_experts_info"]["shape"]
         assert second["meta_info"]["routed_experts_ref"] == "/v1/routing/some?choice=1"
         assert server.client.get("/v1/routing/some?choice=1").status_code == 200
-        assert error_of(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"
+        assert parse_error(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"
         server.client.delete("/v1/routing/some")
     assert server.state.store.nbytes == 0
 
@@ -166,8 +166,10 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
         lines = response.iter_lines()
         next(lines)
         assert response.headers["x-request-id"] == "busy"
-        assert error_of(server.post("/generate", {"text": "a", "rid": "busy"}), 409)["code"] == "duplicate_request_id"
-        assert error_of(server.client.get("/flush_cache"), 400)["code"] == "requests_running"
+        assert (
+            parse_error(server.post("/generate", {"text": "a", "rid": "busy"}), 409)["code"] == "duplicate_request_id"
+        )
+        assert parse_error(server.client.get("/flush_cache"), 400)["code"] == "requests_running"
         assert server.post("/abort_request", {"rid": "busy"}).json()["aborted"] == 1
         events = [line for line in lines if line.startswith("data: ")]
     assert '"type":"abort"' in events[-2] and events[-1] == "data: [DONE]"
@@ -199,7 +201,7 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
     ],
 )
 def test_a_wrong_request_is_a_400_that_names_the_field(server, body, param):
-    assert error_of(server.post("/generate", body), 400)["param"] == param
+    assert parse_error(server.post("/generate", body), 400)["param"] == param
 
 
 def test_tokens_and_text_go_both_ways(engine, server):
@@ -218,9 +220,9 @@ def test_tokens_and_text_go_both_ways(engine, server):
     assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
     assert info["chat_template"] == engine.tokenizer.chat_template
     for body in ({}, {"prompt": "a", "messages": messages}):
-        assert error_of(server.post("/tokenize", body), 400)["param"] == "prompt"
+        assert parse_error(server.post("/tokenize", body), 400)["param"] == "prompt"
     for tokens in ([-1], [313], [2**40], [2**70]):
-        assert error_of(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
+        assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
 
 
 def test_a_server_says_what_it_is(server):
@@ -228,8 +230,8 @@ def test_a_server_says_what_it_is(server):
     assert model["id"] == "tiny" and model["max_model_len"] == 512
     assert model["moe"] == {"num_layers": 4, "moe_layer_ids": [1, 2, 3], "num_experts": 16, "top_k": 4}
     assert server.client.get("/v1/models/tiny").json() == model
-    assert error_of(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
-    assert error_of(server.post("/v1/completions", {"model": "gpt-4", "prompt": "a"}), 404)["param"] == "model"
+    assert parse_error(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert parse_error(server.post("/v1/completions", {"model": "gpt-4", "prompt": "a"}), 404)["param"] == "model"
     info = server.client.get("/get_server_info").json()
     assert info["enable_return_routed_experts"] is True and info["internal_states"][0]["num_running_reqs"] == 0
     assert server.client.get("/version").json() == {"version": "0"}
@@ -301,7 +303,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
     finally:
         engine.resume()
     assert server.client.get("/health").json()["state"] == "serving"
-    assert error_of(server.post("/pause_generation", {"mode": "sideways"}), 400)["param"] == "mode"
+    assert parse_error(server.post("/pause_generation", {"mode": "sideways"}), 400)["param"] == "mode"
 
 
 def test_new_weights_come_from_below_one_root_alone(tmp_path):
@@ -332,10 +334,12 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
         ):
             response = server.post("/update_weights_from_disk", {"model_path": path})
             if path:
-                assert error_of(response, 400)["param"] == "model_path", path
+                assert parse_error(response, 400)["param"] == "model_path", path
             else:
-                assert error_of(response, 400)
-        assert "<path>" in error_of(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
+                assert parse_error(response, 400)
+        assert (
+            "<path>" in parse_error(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
+        )
         assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
         assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
         output = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
@@ -345,14 +349,15 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
         ).json()
         assert new["meta_info"]["weight_version"] == "7" and new["text"] != old["text"]
         assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [7]
-        assert error_of(
+        assert parse_error(
             server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400
         )
     with running(None) as server:
-        assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
+        assert parse_error(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
 
 
 def test_without_a_root_no_weights_are_taken(server):
     assert (
-        error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"] == "weights_root_unset"
+        parse_error(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"]
+        == "weights_root_unset"
     )

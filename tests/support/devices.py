@@ -42,7 +42,7 @@ class DevicesPlugin:
         if count is None or count == self._num_devices:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports_of(item, count):
+        for report in self._run_on_devices(item, count):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -53,7 +53,7 @@ class DevicesPlugin:
             with open(self._reports_file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(data) + "\n")
 
-    def _reports_of(self, item: pytest.Item, count: int) -> list[pytest.TestReport]:
+    def _run_on_devices(self, item: pytest.Item, count: int) -> list[pytest.TestReport]:
         key = (item.path, count)
         if key not in self._reports:
             group = [it for it in item.session.items if it.path == item.path and num_devices(it) == count]

@@ -83,7 +83,7 @@ def stream(server, path, body):
         return events(response)
 
 
-def error_of(response, status):
+def parse_error(response, status):
     """The error of a refused request, whose form is checked."""
     assert response.status_code == status, (response.status_code, response.text[:300])
     error = response.json()["error"]

@@ -23,7 +23,7 @@ def next_token(tokens) -> int:
     return value % VOCAB
 
 
-def logprob_of(tokens, following) -> float:
+def expected_logprob(tokens, following) -> float:
     """The logprob that the rule gives to a successor; any number that depends on both will do."""
     return -float((next_token(tokens) * 7 + int(following)) % 13) / 4
 
@@ -82,10 +82,10 @@ class NumpyDevice:
         for row in range(batch.num_requests):
             read = self.read(batch.page_table[row], int(batch.seq_lens[row]))
             sampled[row] = next_token(read)
-            logprobs[row] = logprob_of(read, sampled[row])
+            logprobs[row] = expected_logprob(read, sampled[row])
             first, last = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
             for at in range(first, last) if batch.prompt_targets is not None else ():
-                scores[at] = logprob_of(read[: batch.positions[at] + 1], batch.prompt_targets[at])
+                scores[at] = expected_logprob(read[: batch.positions[at] + 1], batch.prompt_targets[at])
         self.last[batch.request_slots[: batch.num_requests]] = sampled[: batch.num_requests]
         return StepResult(
             tokens=sampled,

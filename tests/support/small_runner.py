@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from oracles.full_sequence import FullSequence
-from oracles.testbeds import model_of
+from oracles.testbeds import build_model
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplingArrays, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
@@ -47,7 +47,7 @@ def oracle():
 def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False, model=None):
     """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their
     tokens."""
-    model = model or model_of(tiny_config(), tiny_tensors(tiny_config()))
+    model = model or build_model(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
     config = model.config
@@ -97,7 +97,7 @@ class Fed:
     sampling: dict = dataclasses.field(default_factory=dict)
 
 
-def step_of(*fed, mode=ForwardMode.EXTEND, sampling_mode=SamplingMode.GREEDY, targets=None):
+def build_step(*fed, mode=ForwardMode.EXTEND, sampling_mode=SamplingMode.GREEDY, targets=None):
     """The batch of a step, one token at a time; `targets` are the tokens that follow, where prompt logprobs are asked
     for."""
     shape = SHAPES[mode]

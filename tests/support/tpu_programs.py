@@ -51,7 +51,7 @@ class World:
         return abstract_token_counts(self.runner.num_request_slots, self.runner.vocab_size)
 
 
-def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
+def build_world(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
     """One decode shape and one extend shape of a model, with pages of 64 tokens."""
     pool = KVPoolSpec(
         num_layers=config.num_layers,
@@ -76,7 +76,7 @@ PAGE_SIZE = 64
 # Pages of 192 MiB; experts of a run 288 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB
 # (an engine has
 # some tens). More tokens in the extend shape than the experts' kernel takes without sorting.
-SMALL = world_of(
+SMALL = build_world(
     Qwen3MoeConfig(
         vocab_size=8192,
         hidden_size=256,
@@ -132,7 +132,7 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
     return lowerings(weights, spec, world.runner)
 
 
-def name_of(key: Key) -> str:
+def program_name(key: Key) -> str:
     """A program without its sizes, such as "forward extend" or "sample greedy"."""
     named = [part for part in key if isinstance(part, SamplingMode) or not isinstance(part, int)]
     words = [part.mode if isinstance(part, BatchShape) else part for part in named]
@@ -142,7 +142,9 @@ def name_of(key: Key) -> str:
 @functools.cache
 def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Lowered:
     """One program of the table, by name."""
-    [job] = [job for key, job in jobs(chip, capture=capture, world=world, plain=plain).items() if name_of(key) == name]
+    [job] = [
+        job for key, job in jobs(chip, capture=capture, world=world, plain=plain).items() if program_name(key) == name
+    ]
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
         return job()
 

@@ -68,7 +68,7 @@ def run(name, logits, valid, bias, table, factor, *, drops):
     ), np.asarray(changed)
 
 
-def weights_of(spec, logits, ids):
+def expected_weights(spec, logits, ids):
     """The law's at these ids, in float64; -1 is no slot."""
     z = logits.astype(np.float64)
     scores = (
@@ -98,7 +98,7 @@ def test_what_finds_no_room_is_what_the_sequence_says(name, drops):
         assert (instances[~valid] == -1).all() and (ids[~valid] >= 0).all() and not changed[~valid].any()
         assert ((ids >= 0) == (instances >= 0))[valid].all() and (weights[ids < 0] == 0).all()
         if spec.scoring_func != "sparsemixer":
-            np.testing.assert_allclose(weights[valid], weights_of(spec, logits, ids)[valid], rtol=2e-5, atol=1e-7)
+            np.testing.assert_allclose(weights[valid], expected_weights(spec, logits, ids)[valid], rtol=2e-5, atol=1e-7)
         emptied, moved = emptied + changed[:, 1].sum(), moved + changed[:, 0].sum()
         np.testing.assert_array_equal(changed[:, 1], np.where(valid, (ids < 0).sum(axis=1), 0))
     assert moved > 0 and (emptied > 0) == drops

@@ -81,7 +81,7 @@ def sequential(case, k, on_exhausted="overflow"):
     return sequential_selection(case.scores, case.weights, case.order, case.capacity, **options)
 
 
-def counts_of(result):
+def outcome_counts(result):
     return tuple(int(getattr(result, name)) for name in COUNTS)
 
 
@@ -101,12 +101,12 @@ def test_every_form_is_the_law_bit_for_bit(shape, num_sources, on_exhausted):
         ids, instances, load, counts = plain_selection(case, k, overflows=on_exhausted == "overflow")
         law = sequential(case, k, on_exhausted)
         assert np.array_equal(law.logical_ids, ids) and np.array_equal(law.instance_ids, instances)
-        assert np.array_equal(law.counts, load) and counts_of(law) == counts
+        assert np.array_equal(law.counts, load) and outcome_counts(law) == counts
         for impl in IMPLS:
             got = select(case, k, impl=impl, on_exhausted=on_exhausted)
             for name in ("logical_ids", "instance_ids", "weights", "counts"):
                 assert same_bits(getattr(got, name), getattr(law, name)), (impl, name)
-            assert counts_of(got) == counts, impl
+            assert outcome_counts(got) == counts, impl
         within = plain_selection(case, k, overflows=False)[0] if on_exhausted == "overflow" else ids
         got = select(case, k, on_exhausted=on_exhausted)
         assert int(got.rounds) <= k + num_filled(case, within)
@@ -135,7 +135,7 @@ def test_512_tokens_of_256_experts_with_16_replicas_are_the_law(spread, factor, 
             got = select(case, k, impl=impl)
             for name in ("logical_ids", "instance_ids", "weights", "counts"):
                 assert same_bits(getattr(got, name), getattr(law, name)), (impl, name)
-            assert counts_of(got) == counts_of(law)
+            assert outcome_counts(got) == outcome_counts(law)
         beyond = np.maximum(law.counts - case.capacity, 0).sum()
         assert beyond <= law.num_overflowed, "capacity is exceeded by counted slots alone"
         assert all(len(set(row)) == k for row in law.logical_ids[case.valid].tolist()), "an expert at most once a token"
@@ -146,7 +146,7 @@ def test_the_full_size_reference_is_the_plain_loop():
     ids, instances, load, counts = plain_selection(case, FULL[2])
     law = sequential(case, FULL[2])
     assert np.array_equal(law.logical_ids, ids) and np.array_equal(law.instance_ids, instances)
-    assert np.array_equal(law.counts, load) and counts_of(law) == counts and counts[0] > 0
+    assert np.array_equal(law.counts, load) and outcome_counts(law) == counts and counts[0] > 0
 
 
 def proposal_case():
@@ -222,7 +222,7 @@ def test_the_corners(impl):
             assert (
                 same_bits(got.weights, law.weights)
                 and same_bits(got.counts, law.counts)
-                and counts_of(got) == counts_of(law)
+                and outcome_counts(got) == outcome_counts(law)
             )
 
 
@@ -233,7 +233,7 @@ def test_with_room_for_all_ids_are_those_of_top_k_zeros_of_both_signs_included(i
     case = Case(scores, replica_table(rng, 24, 36, 4), np.full(36, 2**31 - 1, np.int32), np.ones(16, bool), None)
     _, ids = jax.lax.top_k(scores, 4)
     got = select(case, 4, impl=impl)
-    assert same_bits(got.logical_ids, ids) and counts_of(got) == (0, 0, 0)
+    assert same_bits(got.logical_ids, ids) and outcome_counts(got) == (0, 0, 0)
     scarce = dataclasses.replace(case, capacity=np.ones(36, np.int32))
     assert same_bits(select(scarce, 4, impl=impl).logical_ids, sequential(scarce, 4).logical_ids)
 
@@ -268,7 +268,7 @@ def test_replicas_mode_leaves_every_id_as_top_k_has_it():
         got = SELECT(case.scores, case.weights, case.order, k=4, valid=case.valid, num_devices=6, num_instances=36)
         _, ids = jax.lax.top_k(case.scores, 4)
         ids = np.where(case.valid[:, None], ids, -1)
-        assert same_bits(got.logical_ids, ids) and counts_of(got) == (0, 0, 0) and int(got.rounds) == 0
+        assert same_bits(got.logical_ids, ids) and outcome_counts(got) == (0, 0, 0) and int(got.rounds) == 0
         owners = {int(i): e for e, row in enumerate(case.order) for i in row if i >= 0} | {-1: -1}
         instances = np.asarray(got.instance_ids)
         assert np.array_equal(np.vectorize(owners.__getitem__)(instances), ids)

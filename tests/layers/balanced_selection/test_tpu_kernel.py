@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from layers.balanced_selection.test_selection import (
     FULL,
     VARIANTS,
-    counts_of,
     full_case,
+    outcome_counts,
     random_case,
     same_bits,
     sequential,
@@ -44,7 +44,7 @@ def assigned(case, k, *, overflows=True):
 def assert_is_law(case, k, *, overflows=True):
     got, law = assigned(case, k, overflows=overflows), sequential(case, k, "overflow" if overflows else "drop")
     assert same_bits(got.ids, law.logical_ids) and same_bits(got.instances, law.instance_ids)
-    assert (int(got.num_rerouted), int(got.num_overflowed)) == counts_of(law)[:2]
+    assert (int(got.num_rerouted), int(got.num_overflowed)) == outcome_counts(law)[:2]
     return int(got.rounds), law
 
 

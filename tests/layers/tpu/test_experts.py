@@ -148,7 +148,7 @@ def test_bfloat16_keeps_its_dtype(path):
     np.testing.assert_allclose(np.asarray(out, np.float64), loop(low), atol=0.05)
 
 
-def visits_of(keys, num_experts, tile):
+def expected_visits(keys, num_experts, tile):
     """The oracle of a plan: (expert, tile, first place, end) in order, by counting."""
     visits, at = [], 0
     for expert in range(num_experts):
@@ -172,7 +172,7 @@ def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape,
     for chosen, share in ((experts, 0.8), (1, 0.3), (experts, 0.0)):
         ids, valid = rng.integers(0, chosen, (top_k, num_tokens)).astype(np.int32), rng.random((1, num_tokens)) < share
         plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))
-        expected = visits_of(np.where(valid, ids, -1), experts, tile)
+        expected = expected_visits(np.where(valid, ids, -1), experts, tile)
         assert total == max(1, len(expected))
         assert [
             tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(expected)].T

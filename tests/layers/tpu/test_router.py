@@ -20,7 +20,7 @@ LAYERS = 5
 SHAPES = [(1, 4, 1), (5, 4, 4), (17, 61, 8), (9, 257, 6), (3, 32, 16), (TOKEN_TILE + 37, 20, 2)]
 
 
-def spec_of(num_experts, top_k, *, renormalize=True):
+def build_spec(num_experts, top_k, *, renormalize=True):
     return RouterSpec(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
 
 
@@ -42,7 +42,7 @@ def oracle(logits, spec, replayed=None, valid=None):
     return np.array(ids), np.array(weights)
 
 
-def block_of(spec, num_tokens):
+def numbered_block(spec, num_tokens):
     """A block in which every place says where it is."""
     rows = LAYERS * spec.top_k
     return np.arange(1000, 1000 + rows * num_tokens, dtype=np.int32).reshape(rows, num_tokens)
@@ -52,11 +52,11 @@ def block_of(spec, num_tokens):
 def test_live_routing_is_the_law_and_is_written_at_its_layer_alone(shape):
     num_tokens, num_experts, top_k = shape
     renormalize = num_tokens % 3 != 0
-    spec = spec_of(num_experts, top_k, renormalize=renormalize)
+    spec = build_spec(num_experts, top_k, renormalize=renormalize)
     logits = tied_logits(np.random.default_rng(0), num_tokens, num_experts)
     ids, weights = oracle(logits, spec)
     for layer in (0, 3, LAYERS - 1):
-        block = block_of(spec, num_tokens)
+        block = numbered_block(spec, num_tokens)
         routing, written = ROUTE(
             jnp.asarray(logits), None, jnp.asarray(block), jnp.asarray(layer, jnp.int32), spec=spec
         )
@@ -71,11 +71,11 @@ def test_live_routing_is_the_law_and_is_written_at_its_layer_alone(shape):
 @pytest.mark.parametrize("shape", [(17, 61, 8), (6, 9, 3)], ids=str)
 def test_replayed_rows_run_and_are_written_as_recorded(shape):
     num_tokens, num_experts, top_k = shape
-    spec, rng = spec_of(num_experts, top_k), np.random.default_rng(1)
+    spec, rng = build_spec(num_experts, top_k), np.random.default_rng(1)
     logits, valid = tied_logits(rng, num_tokens, num_experts), rng.random(num_tokens) < 0.5
     replayed = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)]).astype(np.uint8)
     replayed[~valid] = 255  # rows that are not valid are never read
-    routed, block = LayerRouting(jnp.asarray(replayed), jnp.asarray(valid)), block_of(spec, num_tokens)
+    routed, block = LayerRouting(jnp.asarray(replayed), jnp.asarray(valid)), numbered_block(spec, num_tokens)
     routing, written = ROUTE(jnp.asarray(logits), routed, jnp.asarray(block), jnp.asarray(2, jnp.int32), spec=spec)
     ids, weights = oracle(logits, spec, replayed, valid)
     assert np.array_equal(routing.ids, ids)
@@ -87,10 +87,10 @@ def test_replayed_rows_run_and_are_written_as_recorded(shape):
 
 
 def test_the_router_is_the_same_without_a_block():
-    spec = spec_of(61, 8)
+    spec = build_spec(61, 8)
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((17, 61)), jnp.float32)
     alone, nothing = ROUTE(logits, None, None, jnp.asarray(0, jnp.int32), spec=spec)
-    beside, _ = ROUTE(logits, None, jnp.asarray(block_of(spec, 17)), jnp.asarray(1, jnp.int32), spec=spec)
+    beside, _ = ROUTE(logits, None, jnp.asarray(numbered_block(spec, 17)), jnp.asarray(1, jnp.int32), spec=spec)
     assert nothing is None
     assert np.array_equal(alone.ids, beside.ids) and np.array_equal(alone.weights, beside.weights)
 
@@ -99,7 +99,7 @@ def test_the_router_is_the_same_without_a_block():
 def test_ids_are_those_of_the_plain_law_also_where_scores_vanish_or_crowd(spread):
     """Scores that are 0 in float32, or equal after rounding although their logits are not, are ties by score, as in
     replay_topk."""
-    spec = spec_of(64, 8)
+    spec = build_spec(64, 8)
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((200, 64)) * spread, jnp.float32)
     routing, _ = ROUTE(logits, None, None, jnp.asarray(0, jnp.int32), spec=spec)
     plain = PLAIN(logits, None, spec=spec)
@@ -111,12 +111,12 @@ def test_drifted_ids_far_below_the_best_score_keep_finite_weights():
     logits = np.zeros((2, 8), np.float32)
     logits[:, 0] = 200.0
     routed = LayerRouting(jnp.asarray([[1, 2, 3]] * 2, jnp.uint8), jnp.ones(2, bool))
-    routing, _ = ROUTE(jnp.asarray(logits), routed, None, jnp.asarray(0, jnp.int32), spec=spec_of(8, 3))
+    routing, _ = ROUTE(jnp.asarray(logits), routed, None, jnp.asarray(0, jnp.int32), spec=build_spec(8, 3))
     np.testing.assert_allclose(routing.weights, np.full((2, 3), 1 / 3), rtol=1e-6)
 
 
 def test_a_row_of_nan_names_the_first_experts_as_the_plain_law_does_and_harms_no_other_row():
-    spec = spec_of(16, 4)
+    spec = build_spec(16, 4)
     logits = np.random.default_rng(4).standard_normal((3, 16)).astype(np.float32)
     clean = PLAIN(jnp.asarray(logits), None, spec=spec)
     logits[1] = np.nan
