@@ -35,7 +35,7 @@ def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
     skew."""
     host = jax.devices("cpu")[-1]
     opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
-    model = opened.load(jnp.dtype(dtype), place=lambda target: host if is_expert(target) else jax.devices()[0])
+    model = opened.load(jnp.dtype(dtype), device_for=lambda target: host if is_expert(target) else jax.devices()[0])
     assert isinstance(model, FamilyDecoder) and model.head is not None
     embed, head, router = model.embed, model.head, model.blocks[0][0]["router"]
     (vocabulary, dim), (num_layers, _, experts) = embed[...].shape, router[...].shape

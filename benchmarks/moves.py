@@ -178,7 +178,7 @@ def equal(left: list[tuple[int, ...]], right: list[tuple[int, ...]]) -> float:
 def weighted(watch: ExpertLoadMonitor) -> float:
     """Balancedness of all steps since the watch was started."""
     for _ in range(2):
-        watch.take_window()  # what is taken is read when something is taken after it
+        watch.close_window()  # what is taken is read when something is taken after it
     return watch.balance()[1000].weighted
 
 
@@ -191,7 +191,7 @@ def moves(bench: Bench) -> list[Row]:
         decode(built, bench.domain(0, 7), batch, args)
         watch.restart()
         still, _, expected = decode(built, bench.domain(0, 8), batch, args)
-        load, before = watch.take_window()().sum(axis=0), weighted(watch)
+        load, before = watch.close_window()().sum(axis=0), weighted(watch)
         current = runner.placement
         plan = eplb(
             load.astype(np.float64),

@@ -303,7 +303,7 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
 
 def expert_counts(engine):
     """Of the steps since they were taken last."""
-    return engine.thread.run_drained(engine.components.load_monitor.take_window)()
+    return engine.thread.run_drained(engine.components.load_monitor.close_window)()
 
 
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
@@ -331,7 +331,7 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         with compile_events() as compiled:
             for _ in range(3):
                 engine.generate(input_ids=PROMPTS, **ASK)
-                follower.settle()
+                follower.join()
         stats = engine.placement_stats()
         assert stats.rebalances + stats.skipped > 0 and stats.failed == 0 and not compiled
         assert_as_defined(registry.take(), "1/2", 20, overflows=False)
@@ -342,13 +342,13 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     copy; tokens and rows are those of one device, and nothing compiles."""
     following.flush_cache()
     core, follower = following.components.core, following.components.rebalancer
-    follower.settle()
+    follower.join()
     before = following.placement_stats()
     with compile_events() as compiled:
         for _ in range(6):
             assert_same(ask(following), alone, atol=1e-4)
             following.flush_cache()
-            follower.settle()
+            follower.join()
     assert not compiled, compiled
     stats = following.placement_stats()
     assert stats.rebalances > 0 and stats.copies > before.copies and stats.epoch > 0 and stats.failed == 0
@@ -378,7 +378,7 @@ def test_what_the_self_check_ran_is_no_load(following):
 def holding_still(engine):
     """Experts stay where they are, and the test takes the counts."""
     follower = engine.components.rebalancer
-    follower.settle()
+    follower.join()
     config = follower._config
     follower._config = dataclasses.replace(config, rebalance_every=10**6)
     try:
@@ -464,7 +464,7 @@ def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):
     before = following.placement_stats()
     with caplog.at_level(logging.ERROR):
         assert_same(ask(following), alone, atol=1e-4)
-        follower.settle()
+        follower.join()
     following.flush_cache()
     assert following.placement_stats().failed > before.failed and "no plan today" in caplog.text
     assert read_metrics(following)["eplb_failed_total"] == following.placement_stats().failed

@@ -52,15 +52,15 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
         runner.step(rng)
         watch.after_step(0.001)
         if step % every == 0:
-            readers.append(watch.take_window())
+            readers.append(watch.close_window())
     runner.steps.append(None)  # one more has ended, and is not looked at
     windows = [np.asarray(read()) for read in readers]
     runner.steps.append(None)
     for index, window in enumerate(windows):
         np.testing.assert_array_equal(window, sum(runner.steps[index * every : (index + 1) * every]))
-    watch.take_window()
+    watch.close_window()
     runner.steps.append(None)
-    watch.take_window()
+    watch.close_window()
     balance, steps = watch.balance(), runner.steps[:1300]
     assert set(balance) == {10, 100, 1000}
     for expected, report in balance.items():
@@ -70,7 +70,7 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
             load += counts.sum(axis=0).reshape(LAYERS, 2, EXPERTS // 2).sum(axis=2)
         assert report.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-6)
         np.testing.assert_allclose(report.max_over_mean, load.max(axis=1) / load.mean(axis=1))
-    assert len(watch._beats) < 320, "memory is bounded, however short the windows are"
+    assert len(watch._samples) < 320, "memory is bounded, however short the windows are"
 
 
 def test_nothing_is_told_before_there_was_a_load_and_after_a_restart():
@@ -85,6 +85,6 @@ def test_nothing_is_told_before_there_was_a_load_and_after_a_restart():
         watch.after_step(0.001)
     assert watch.balance()[10].num_steps == 10
     watch.restart()
-    read = watch.take_window()
+    read = watch.close_window()
     runner.step(np.random.default_rng(1))
     assert watch.balance() == {} and not read().any()

@@ -54,7 +54,7 @@ def test_a_replay_that_routes_live_is_refused(engine):
     assert run(engine.scorer) == 15
     with pytest.raises(
         CaptureUnsupportedError,
-        match=r"played 15 rows back, and \d+ of them ran on other experts, the first at token 0",
+        match=r"replayed 15 rows, and \d+ of them ran on other experts, the first at token 0",
     ):
         run(Forgetful(engine.scorer))
     engine.flush_cache()

@@ -71,9 +71,9 @@ class _RoutedExpertsDeviceCache:
         )
         return self._write(first_moe_layer, topk_ids)
 
-    def add_rerouting(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
+    def add_rerouting(self, rerouting: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add the slots that the capacities of one layer moved or left empty."""
-        return self if self.rerouting is None else replace(self, rerouting=self.rerouting + changed)
+        return self if self.rerouting is None else replace(self, rerouting=self.rerouting + rerouting)
 
     def count_experts(
         self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]

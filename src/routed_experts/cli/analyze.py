@@ -107,8 +107,8 @@ def run_diff(options: argparse.Namespace) -> None:
         "rank-1 agreement": np.average(rank1, axis=0, weights=sizes).tolist(),
         "flip rate": (overlap < 1).mean(axis=0).tolist(),
     }
-    changed = (overlap < 1).any(axis=1)
-    totals = {"records": len(differences), "tokens": len(overlap), "tokens that differ": int(changed.sum())}
+    differing = (overlap < 1).any(axis=1)
+    totals = {"records": len(differences), "tokens": len(overlap), "tokens that differ": int(differing.sum())}
     _show(totals, ours[0].layer_ids, columns, options)
 
 

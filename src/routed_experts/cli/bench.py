@@ -248,8 +248,8 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
 
 def print_table(rows: Sequence[Row]) -> None:
     """Rows as aligned columns."""
-    shown = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
-    table = [list(rows[0]), *shown]
+    cells = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    table = [list(rows[0]), *cells]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(part.rjust(width) for part, width in zip(line, widths, strict=True)))

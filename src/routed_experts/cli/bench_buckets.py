@@ -44,28 +44,28 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     if options.most < 1:
         raise ConfigError(f"--most {options.most} must be at least 1")
     args = ServerArgs(**engine_args(options))
-    given = {"decode": args.batch_paddings, "extend": args.token_paddings}
-    loads = [read_load(name, given) for name in (LOADS if options.load is None else (options.load,))]
+    current = {"decode": args.batch_paddings, "extend": args.token_paddings}
+    loads = [read_load(name, current) for name in (LOADS if options.load is None else (options.load,))]
     start_jax(default_platform=None)
     from routed_experts.engine.build.builder import build_engine
     from routed_experts.engine.build.step_cost import candidates, measure_step_costs
 
     wide = dataclasses.replace(
         args,
-        precompile_bs_paddings=candidates(given["decode"], least=1),
-        precompile_token_paddings=candidates(given["extend"], least=16),
+        precompile_bs_paddings=candidates(current["decode"], least=1),
+        precompile_token_paddings=candidates(current["extend"], least=16),
         max_running_requests=None,
         chunked_prefill_size=None,
         max_prefill_tokens=None,
     )
     components = build_engine(wide, load_format="dummy" if options.config_only else "auto")
     decode, extend = measure_step_costs(components, wide, rounds=options.rounds)
-    return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
+    return bucket_rows({"decode": decode, "extend": extend}, current, loads, most=options.most)
 
 
 def bucket_rows(
     costs: Mapping[str, StepCosts],
-    given: Mapping[str, tuple[int, ...]],
+    current: Mapping[str, tuple[int, ...]],
     loads: Sequence[tuple[str, Mapping[str, Mapping[int, float]]]],
     *,
     most: int,
@@ -86,19 +86,21 @@ def bucket_rows(
             load = {size: share for size, share in by_step[step].items() if size <= measured.buckets[-1]}
             unpadded = expected_cost(measured.buckets, measured, load)
             best = choose_buckets(measured, load, most=most)
-            usable = tuple(size for size in given[step] if size in measured.seconds)  # one token is no extend step
+            usable = tuple(size for size in current[step] if size in measured.seconds)  # one token is no extend step
             for source, buckets in (("given", usable), (f"best of {most}", best)):
                 rows.append(_row(step, source, name, buckets, expected_cost(buckets, measured, load), unpadded))
     return rows
 
 
-def read_load(name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
+def read_load(name: str, current: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
     """A load by its name or from its file, up to the largest given sizes, as the engine cuts it. Raises ConfigError."""
     if not name.endswith(".json"):
-        return name, {step: parse_load(name, sizes[-1]) for step, sizes in given.items()}
+        return name, {step: parse_load(name, sizes[-1]) for step, sizes in current.items()}
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
-        counts: dict[str, dict[int, float]] = {step: _counts(content[step], sizes[-1]) for step, sizes in given.items()}
+        counts: dict[str, dict[int, float]] = {
+            step: _counts(content[step], sizes[-1]) for step, sizes in current.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         text = f"--load {name} holds no load ({type(error).__name__}: {error})"
         form = '{"decode": {"SIZE": COUNT, ...}, "extend": {"SIZE": COUNT, ...}}'

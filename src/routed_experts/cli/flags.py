@@ -138,8 +138,8 @@ def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:
     """The fields of a config class whose flags were given."""
-    given, names = vars(options), [field.name for field in dataclasses.fields(config)]
-    return {name: given[prefix + name] for name in names if prefix + name in given}
+    values, names = vars(options), [field.name for field in dataclasses.fields(config)]
+    return {name: values[prefix + name] for name in names if prefix + name in values}
 
 
 def _flag(name: str) -> str:

@@ -106,10 +106,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
         draw_plans(options.plot, records, learned.load, devices=devices, residents=options.residents)
     if options.json:
-        listed = {
+        lists = {
             name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()
         }
-        print(json.dumps({**totals, **listed}))
+        print(json.dumps({**totals, **lists}))
         return 0
     model = f"{len(totals['layers'])} MoE layers x {totals['experts']} experts, top-{totals['top_k']}"
     print(f"{totals['tokens']:,} tokens, {model}")

@@ -58,33 +58,34 @@ class ExpertPlacement:
         """Make the placement of these instances; an expert's instances are listed in ascending order. J is
         `max_replicas`, or else min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the
         shapes stay. Raises PlacementError."""
-        held = np.array(physical_to_logical_map, np.int32)
-        if held.ndim != 2 or held.size == 0:
+        physical_to_logical = np.array(physical_to_logical_map, np.int32)
+        if physical_to_logical.ndim != 2 or physical_to_logical.size == 0:
             raise PlacementError(
-                f"physical_to_logical_map has shape {list(held.shape)}; expected [M, I], a row of instances a MoE layer"
+                f"physical_to_logical_map has shape {list(physical_to_logical.shape)}; expected [M, I], a row of "
+                "instances a MoE layer"
             )
-        if held.min() < 0 or held.max() >= num_experts:
-            wrong = held[(held < 0) | (held >= num_experts)][0]
+        if physical_to_logical.min() < 0 or physical_to_logical.max() >= num_experts:
+            wrong = physical_to_logical[(physical_to_logical < 0) | (physical_to_logical >= num_experts)][0]
             raise PlacementError(
                 f"physical_to_logical_map holds expert {wrong}; expected 0 to {num_experts - 1} in every instance"
             )
-        num_layers, num_instances = held.shape
+        num_layers, num_instances = physical_to_logical.shape
         layers = np.arange(num_layers)[:, None]
-        counts = np.bincount((layers * num_experts + held).ravel(), minlength=num_layers * num_experts).reshape(
-            num_layers, num_experts
-        )
+        counts = np.bincount(
+            (layers * num_experts + physical_to_logical).ravel(), minlength=num_layers * num_experts
+        ).reshape(num_layers, num_experts)
         most = int(counts.max())
         width = max(default_max_replicas(num_instances, num_experts), most) if max_replicas is None else max_replicas
         if width < most:
             raise PlacementError(f"an expert has {most} instances, above max_replicas={width}; raise it to {most}")
-        order = np.argsort(held, axis=1, kind="stable")  # instances by expert, then by instance
-        experts = np.take_along_axis(held, order, axis=1)
+        order = np.argsort(physical_to_logical, axis=1, kind="stable")  # instances by expert, then by instance
+        experts = np.take_along_axis(physical_to_logical, order, axis=1)
         rank = np.arange(num_instances) - np.take_along_axis(np.cumsum(counts, axis=1) - counts, experts, axis=1)
-        listed = np.full((num_layers, num_experts, width), -1, np.int32)
-        listed[layers, experts, rank] = order
+        logical_to_physical = np.full((num_layers, num_experts, width), -1, np.int32)
+        logical_to_physical[layers, experts, rank] = order
         return ExpertPlacement(
-            physical_to_logical_map=held,
-            logical_to_physical_map=listed,
+            physical_to_logical_map=physical_to_logical,
+            logical_to_physical_map=logical_to_physical,
             logical_replica_count=counts.astype(np.int32),
             num_devices=num_devices,
             epoch=epoch,
@@ -93,8 +94,8 @@ class ExpertPlacement:
     @staticmethod
     def identity(num_layers: int, num_experts: int, num_devices: int) -> "ExpertPlacement":
         """One instance an expert, in order of the ids: what a model has before it is placed."""
-        held = np.broadcast_to(np.arange(num_experts, dtype=np.int32), (num_layers, num_experts))
-        return ExpertPlacement.from_instances(held, num_experts=num_experts, num_devices=num_devices)
+        physical_to_logical = np.broadcast_to(np.arange(num_experts, dtype=np.int32), (num_layers, num_experts))
+        return ExpertPlacement.from_instances(physical_to_logical, num_experts=num_experts, num_devices=num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -214,13 +215,13 @@ class ResidencyMap:
     def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
         """Return the same residents with those of `previous`, a map of the same sizes, in their slots: the fewest
         copies. A new resident takes its slot in this map if that becomes free, else any free one."""
-        held, target = previous.experts, self.experts
-        leaves = np.take_along_axis(self.slot_of, held.astype(np.intp), axis=1) < 0  # [M, N]
+        physical_to_logical, target = previous.experts, self.experts
+        leaves = np.take_along_axis(self.slot_of, physical_to_logical.astype(np.intp), axis=1) < 0  # [M, N]
         comes = np.take_along_axis(previous.slot_of, target.astype(np.intp), axis=1) < 0
-        held = np.where(leaves & comes, target, held)
+        physical_to_logical = np.where(leaves & comes, target, physical_to_logical)
         for layer in range(self.num_layers):  # as many slots are free as residents have none
-            held[layer, leaves[layer] & ~comes[layer]] = target[layer, comes[layer] & ~leaves[layer]]
-        return ResidencyMap.from_experts(held, num_experts=self.num_experts, epoch=self.epoch)
+            physical_to_logical[layer, leaves[layer] & ~comes[layer]] = target[layer, comes[layer] & ~leaves[layer]]
+        return ResidencyMap.from_experts(physical_to_logical, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz that `read` reads. Raises WriteError."""
@@ -250,22 +251,28 @@ def default_max_replicas(num_instances: int, num_experts: int) -> int:
 
 
 def _check_shapes(placement: ExpertPlacement) -> None:
-    held, listed, counts = (
+    physical_to_logical, logical_to_physical, counts = (
         placement.physical_to_logical_map,
         placement.logical_to_physical_map,
         placement.logical_replica_count,
     )
-    shapes = [array.shape for array in (held, listed, counts)]
-    dtypes = f"{held.dtype}, {listed.dtype}, {counts.dtype}"
+    shapes = [array.shape for array in (physical_to_logical, logical_to_physical, counts)]
+    dtypes = f"{physical_to_logical.dtype}, {logical_to_physical.dtype}, {counts.dtype}"
     maps = f"maps of shapes {', '.join(str(list(shape)) for shape in shapes)} and dtypes {dtypes}"
     fits = (
-        (held.ndim, listed.ndim) == (2, 3) and listed.shape[:2] == counts.shape and held.shape[:1] == counts.shape[:1]
+        (physical_to_logical.ndim, logical_to_physical.ndim) == (2, 3)
+        and logical_to_physical.shape[:2] == counts.shape
+        and physical_to_logical.shape[:1] == counts.shape[:1]
     )
-    if not fits or min(held.size, listed.size) == 0 or any(array.dtype != np.int32 for array in (held, listed, counts)):
+    if (
+        not fits
+        or min(physical_to_logical.size, logical_to_physical.size) == 0
+        or any(array.dtype != np.int32 for array in (physical_to_logical, logical_to_physical, counts))
+    ):
         raise PlacementError(
             f"{maps}; expected int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
         )
-    num_instances, num_experts = held.shape[1], counts.shape[1]
+    num_instances, num_experts = physical_to_logical.shape[1], counts.shape[1]
     if num_instances < num_experts:
         raise PlacementError(
             f"{num_instances} instances for {num_experts} experts; expected at least one each, {num_experts} or more"
@@ -279,35 +286,38 @@ def _check_shapes(placement: ExpertPlacement) -> None:
 
 def _check_replicas(placement: ExpertPlacement) -> None:
     """The counts say where the lists end, and the lists name every instance once, under the expert it holds."""
-    held, listed, counts = (
+    physical_to_logical, logical_to_physical, counts = (
         placement.physical_to_logical_map,
         placement.logical_to_physical_map,
         placement.logical_replica_count,
     )
-    num_layers, num_instances = held.shape
-    wrong = np.argwhere((counts < 1) | (counts > listed.shape[2]))
+    num_layers, num_instances = physical_to_logical.shape
+    wrong = np.argwhere((counts < 1) | (counts > logical_to_physical.shape[2]))
     if wrong.size:
         layer, expert = wrong[0]
         raise PlacementError(
             f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; expected 1 to "
-            f"{listed.shape[2]}, the listed positions"
+            f"{logical_to_physical.shape[2]}, the listed positions"
         )
-    real = np.arange(listed.shape[2]) < counts[:, :, None]  # [M, E, J]
-    wrong = np.argwhere(np.where(real, (listed < 0) | (listed >= num_instances), listed != -1))
+    real = np.arange(logical_to_physical.shape[2]) < counts[:, :, None]  # [M, E, J]
+    wrong = np.argwhere(
+        np.where(real, (logical_to_physical < 0) | (logical_to_physical >= num_instances), logical_to_physical != -1)
+    )
     if wrong.size:
         layer, expert, _ = wrong[0]
         raise PlacementError(
             f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances and the list "
-            f"{listed[layer, expert].tolist()}; "
+            f"{logical_to_physical[layer, expert].tolist()}; "
             f"expected that many of 0 to {num_instances - 1} without a gap, and -1 after them"
         )
     layers, experts, positions = np.nonzero(real)
-    instances = listed[layers, experts, positions]
-    wrong = np.flatnonzero(held[layers, instances] != experts)
+    instances = logical_to_physical[layers, experts, positions]
+    wrong = np.flatnonzero(physical_to_logical[layers, instances] != experts)
     if wrong.size:
         layer, expert, instance = layers[wrong[0]], experts[wrong[0]], instances[wrong[0]]
         raise PlacementError(
-            f"MoE layer {layer}: instance {instance} is listed for expert {expert}, but holds {held[layer, instance]}; "
+            f"MoE layer {layer}: instance {instance} is listed for expert {expert}, but holds "
+            f"{physical_to_logical[layer, instance]}; "
             "expected maps that are inverses of each other"
         )
     named = np.bincount(layers * num_instances + instances, minlength=num_layers * num_instances).reshape(

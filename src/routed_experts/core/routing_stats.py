@@ -80,12 +80,12 @@ class RoutingStats:
                 part, keys = keys[:room], keys[room:]
                 windows[-1] += _count(part, shape)
                 room -= len(part)
-        counted = np.array(windows, np.int32).reshape(-1, *shape)
-        counts = counted.sum(axis=0, dtype=np.int64)
+        window_counts = np.array(windows, np.int32).reshape(-1, *shape)
+        counts = window_counts.sum(axis=0, dtype=np.int64)
         return RoutingStats(
             counts=counts,
             num_tokens=counts[:, 0].sum(axis=1) // first.top_k,
-            windows=counted,
+            windows=window_counts,
             layer_ids=first.layer_ids,
             top_k=first.top_k,
         )

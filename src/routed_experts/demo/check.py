@@ -79,14 +79,14 @@ def check_replay(model: Decoder, outputs: Sequence[DemoOutput]) -> ReplayCheck:
         for ids, valid in ((batch.ids, np.zeros_like(batch.fed)), (batch.ids, batch.fed), (batch.shifted, batch.fed))
     )
     same = (live[2] == batch.ids).all(axis=3)  # [B, S, M]
-    alike = np.logical_and.accumulate(same.all(axis=2) | ~batch.fed, axis=1) & batch.fed
+    same_prefix = np.logical_and.accumulate(same.all(axis=2) | ~batch.fed, axis=1) & batch.fed
     return ReplayCheck(
         num_rows=int(batch.fed.sum()),
         num_logprobs=int(batch.generated.sum()),
         replay_logprob=_max_difference(replay[1], batch.logprobs, batch.generated),
         executed=float((replay[2] == batch.ids).all(axis=3)[batch.fed].mean()),
         live_agreement=float(same[batch.fed].mean()),
-        live_logit=_max_difference(live[0], replay[0], alike),
+        live_logit=_max_difference(live[0], replay[0], same_prefix),
         shifted_logprob=_max_difference(shifted[1], batch.logprobs, batch.generated),
     )
 

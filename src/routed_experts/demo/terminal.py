@@ -24,23 +24,23 @@ class Screen:
     """Writes to one stream; colours only on a terminal (rich obeys NO_COLOR)."""
 
     def __init__(self, stream: IO[str]) -> None:
-        plain = Console(file=stream, highlight=False, markup=False, emoji=False)
-        width = plain.width if plain.is_terminal else _PLAIN_WIDTH
+        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        width = console.width if console.is_terminal else _PLAIN_WIDTH
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
 
-    def heading(self, words: str) -> None:
+    def heading(self, text: str) -> None:
         """Begin a section."""
         self._console.print()
-        self._console.print(Text(words, style="bold"))
+        self._console.print(Text(text, style="bold"))
 
-    def line(self, words: str, *, style: str = "") -> None:
+    def line(self, text: str, *, style: str = "") -> None:
         """Write one line, never broken: paths and numbers stay whole."""
-        self._console.print(Text(words, style=style), soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def check(self, words: str, *, passed: bool) -> None:
+    def check(self, text: str, *, passed: bool) -> None:
         """Write a line that ends in ok or FAILED."""
         verdict = ("ok", "green") if passed else ("FAILED", "bold red")
-        self._console.print(Text.assemble("  ", words, "  ", verdict), soft_wrap=True)
+        self._console.print(Text.assemble("  ", text, "  ", verdict), soft_wrap=True)
 
     def answer(self, text: RoutedText, column: int) -> None:
         """Write prompt and generated text, each token tinted by its first expert in MoE layer `column`."""
@@ -57,9 +57,9 @@ class Screen:
         for name in ("  token", "text", *(f"layer {layer}" for layer in layer_ids)):
             table.add_column(name, no_wrap=True)
         for token in tokens:
-            shown = repr(printable(text.pieces[token]))
+            token_text = repr(printable(text.pieces[token]))
             rows = [" ".join(map(str, text.experts(token, column))) or "no row" for column in range(len(layer_ids))]
-            table.add_row(f"  {token}", shown, *rows)
+            table.add_row(f"  {token}", token_text, *rows)
         self._console.print(table)
 
     def loads(self, records: Sequence[RoutedExperts]) -> None:

@@ -179,10 +179,10 @@ class ModelRunner:
             raise WeightsMismatchError(
                 f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state"
             )
-        gifts = DonatedBuffers(jax.tree.leaves(state) if donate else ())
-        placed = [_device_put_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
-        self._weights, self.weight_version = placed, version
-        self._owned = update_owned(self._owned, placed, donate=donate)
+        donated = DonatedBuffers(jax.tree.leaves(state) if donate else ())
+        copied = [_device_put_like(*pair, donated) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
+        self._weights, self.weight_version = copied, version
+        self._owned = update_owned(self._owned, copied, donate=donate)
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pool and the weights; shapes and shardings of the weights stay, to check the next ones.
@@ -247,13 +247,13 @@ def _free_unserved(owned: Sequence[Array], weights: Sequence[Array]) -> list[Arr
     return retained
 
 
-def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: DonatedBuffers) -> Array:
+def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, donated: DonatedBuffers) -> Array:
     owned = (
         leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     )  # the CPU device may keep a host array as it is, and so see its changes
-    placed = jax.device_put(owned, served.sharding)
-    gifts.copied(leaf, placed)
-    return placed
+    copied = jax.device_put(owned, served.sharding)
+    donated.copied(leaf, copied)
+    return copied
 
 
 def _floats(bits: Int32[np.ndarray, "..."]) -> Any:

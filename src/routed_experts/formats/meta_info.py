@@ -53,13 +53,13 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
     choices = response.get("choices")
     if choices is None and choice == 0:
         return record_from_meta_info(response)
-    listed = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
-    for entry in listed:
+    choice_list = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
+    for entry in choice_list:
         _require_mapping(entry)
-    chosen = [entry for position, entry in enumerate(listed) if entry.get("index", position) == choice]
+    chosen = [entry for position, entry in enumerate(choice_list) if entry.get("index", position) == choice]
     if len(chosen) != 1:
         raise RoutingFormatError(
-            f"response has {len(listed)} choices, {len(chosen)} of index {choice}; expected exactly one"
+            f"response has {len(choice_list)} choices, {len(chosen)} of index {choice}; expected exactly one"
         )
     return record_from_meta_info({PROMPT_KEY: response.get(PROMPT_KEY), **chosen[0]})
 

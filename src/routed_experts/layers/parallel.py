@@ -63,9 +63,9 @@ class AxisGroup:
         """The columns of all, side by side."""
         return columns if self.count == 1 else lax.all_gather(columns, self.axis, axis=1, tiled=True)
 
-    def local_columns(self, whole: Float[Array, "N D"], width: int) -> Float[Array, "N D/V"]:
+    def local_columns(self, full: Float[Array, "N D"], width: int) -> Float[Array, "N D/V"]:
         """This device's share of `width` columns."""
-        return whole if self.count == 1 else lax.dynamic_slice_in_dim(whole, self.rank * width, width, axis=1)
+        return full if self.count == 1 else lax.dynamic_slice_in_dim(full, self.rank * width, width, axis=1)
 
 
 SINGLE_DEVICE = AxisGroup()

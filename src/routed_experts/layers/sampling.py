@@ -60,12 +60,12 @@ def penalize(
     The formulas are those of OpenAI and vLLM; the bias comes last, as in SGLang, so a repetition penalty does not scale
     it. A bias id of V is padding and dropped; a bias of -inf bans a token (minimum length). None is off."""
     if penalties is not None:
-        spoken = penalties.generated_counts > 0
+        generated = penalties.generated_counts > 0
         repetition = penalties.repetition[:, None]
         repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        logits = jnp.where(spoken | penalties.prompt_seen, repeated, logits)
+        logits = jnp.where(generated | penalties.prompt_seen, repeated, logits)
         logits = logits - penalties.frequency[:, None] * penalties.generated_counts.astype(jnp.float32)
-        logits = logits - jnp.where(spoken, penalties.presence[:, None], jnp.float32(0))
+        logits = logits - jnp.where(generated, penalties.presence[:, None], jnp.float32(0))
     if bias_ids is not None and bias_values is not None:
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         logits = logits.at[rows, bias_ids].add(bias_values, mode="drop")

@@ -170,16 +170,16 @@ def find_root(node: PrefixNode) -> PrefixNode:
 
 def nodes_below(roots: Iterable[PrefixNode]) -> list[PrefixNode]:
     """Return all nodes, roots included. A node reached twice is listed twice, its subtree once."""
-    listed: list[PrefixNode] = []
-    seen: set[PrefixNode] = set()
-    ahead = list(roots)
-    while ahead:
-        node = ahead.pop()
-        listed.append(node)
-        if node not in seen:
-            seen.add(node)
-            ahead.extend(child for bucket in node.children.values() for child in bucket)
-    return listed
+    nodes: list[PrefixNode] = []
+    visited: set[PrefixNode] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        if node not in visited:
+            visited.add(node)
+            stack.extend(child for bucket in node.children.values() for child in bucket)
+    return nodes
 
 
 def concatenate_pages(nodes: Iterable[PrefixNode]) -> Int32[np.ndarray, " P"]:
@@ -203,21 +203,21 @@ def check_pages(nodes: list[PrefixNode]) -> list[Violation]:
     return violations
 
 
-def check_refs(nodes: list[PrefixNode], held: Mapping[PrefixNode, int]) -> list[Violation]:
+def check_refs(nodes: list[PrefixNode], locks: Mapping[PrefixNode, int]) -> list[Violation]:
     """Check that the refs of every node are the locks held on it and below it."""
     expected: Counter[PrefixNode] = Counter()
-    for handle, count in held.items():
+    for handle, count in locks.items():
         node: PrefixNode | None = handle
         while node is not None:
             expected[node] += count
             node = node.parent
-    listed = set(nodes)
+    reached = set(nodes)
     violations = [
         Violation(name="prefix_expected_refs", detail=f"{node}: its holders have {expected[node]} locks")
-        for node in listed
+        for node in reached
         if node.refs != expected[node]
     ]
-    gone = [str(node) for node, count in expected.items() if count and node not in listed]
+    gone = [str(node) for node, count in expected.items() if count and node not in reached]
     if gone:
         violations.append(
             Violation(name="prefix_lost_lock", detail=f"{len(gone)} locked nodes are in no tree: {gone[:8]}")

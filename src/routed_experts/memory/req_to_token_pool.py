@@ -99,17 +99,17 @@ class ReqToTokenPool:
 
 def _check_row(slot: int, row: Int32[np.ndarray, " W"]) -> list[Violation]:
     violations: list[Violation] = []
-    held = row[row != 0]
-    if row[held.size :].any():
+    pages = row[row != 0]
+    if row[pages.size :].any():
         hole = int(np.flatnonzero(row == 0)[0])
         violations.append(
-            Violation(name="slot_row_hole", detail=f"row {slot} holds {held.size} pages but column {hole} is empty")
+            Violation(name="slot_row_hole", detail=f"row {slot} holds {pages.size} pages but column {hole} is empty")
         )
     if (row < 0).any():
         violations.append(Violation(name="slot_row_range", detail=f"row {slot} holds page {int(row.min())}"))
-    num_distinct = np.unique(held).size
-    if num_distinct != held.size:
+    num_distinct = np.unique(pages).size
+    if num_distinct != pages.size:
         violations.append(
-            Violation(name="slot_row_repeat", detail=f"row {slot} holds {held.size} pages, {num_distinct} distinct")
+            Violation(name="slot_row_repeat", detail=f"row {slot} holds {pages.size} pages, {num_distinct} distinct")
         )
     return violations

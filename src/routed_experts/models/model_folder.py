@@ -47,12 +47,12 @@ class ModelFolder:
     config: Any
     checkpoint: Checkpoint | None
     sources: tuple[WeightSource, ...]
-    others: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder, and what is read from there
+    expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
         """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder,
-        whatever the family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
+        for every family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
         format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
@@ -72,8 +72,8 @@ class ModelFolder:
 
     def dtype(self, expected: str) -> jnp.dtype:
         """The compute dtype: `expected`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
-        without them). Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which
-        are float32 in any case."""
+        without them). Tensors of another dtype are cast as they are loaded; routing parameters are
+        always float32."""
         if expected != "auto":
             return jnp.dtype(expected)
         if self.checkpoint is None:
@@ -84,46 +84,46 @@ class ModelFolder:
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
     def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
-        """The same model, with the tensors whose target `targets` picks read from another folder. Raises
-        CheckpointError naming those that it lacks or has in another shape."""
+        """The same model, with tensors read from another folder where `targets` holds for their target. Raises
+        CheckpointError naming tensors that are missing there or have another shape."""
         if self.checkpoint is None:
             raise ConfigError(
                 f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
             )
-        other = self.family.open(path)
+        right = self.family.open(path)
         expected = tuple(
             fuse_experts(
-                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()
+                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), right.names()
             )
         )
-        check(expected, other, ignore=("*",))
-        kept = tuple(source for source in self.sources if not targets(source.target))
-        return dataclasses.replace(self, sources=kept, others=(other, expected))
+        check(expected, right, ignore=("*",))
+        sources = tuple(source for source in self.sources if not targets(source.target))
+        return dataclasses.replace(self, sources=sources, expert_sources=(right, expected))
 
     def load(
         self,
         dtype: jnp.dtype,
         *,
         progress: Callable[[int, int], None] | None = None,
-        place: Callable[[str], Any] = lambda target: None,
+        device_for: Callable[[str], Any] = lambda target: None,
         shards: ModelSharding | None = None,
     ) -> Decoder:
-        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the
-        array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
-        instead, and the model's arrays are the global ones: it runs only in parts."""
+        """Load every tensor and return the model; `progress(bytes read, total bytes)`. `device_for` maps the dotted
+        name of an array to its device; None: the default one. With `shards` each device reads its own part
+        instead, and the arrays are global: the model runs only under shard_map."""
         if self.checkpoint is None:
-            put = None if shards is None else shards.put_array
+            put_array = None if shards is None else shards.put_array
             build = functools.partial(self.family.build, self.config, dtype=dtype)
-            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, put=put)
+            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), device_for=device_for, put_array=put_array)
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
+        placed = {name: None if (device := device_for(name)) is None else SingleDeviceSharding(device) for name in flat}
         targets = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()
         }
         arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
-        if self.others is not None:
-            arrays |= load(*self.others, targets, progress=progress)
+        if self.expert_sources is not None:
+            arrays |= load(*self.expert_sources, targets, progress=progress)
         filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
@@ -148,11 +148,11 @@ def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None
             )
 
 
-def _same(checkpoint: Checkpoint, one: str, other: str, shape: tuple[int, ...]) -> bool:
+def _same(checkpoint: Checkpoint, left: str, right: str, shape: tuple[int, ...]) -> bool:
     """Whether two matrices hold the same numbers, read in blocks of rows."""
     rows = max(1, _COMPARED_BYTES // (4 * shape[1]))
     boxes = ((slice(first, min(first + rows, shape[0])), slice(0, shape[1])) for first in range(0, shape[0], rows))
     return all(
-        np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True)
+        np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (left, right)), equal_nan=True)
         for box in boxes
     )

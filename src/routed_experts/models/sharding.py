@@ -42,8 +42,8 @@ class ModelSharding:
         devices: tuple[Any, ...] = (),
         maps: Mapping[str, np.ndarray] | None = None,
     ) -> "ModelSharding | None":
-        """For a model's partitions; None for one device. Raises ConfigError where the model cannot be shared by so
-        many; whether there are so many is looked at when `mesh` is asked for."""
+        """For a model's partitions; None for one device. Raises ConfigError where the model cannot be sharded so
+        far; the number of devices is checked when `mesh` is first used."""
         if parallel.devices == 1:
             return None
         parallel.check(partitions)
@@ -66,7 +66,7 @@ class ModelSharding:
         return Mesh(np.array(devices[: self.parallel.devices]), (AXIS,))
 
     def spec(self, name: str, ndim: int) -> PartitionSpec:
-        """Along which axis the global array of that name is partition."""
+        """The PartitionSpec of the global array of that name."""
         partition = self.partitions.get(name)
         if partition is None:
             return PartitionSpec()
@@ -74,11 +74,11 @@ class ModelSharding:
         return PartitionSpec(*[AXIS if index == axis else None for index in range(axis + 1)])
 
     def sharding(self, name: str, ndim: int) -> NamedSharding:
-        """The same on the mesh."""
+        """The NamedSharding of that array on the mesh."""
         return NamedSharding(self.mesh, self.spec(name, ndim))
 
     def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of what one device holds of the model's array."""
+        """Shape of one device's part of the model's array."""
         partition = self.partitions.get(name)
         return shape if partition is None else partition.local_shape(shape, self.parallel.devices)
 
@@ -91,23 +91,22 @@ class ModelSharding:
         return (*part[:axis], part[axis] * self.parallel.devices, *part[axis + 1 :])
 
     def local_part(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-        """Shapes of what one device holds of a model's arrays or shapes."""
+        """Shapes of one device's part of a model's arrays."""
         flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
         return nnx.from_flat_state(flat)
 
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is
-        copied."""
-        flat, gifts = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ())
+        """Shard a model's arrays over the devices; with `donate` each array is deleted once copied."""
+        flat, donated = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ())
         for path, leaf in nnx.to_flat_state(state):
-            given = leaf.get_raw_value()
-            placed = self.put_array(_dotted(path), given)
-            gifts.copied(given, placed)
-            flat.append((path, leaf.replace(placed)))
+            array = leaf.get_raw_value()
+            copied = self.put_array(_dotted(path), array)
+            donated.copied(array, copied)
+            flat.append((path, leaf.replace(copied)))
         return nnx.from_flat_state(flat)
 
     def put_array(self, name: str, array: Array | np.ndarray) -> Array:
-        """Copy one whole array to the devices."""
+        """Shard one array over the devices."""
         partition, sharding = self.partitions.get(name), self.sharding(name, array.ndim)
         if partition is None:
             return jax.device_put(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
@@ -120,7 +119,7 @@ class ModelSharding:
 
     def put_maps(self) -> dict[str, Array]:
         """The maps, the same on every device."""
-        return {name: jax.device_put(listed, self.sharding(name, listed.ndim)) for name, listed in self.maps.items()}
+        return {name: jax.device_put(table, self.sharding(name, table.ndim)) for name, table in self.maps.items()}
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.local_shape(name, leaf.shape), leaf.dtype)
@@ -132,15 +131,15 @@ def buffer_pointers(array: Array) -> set[int]:
 
 
 class DonatedBuffers:
-    """Arrays that were given away. One may have several names, and is deleted once it was copied under the last of
-    them; one that shares memory with a copy of it is left alone, and so is one of the host."""
+    """Donated arrays. An array may have several names and is deleted after the copy under the last of them. An array
+    that shares memory with its copy is not deleted, nor is a host array."""
 
     def __init__(self, arrays: Iterable[object]) -> None:
         self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffer_pointers(array))
         self._served = set[int]()
 
     def copied(self, array: object, copy: Array) -> None:
-        """An array was copied, under one of its names; who was not given away stays."""
+        """Record that an array was copied under one of its names; delete a donated array after the last."""
         if not self._names or not isinstance(array, jax.Array):
             return
         own = buffer_pointers(array)
@@ -156,8 +155,10 @@ def _take(
 ) -> Shaped[Array, "..."] | np.ndarray:
     """A device's part of a whole array, on that array's device."""
     axis, pieces = partition.axis % array.ndim, partition.pieces(device, devices)
-    places = np.concatenate([np.arange(first, end) for first, end in pieces])
-    return np.take(array, places, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, places, axis=axis)
+    positions = np.concatenate([np.arange(first, end) for first, end in pieces])
+    return (
+        np.take(array, positions, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, positions, axis=axis)
+    )
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -52,12 +52,14 @@ def rebalance(
     experts = _experts_of_nodes(load, groups, nodes)  # [M * nodes, E / nodes]
     rows = np.take_along_axis(np.repeat(load, nodes, axis=0), experts, axis=1)
     rows[rows.sum(axis=1) == 0] = 1.0
-    held, counts = replicate(rows, num_instances // nodes, limit)
-    order = pack(np.take_along_axis(rows / counts, held, axis=1), num_devices // nodes)
-    held = np.take_along_axis(held, order, axis=1)
+    instance_experts, counts = replicate(rows, num_instances // nodes, limit)
+    order = pack(np.take_along_axis(rows / counts, instance_experts, axis=1), num_devices // nodes)
+    instance_experts = np.take_along_axis(instance_experts, order, axis=1)
     if refined:
-        held = refine(rows, held, num_devices=num_devices // nodes, max_replicas=limit, num_nodes=nodes)
-    instances = np.take_along_axis(experts, held, axis=1).reshape(len(load), num_instances)
+        instance_experts = refine(
+            rows, instance_experts, num_devices=num_devices // nodes, max_replicas=limit, num_nodes=nodes
+        )
+    instances = np.take_along_axis(experts, instance_experts, axis=1).reshape(len(load), num_instances)
     return ExpertPlacement.from_instances(
         instances, num_experts=num_experts, num_devices=num_devices, max_replicas=limit, epoch=epoch
     )
@@ -160,20 +162,21 @@ def pack(weight: Float64[np.ndarray, "R I"], num_packs: int) -> Int64[np.ndarray
 
 def refine(
     load: Float64[np.ndarray, "R E"],
-    held: Int64[np.ndarray, "R I"],
+    instance_experts: Int64[np.ndarray, "R I"],
     *,
     num_devices: int,
     max_replicas: int,
     num_nodes: int = 1,
 ) -> Int64[np.ndarray, "R I"]:
-    """Return placements whose most loaded device has at most the load that it has in `held`; instance i is on device i
-    // s. Every `num_nodes` rows are the nodes of one layer: none of them is improved beyond what another must carry."""
-    num_instances = held.shape[1]
+    """Return placements whose most loaded device has at most the load that it has in `instance_experts`; instance i is
+    on device i // s. Every `num_nodes` rows are the nodes of one layer: none of them is improved beyond what another
+    must carry."""
+    num_instances = instance_experts.shape[1]
     rng = np.random.default_rng(0)
     bound = lower_bound(load, num_instances, num_devices=num_devices, max_replicas=max_replicas)
     bound = np.repeat(bound.reshape(-1, num_nodes).max(axis=1), num_nodes)
-    held = held.copy()
-    peak = exchange(load, held, bound, num_devices)
+    instance_experts = instance_experts.copy()
+    peak = swap_instances(load, instance_experts, bound, num_devices)
     spent = 0
     for _ in range(_ROUNDS):
         rows = np.flatnonzero(peak > bound * _CLOSE)
@@ -182,14 +185,20 @@ def refine(
         if rows.size == 0 or spent > _ALL_INSTANCES:
             break
         loads = np.repeat(load[rows], count, axis=0)  # [R, E] -> [R * C, E]
-        candidates = _candidates(loads, np.repeat(held[rows], count, axis=0), num_devices, max_replicas, rng)
-        reached = exchange(loads, candidates, np.repeat(bound[rows], count), num_devices).reshape(rows.size, count)
+        candidates = _candidates(
+            loads, np.repeat(instance_experts[rows], count, axis=0), num_devices, max_replicas, rng
+        )
+        reached = swap_instances(loads, candidates, np.repeat(bound[rows], count), num_devices).reshape(
+            rows.size, count
+        )
         best = reached.argmin(axis=1)
         reached = reached[np.arange(rows.size), best]
         better = reached < peak[rows] * _STRICTLY
-        held[rows[better]] = candidates.reshape(rows.size, count, num_instances)[np.arange(rows.size), best][better]
+        instance_experts[rows[better]] = candidates.reshape(rows.size, count, num_instances)[
+            np.arange(rows.size), best
+        ][better]
         peak[rows[better]] = reached[better]
-    return held
+    return instance_experts
 
 
 def lower_bound(
@@ -201,23 +210,29 @@ def lower_bound(
     return np.maximum(load.sum(axis=1) / num_devices, (load / counts).max(axis=1))
 
 
-def exchange(
-    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], bound: Float64[np.ndarray, " R"], num_devices: int
+def swap_instances(
+    load: Float64[np.ndarray, "R E"],
+    instance_experts: Int64[np.ndarray, "R I"],
+    bound: Float64[np.ndarray, " R"],
+    num_devices: int,
 ) -> Float64[np.ndarray, " R"]:
     """Swap, in place, an instance of the most loaded device for another's, the best pair first, until none helps or the
     bound is close. Returns the load of the most loaded device."""
-    most = max(1, _PAIRS // (held.shape[1] ** 2 // num_devices))
-    parts = [slice(low, low + most) for low in range(0, len(held), most)]
-    return np.concatenate([_exchange(load[part], held[part], bound[part], num_devices) for part in parts])
+    most = max(1, _PAIRS // (instance_experts.shape[1] ** 2 // num_devices))
+    parts = [slice(low, low + most) for low in range(0, len(instance_experts), most)]
+    return np.concatenate([_swap_chunk(load[part], instance_experts[part], bound[part], num_devices) for part in parts])
 
 
-def _exchange(
-    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], bound: Float64[np.ndarray, " R"], num_devices: int
+def _swap_chunk(
+    load: Float64[np.ndarray, "R E"],
+    instance_experts: Int64[np.ndarray, "R I"],
+    bound: Float64[np.ndarray, " R"],
+    num_devices: int,
 ) -> Float64[np.ndarray, " R"]:
-    """`exchange` of rows whose pairs fit memory at once; `held` is a view."""
-    num_rows, num_instances = held.shape
+    """`swap_instances` of rows whose pairs fit in memory at once; `instance_experts` is a view."""
+    num_rows, num_instances = instance_experts.shape
     slots = num_instances // num_devices
-    weight = instance_load(load, held)
+    weight = instance_load(load, instance_experts)
     rows = np.arange(num_rows)
     while rows.size:
         row, weights = np.arange(rows.size), weight[rows]
@@ -233,40 +248,44 @@ def _exchange(
         helps = (flat[row, best] < peak * _STRICTLY) & (peak > bound[rows] * _CLOSE)
         ours, theirs = mine[row, best // num_instances][helps], (best % num_instances)[helps]
         rows = rows[helps]
-        for array in (held, weight):
+        for array in (instance_experts, weight):
             array[rows, ours], array[rows, theirs] = array[rows, theirs], array[rows, ours]
     return weight.reshape(num_rows, num_devices, slots).sum(axis=2).max(axis=1)
 
 
-def instance_load(load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"]) -> Float64[np.ndarray, "R I"]:
+def instance_load(
+    load: Float64[np.ndarray, "R E"], instance_experts: Int64[np.ndarray, "R I"]
+) -> Float64[np.ndarray, "R I"]:
     """The load of each instance: its expert's, divided evenly among the expert's instances."""
-    return np.take_along_axis(load / count_instances(held, load.shape[1]), held, axis=1)
+    return np.take_along_axis(load / count_instances(instance_experts, load.shape[1]), instance_experts, axis=1)
 
 
-def count_instances(held: Int64[np.ndarray, "R I"], num_experts: int) -> Int64[np.ndarray, "R E"]:
+def count_instances(instance_experts: Int64[np.ndarray, "R I"], num_experts: int) -> Int64[np.ndarray, "R E"]:
     """The number of instances of each expert."""
-    keys = np.arange(len(held))[:, None] * num_experts + held
-    return np.bincount(keys.ravel(), minlength=len(held) * num_experts).reshape(len(held), num_experts)
+    keys = np.arange(len(instance_experts))[:, None] * num_experts + instance_experts
+    return np.bincount(keys.ravel(), minlength=len(instance_experts) * num_experts).reshape(
+        len(instance_experts), num_experts
+    )
 
 
 def _candidates(
     load: Float64[np.ndarray, "R E"],
-    held: Int64[np.ndarray, "R I"],
+    instance_experts: Int64[np.ndarray, "R I"],
     num_devices: int,
     max_replicas: int,
     rng: np.random.Generator,
 ) -> Int64[np.ndarray, "R I"]:
-    """One placement a row: of what `held` has with a few replicas given to other experts, or, for a quarter of the
+    """One placement a row: of `instance_experts` with a few replicas moved to other experts, or, for a quarter of the
     rows, of what greedy replication gives for loads with noise. Both are packed by loads with noise, so that equal
     replicas are packed in other ways."""
     num_rows, num_experts = load.shape
     size = np.resize(_NOISE, num_rows)[:, None]
-    counts = count_instances(held, num_experts)
+    counts = count_instances(instance_experts, num_experts)
     _transfer(counts, max_replicas, rng.integers(0, _TRANSFERS + 1, num_rows), rng)
     anew = rng.random(num_rows) < 0.25
     noisy = load[anew] * np.exp(size[anew] * rng.standard_normal(load[anew].shape))
-    counts[anew] = replicate(noisy, held.shape[1], max_replicas)[1]
-    made = np.repeat(np.tile(np.arange(num_experts), num_rows), counts.ravel()).reshape(held.shape)
+    counts[anew] = replicate(noisy, instance_experts.shape[1], max_replicas)[1]
+    made = np.repeat(np.tile(np.arange(num_experts), num_rows), counts.ravel()).reshape(instance_experts.shape)
     weight = instance_load(load, made) * np.exp(size * rng.standard_normal(made.shape))
     return np.take_along_axis(made, pack(weight, num_devices), axis=1)
 
@@ -277,9 +296,9 @@ def _transfer(
     """Take, in place, one instance from a random expert that has several and give it to another; `times` of each
     row."""
     rows = np.arange(len(counts))
-    for turn in range(_TRANSFERS):
+    for step in range(_TRANSFERS):
         giver = np.where(counts > 1, rng.random(counts.shape), -1.0).argmax(axis=1)
         taker = np.where(counts < max_replicas, rng.random(counts.shape), -1.0).argmax(axis=1)
-        moved = (turn < times) & (giver != taker) & (counts[rows, giver] > 1) & (counts[rows, taker] < max_replicas)
+        moved = (step < times) & (giver != taker) & (counts[rows, giver] > 1) & (counts[rows, taker] < max_replicas)
         counts[rows, giver] -= moved
         counts[rows, taker] += moved

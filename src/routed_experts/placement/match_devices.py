@@ -17,14 +17,14 @@ from routed_experts.core.placement import ExpertPlacement
 def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, " M"]:
     """Instances of each layer whose device did not hold that expert before: each is one expert's weights over the
     link."""
-    check_alike(old, new)
-    held = np.zeros((old.num_layers, old.num_devices, old.num_experts), np.bool_)
+    check_same_sizes(old, new)
+    both_hold = np.zeros((old.num_layers, old.num_devices, old.num_experts), np.bool_)
     layers, devices = np.arange(old.num_layers)[:, None], np.arange(old.num_instances) // old.instances_per_device
-    held[layers, devices, old.physical_to_logical_map] = True
-    return np.count_nonzero(~held[layers, devices, new.physical_to_logical_map], axis=1)
+    both_hold[layers, devices, old.physical_to_logical_map] = True
+    return np.count_nonzero(~both_hold[layers, devices, new.physical_to_logical_map], axis=1)
 
 
-def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
+def check_same_sizes(old: ExpertPlacement, new: ExpertPlacement) -> None:
     """Raise PlacementError unless one can follow the other in the same tables."""
     sizes = [(plan.num_layers, plan.num_experts, plan.num_instances, plan.num_devices) for plan in (old, new)]
     if sizes[0] != sizes[1]:
@@ -36,7 +36,7 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     """Return `new` with devices renamed within their nodes and slots within their devices, as close to `old` as
     possible; its epoch follows that of `old`. Raises PlacementError where the sizes differ, ConfigError without
     SciPy (routed-experts[placement])."""
-    check_alike(old, new)
+    check_same_sizes(old, new)
     if num_nodes < 1 or new.num_devices % num_nodes:
         raise PlacementError(
             f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does"
@@ -73,16 +73,20 @@ def _match_devices(new: ExpertPlacement, old: ExpertPlacement, num_nodes: int) -
 def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M V V"]:
     """Count the experts that an old device (rows) and a new one both hold."""
     before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
-    held = (before >= 0) & (after >= 0)
+    both_hold = (before >= 0) & (after >= 0)
     num_layers, num_devices = new.num_layers, new.num_devices
     keys = (np.arange(num_layers)[:, None, None, None] * num_devices + before) * num_devices + after
-    return np.bincount(keys[held], minlength=num_layers * num_devices**2).reshape(num_layers, num_devices, num_devices)
+    return np.bincount(keys[both_hold], minlength=num_layers * num_devices**2).reshape(
+        num_layers, num_devices, num_devices
+    )
 
 
 def _devices(placement: ExpertPlacement) -> Int64[np.ndarray, "M E J"]:
     """Return the devices that hold each expert, each once, then -1."""
-    listed = placement.logical_to_physical_map
-    devices = np.sort(np.where(listed >= 0, listed // placement.instances_per_device, -1), axis=2).astype(np.int64)
+    instances = placement.logical_to_physical_map
+    devices = np.sort(np.where(instances >= 0, instances // placement.instances_per_device, -1), axis=2).astype(
+        np.int64
+    )
     devices[:, :, 1:][devices[:, :, 1:] == devices[:, :, :-1]] = -1
     return devices
 

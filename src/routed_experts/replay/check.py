@@ -41,9 +41,9 @@ def check_record(
             f"{num_tokens - record.start} (score); "
             "cut both alike"
         )
-    others = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
-    if others:
-        low, high, version = others[0]
+    other_spans = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
+    if other_spans:
+        low, high, version = other_spans[0]
         raise RoutingAlignmentError(
             f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {version}; this "
             "batch allows "

@@ -162,11 +162,15 @@ def _checked(
 
 def _report(rollout: Float[np.ndarray, " T"], train: Float[np.ndarray, " T"]) -> MismatchReport:
     d = train - rollout
-    terms, away = np.exp(d) - 1 - d, np.abs(d)
+    terms, distance = np.exp(d) - 1 - d, np.abs(d)
     low, high = _interval(terms)
     spread = [float(np.std(np.exp(side))) for side in (rollout, train)]
     pearson = (
-        float(np.corrcoef(np.exp(rollout), np.exp(train))[0, 1]) if min(spread) > 0 else 1.0 if away.max() == 0 else 0.0
+        float(np.corrcoef(np.exp(rollout), np.exp(train))[0, 1])
+        if min(spread) > 0
+        else 1.0
+        if distance.max() == 0
+        else 0.0
     )
     return MismatchReport(
         num_tokens=int(d.size),
@@ -175,11 +179,11 @@ def _report(rollout: Float[np.ndarray, " T"], train: Float[np.ndarray, " T"]) ->
         k3_low=low,
         k3_high=high,
         k3_reverse=float(np.mean(np.exp(-d) - 1 + d)),
-        mean_abs=float(np.mean(away)),
-        max_abs=float(np.max(away)),
-        f_1_1=float(np.mean(away > np.log(1.1))),
-        f_2=float(np.mean(away > np.log(2.0))),
-        mult_prob_error=float(np.mean(np.exp(away))),
+        mean_abs=float(np.mean(distance)),
+        max_abs=float(np.max(distance)),
+        f_1_1=float(np.mean(distance > np.log(1.1))),
+        f_2=float(np.mean(distance > np.log(2.0))),
+        mult_prob_error=float(np.mean(np.exp(distance))),
         pearson=pearson,
     )
 

@@ -161,7 +161,7 @@ class BackendRegistry:
         backend that hides the ids it runs is refused with capture on. Raises ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
         moe_auto, attention_auto = (
-            (*NATIVE_BY_PLATFORM.get(where, ()), *plain) for plain in (REFERENCE_MOE, PLAIN_ATTENTION)
+            (*NATIVE_BY_PLATFORM.get(where, ()), *fallback) for fallback in (REFERENCE_MOE, PLAIN_ATTENTION)
         )
         if args.deterministic:
             moe_auto = attention_auto = DETERMINISTIC
@@ -173,14 +173,14 @@ class BackendRegistry:
         def missing_attention_features(attention: AttentionBackend) -> frozenset[str]:
             return needs.attention if attention.run_with_features is None else frozenset()
 
-        here = (where, args.tp_size)
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, missing_expert_features)
+        machine = (where, args.tp_size)
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, machine, missing_expert_features)
         attention = _pick(
             "attention_backend",
             args.attention_backend,
             self.attention,
             attention_auto,
-            here,
+            machine,
             missing_attention_features,
         )
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
@@ -213,14 +213,14 @@ def _pick(
     name: str,
     entries: Mapping[str, BackendEntry[T]],
     auto: tuple[str, ...],
-    here: tuple[str, int],
+    machine: tuple[str, int],
     missing: Callable[[T], frozenset[str]],
 ) -> T:
     """The backend of that name, or the first of `auto` that this machine can run and that misses no required feature.
-    `here`: the platform and its number of devices."""
+    `machine`: the platform and its number of devices."""
     if name == "auto":
         for choice in auto[:-1]:
-            refusal = entries[choice].refusal(*here)
+            refusal = entries[choice].refusal(*machine)
             if refusal is not None:
                 logger.warning("%s: %r is passed over: %s", field, choice, refusal)
             elif not missing(backend := entries[choice].load()):
@@ -228,7 +228,7 @@ def _pick(
         return entries[auto[-1]].load()
     if name not in entries:
         raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(entries))}")
-    refusal = entries[name].refusal(*here)
+    refusal = entries[name].refusal(*machine)
     if refusal is not None:
         raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
     backend = entries[name].load()

@@ -112,7 +112,7 @@ def build_engine(
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     clock.done(
         "kernels",
-        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {offload.summary}'}",
+        f"{kernels.moe.name} matrices, {attention.name} attention{'' if offload is None else f'; {offload.summary}'}",
     )
     planned = (
         None if offload is not None else _plan_memory(clock, args, config, abstract_arrays(source, args.dtype), shards)

@@ -34,11 +34,13 @@ def plan_engine(
 ) -> EnginePlan:
     """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
     raises, and ConfigError for a context_length above the model's."""
-    part, held = (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
+    part, per_device = (
+        (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
+    )
     context_length = resolve_context_length(args, config.context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)
-    memory = plan_memory(args, shapes, held, capture, context_length=context_length, vocab_size=config.vocab_size)
+    memory = plan_memory(args, shapes, per_device, capture, context_length=context_length, vocab_size=config.vocab_size)
     buckets = Buckets.from_args(args, context_length=context_length)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 

@@ -1,6 +1,5 @@
-"""What is proved at start: deterministic mode, which one bit of difference between company and solitude refuses; and
-that rows that are played back are the rows that run. Knows the core only by its doors; runs on a scheduler of its own,
-over the runner that will serve."""
+"""Self-checks at start-up. Deterministic mode is refused if results depend on the batch composition by one bit.
+Replayed rows must be the rows that run. Uses schedulers of its own, over the runner that will serve."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,23 +25,23 @@ def check_determinism(
     noise = np.random.default_rng(0)
     lengths = [length for length in _LENGTHS if length + _NEW_TOKENS <= context_length]
     prompts = [noise.integers(0, vocab_size, size=length).astype(np.int32) for length in lengths]
-    alone = [_run(new_core(), [(index, prompt)])[index] for index, prompt in enumerate(prompts)]
+    separate = [_run(new_core(), [(index, prompt)])[index] for index, prompt in enumerate(prompts)]
     together = _run(new_core(), list(enumerate(prompts))[::-1])
-    for index, out in enumerate(alone):
+    for index, out in enumerate(separate):
         if _observed(out) != _observed(together[index]):
             text = f"deterministic=True cannot hold: with {backends} a sequence of {lengths[index]} tokens"
             text += " depends on the batch"
             raise ConfigError(
                 f"{text}; use moe_backend='reference' and attention_backend='reference', or deterministic=False"
             )
-    return len(alone)
+    return len(separate)
 
 
 def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_size: int, context_length: int) -> int:
-    """Capture a short prompt and its continuation, then feed the same tokens on those rows, and on the rows of other
-    tokens, which the router would not choose: the ids that run must be those that were given. Returns the number of
-    rows, 0 where the context is too short for a sequence. Raises CaptureUnsupportedError naming the first row that ran
-    otherwise."""
+    """Capture a short prompt and its continuation, then score the same tokens on those rows, and on the rows of other
+    tokens, which the router would not choose. The executed ids must be the replayed ones. Returns the number of
+    rows, 0 where the context is too short for a sequence. Raises CaptureUnsupportedError naming the first row that
+    differs."""
     if context_length <= _NEW_TOKENS:
         return 0
     core = new_core()
@@ -53,13 +52,13 @@ def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_si
     )
     (out,) = _run(core, [(0, prompt)]).values()
     record, tokens = out.routed_experts, np.concatenate([prompt, np.array(out.new_token_ids, np.int32)])
-    assert record is not None, "rows were asked for"
+    assert record is not None, "rows were requested"
     for forced in (record, dataclasses.replace(record, ids=np.roll(record.ids, 1, axis=0))):
         (scored,) = scorer.run([tokens], [forced], lambda: (core.runner.state, core.runner.weight_version))
         assert scored.routed_experts is not None, "rows are recorded"
         differs = (scored.routed_experts.ids[: record.num_rows] != forced.ids).any(axis=(1, 2))
         if differs.any():
-            text = f"the self-check played {record.num_rows} rows back, and {np.count_nonzero(differs)} of them ran on"
+            text = f"the self-check replayed {record.num_rows} rows, and {np.count_nonzero(differs)} of them ran on"
             text += f" other experts, the first at token {np.argmax(differs)}"
             raise CaptureUnsupportedError(
                 f"{text}; choose moe_backend='reference', or leave enable_return_routed_experts out"

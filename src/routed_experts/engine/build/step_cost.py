@@ -1,5 +1,5 @@
-"""What steps cost on this machine by their padded size and by what is in them: core/bucket_tuning.py chooses from it.
-Runs on schedulers of its own, over the runner of an assembly that nobody serves from."""
+"""Measures the cost of steps on this machine by padded size and by content; core/bucket_tuning.py chooses from it.
+Uses schedulers of its own, over the runner of an idle engine."""
 
 import dataclasses
 import itertools
@@ -20,69 +20,70 @@ from routed_experts.engine.loop.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
 
-_STEPS = 12  # decode steps of one look at a pair
+_STEPS = 12  # decode steps of one sample
 _CONTEXT = 64  # tokens of a prompt before its decode steps, where they fit one step
 
 
-def candidates(given: Sequence[int], *, least: int) -> tuple[int, ...]:
-    """Sizes worth measuring: the given ones, and the powers of two from `least` to the largest of them."""
-    doublings = itertools.takewhile(lambda size: size < given[-1], (least << power for power in itertools.count()))
-    return tuple(sorted({*given, *doublings}))
+def candidates(current: Sequence[int], *, least: int) -> tuple[int, ...]:
+    """Sizes worth measuring: the current ones, and the powers of two from `least` to the largest of them."""
+    doublings = itertools.takewhile(lambda size: size < current[-1], (least << power for power in itertools.count()))
+    return tuple(sorted({*current, *doublings}))
 
 
-def measure_step_costs(assembly: EngineComponents, args: ServerArgs, *, rounds: int) -> tuple[StepCosts, StepCosts]:
+def measure_step_costs(components: EngineComponents, args: ServerArgs, *, rounds: int) -> tuple[StepCosts, StepCosts]:
     """Costs of decode steps (sizes are requests) and of extend steps (sizes are tokens), for every bucket that
-    `assembly` was built with and every size that is one of them, in seconds; medians over `rounds` looks at each pair,
-    which take turns. A decode step is the time between two of them, the next in flight; an extend step goes from its
-    scheduling to its tokens on the host. `args` built the assembly, without limits below its sizes. Raises ConfigError
-    in deterministic mode, which has one size."""
+    `components` was built with and every size that is one of them, in seconds; medians over `rounds` interleaved
+    samples of each pair. A decode step is the time between two of them, the next in flight; an extend step goes from
+    its scheduling to its tokens on the host. `args` built the components, with no limit below their sizes. Raises
+    ConfigError in deterministic mode, which has one size."""
     if args.deterministic:
         raise ConfigError("deterministic=True runs every step in one size, so there is none to choose; leave it out")
-    ways = (
-        (assembly.buckets.decode, _DecodeSteps(assembly, args)),
-        (tuple(size for size in assembly.buckets.extend if size > 1), _ExtendSteps(assembly, args)),
+    measured = (
+        (components.buckets.decode, _DecodeSteps(components, args)),
+        (tuple(size for size in components.buckets.extend if size > 1), _ExtendSteps(components, args)),
     )
-    decode, extend = (_measure(sizes, steps, rounds) for sizes, steps in ways)
+    decode, extend = (_measure(sizes, steps, rounds) for sizes, steps in measured)
     return decode, extend
 
 
 def _measure(buckets: Sequence[int], steps: "Callable[[int, int], float]", rounds: int) -> StepCosts:
     pairs = [(bucket, size) for bucket in buckets for size in (*buckets, max(2, buckets[0] // 4)) if size <= bucket]
-    looks: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
-    for turn in range(rounds + 1):
-        for bucket, size in looks:
+    samples: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
+    for round_index in range(rounds + 1):
+        for bucket, size in samples:
             seconds = steps(bucket, size)
-            if turn:  # the first one warms up
-                looks[bucket, size].append(seconds)
-    return StepCosts({b: {size: statistics.median(looks[b, size]) for c, size in looks if c == b} for b in buckets})
+            if round_index:  # the first round warms up
+                samples[bucket, size].append(seconds)
+    return StepCosts({b: {size: statistics.median(samples[b, size]) for c, size in samples if c == b} for b in buckets})
 
 
 class _Steps:
-    """Cores over one runner, and prompts that nobody has seen."""
+    """Cores over one runner, and requests with new random prompts."""
 
-    def __init__(self, assembly: EngineComponents, args: ServerArgs) -> None:
-        self._assembly, self._noise, self._count = assembly, np.random.default_rng(0), itertools.count()
+    def __init__(self, components: EngineComponents, args: ServerArgs) -> None:
+        self._components, self._noise, self._count = components, np.random.default_rng(0), itertools.count()
         self._args = dataclasses.replace(
-            args, disable_radix_cache=True, max_queued_requests=sum(assembly.buckets.extend)
+            args, disable_radix_cache=True, max_queued_requests=sum(components.buckets.extend)
         )
 
     def core(self, **changes: tuple[int, ...]) -> EngineCore:
-        """An idle core whose buckets are those of the assembly but for `changes`."""
-        buckets: Buckets = dataclasses.replace(self._assembly.buckets, **changes)
-        runner = self._assembly.core.runner
+        """Create an idle core with the buckets of the components, except `changes`."""
+        buckets: Buckets = dataclasses.replace(self._components.buckets, **changes)
+        runner = self._components.core.runner
         pages, vocab = runner.config.pool.num_pages, runner.config.vocab_size
         return EngineCore(
-            Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab), runner, self._assembly.core.capturer
+            Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab), runner, self._components.core.capturer
         )
 
     def request(self, length: int, new: int) -> Req:
-        """A greedy request of `length` random tokens that generates `new`; it asks for its rows where they are kept."""
-        rid, capture = str(next(self._count)), self._assembly.core.capturer.enabled
+        """A greedy request of `length` random tokens that generates `new`; its rows are requested where they are
+        recorded."""
+        rid, capture = str(next(self._count)), self._components.core.capturer.enabled
         source = TokenizedGenerateReqInput(
             rid=rid,
             group=rid,
             choice=0,
-            input_ids=self._noise.integers(0, self._assembly.vocab_size, size=length).astype(np.int32),
+            input_ids=self._noise.integers(0, self._components.vocab_size, size=length).astype(np.int32),
             sampling=SamplingParams(temperature=0.0, max_tokens=new).resolve(),
             stop_token_ids=frozenset(),
             extra_key=None,
@@ -99,9 +100,9 @@ class _DecodeSteps(_Steps):
     """Seconds of a decode step of `size` requests in `bucket`."""
 
     def __call__(self, bucket: int, size: int) -> float:
-        core, widest = self.core(decode=(bucket,)), self._assembly.buckets.extend[-1]
-        new = min(_STEPS, self._assembly.context_length - 1)
-        length = max(1, min(_CONTEXT, widest // size, self._assembly.context_length - new))
+        core, widest = self.core(decode=(bucket,)), self._components.buckets.extend[-1]
+        new = min(_STEPS, self._components.context_length - 1)
+        length = max(1, min(_CONTEXT, widest // size, self._components.context_length - new))
         reqs = [self.request(length, new) for _ in range(size)]
         core.add(reqs)
         while not all(req.is_prefilled for req in reqs):
@@ -121,12 +122,12 @@ class _ExtendSteps(_Steps):
     """Seconds of a step that takes in `size` tokens of prompts, in `bucket`."""
 
     def __call__(self, bucket: int, size: int) -> float:
-        core, longest = self.core(extend=(bucket,)), self._assembly.context_length - 1
+        core, longest = self.core(extend=(bucket,)), self._components.context_length - 1
         core.add([self.request(min(longest, size - first), 1) for first in range(0, size, longest)])
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         core.step()
         core.drain()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         while not core.is_idle:
             core.step()
         return seconds

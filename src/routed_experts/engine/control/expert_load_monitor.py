@@ -17,7 +17,7 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 
 SAMPLE_STEPS = 10  # steps
-WINDOWS = (10, 100, 1000)  # steps that balancedness is told of
+WINDOWS = (10, 100, 1000)  # steps of each balancedness window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,66 +40,66 @@ class _Sample:
 
 
 class ExpertLoadMonitor:
-    """The counts of an engine's steps, for gauges and for who plans. Engine thread, but for `balance`."""
+    """Collects expert counts of steps, for gauges and for the rebalancer. Engine thread only, except `balance`."""
 
     def __init__(self, runner: ReplicatedExpertRunner) -> None:
         self._runner = runner
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was counted so far."""
+        """Discard all counts."""
         self._runner.take_counts()
         self._num_steps = 0
-        self._beats = tuple[_Sample, ...]()  # bound anew, never changed: other threads read it
+        self._samples = tuple[_Sample, ...]()  # bound anew, never changed: other threads read it
         self._in_flight: tuple[int, Any, ExpertPlacement, bool] | None = (
-            None  # the last: whether the window has it already
+            None  # steps, counts, placement, whether the window has them
         )
         self._window = self._nothing()
 
     def after_step(self, took_s: float) -> None:
-        """Count a step; the tenth takes the counts."""
+        """Count a step; every tenth fetches the counts."""
         self._num_steps += 1
         if self._num_steps == SAMPLE_STEPS:
-            self._take(told=False)
+            self._take(in_window=False)
 
-    def take_window(self) -> "Callable[[], Int64[np.ndarray, 'F M E']]":
-        """End a window with the last step; what is given waits for the counts of all its steps, in any thread."""
-        on_its_way = self._in_flight
-        if self._num_steps or on_its_way is None or on_its_way[-1]:
-            self._take(told=True)
-        else:  # a beat has just ended: reading it now would wait for the step in flight
-            self._in_flight = (*on_its_way[:-1], True)
+    def close_window(self) -> "Callable[[], Int64[np.ndarray, 'F M E']]":
+        """End a window with the last step. The returned function waits for its counts; any thread may call it."""
+        in_flight = self._in_flight
+        if self._num_steps or in_flight is None or in_flight[-1]:
+            self._take(in_window=True)
+        else:  # a sample has just ended: reading it now would wait for the step in flight
+            self._in_flight = (*in_flight[:-1], True)
         assert self._in_flight is not None
         before, last, self._window = self._window, self._in_flight[1], self._nothing()
         return lambda: before + np.asarray(last)
 
     def balance(self) -> dict[int, Balance]:
-        """By window of steps; empty before there was a load. Any thread."""
-        beats = self._beats
-        return {steps: told for steps in WINDOWS if (told := _balance(_last(beats, steps))) is not None}
+        """Balance by window of steps; empty before the first load. Any thread."""
+        samples = self._samples
+        return {steps: balance for steps in WINDOWS if (balance := _balance(_last(samples, steps))) is not None}
 
-    def _take(self, *, told: bool) -> None:
+    def _take(self, *, in_window: bool) -> None:
         self._arrive()
         self._in_flight, self._num_steps = (
-            (self._num_steps, self._runner.take_counts(), self._runner.placement, told),
+            (self._num_steps, self._runner.take_counts(), self._runner.placement, in_window),
             0,
         )
 
     def _arrive(self) -> None:
-        """Read what was taken with the last beat."""
+        """Read the counts of the last sample."""
         if self._in_flight is None:
             return
-        num_steps, counts, placement, told = self._in_flight
-        came = np.asarray(counts).astype(np.int64)
-        if not told:
-            self._window += came
-        beat, before = _Sample(num_steps, came.sum(axis=0), placement), _last(self._beats, WINDOWS[-1])
+        num_steps, counts, placement, in_window = self._in_flight
+        received = np.asarray(counts).astype(np.int64)
+        if not in_window:
+            self._window += received
+        sample, before = _Sample(num_steps, received.sum(axis=0), placement), _last(self._samples, WINDOWS[-1])
         if (
             before and before[-1].placement is placement and before[-1].num_steps + num_steps <= SAMPLE_STEPS
-        ):  # parts of a beat
+        ):  # parts of a sample
             last = before[-1]
-            before, beat = before[:-1], _Sample(last.num_steps + num_steps, last.load + beat.load, placement)
-        self._beats = (*before, beat)
+            before, sample = before[:-1], _Sample(last.num_steps + num_steps, last.load + sample.load, placement)
+        self._samples = (*before, sample)
 
     def _nothing(self) -> Int64[np.ndarray, "F M E"]:
         counts = self._runner.spec.counts
@@ -107,23 +107,23 @@ class ExpertLoadMonitor:
         return np.zeros(counts.shape, np.int64)
 
 
-def _last(beats: tuple[_Sample, ...], num_steps: int) -> tuple[_Sample, ...]:
-    """The fewest beats, up to the last one, that hold so many steps; all where there are fewer."""
-    first = len(beats)
+def _last(samples: tuple[_Sample, ...], num_steps: int) -> tuple[_Sample, ...]:
+    """The fewest last samples with at least `num_steps` steps; all where there are fewer."""
+    first = len(samples)
     while first and num_steps > 0:
         first -= 1
-        num_steps -= beats[first].num_steps
-    return beats[first:]
+        num_steps -= samples[first].num_steps
+    return samples[first:]
 
 
-def _balance(beats: Iterable[_Sample]) -> Balance | None:
-    """None without a load."""
-    held = [(beat, device_load(beat.load, beat.placement)) for beat in beats]
-    devices = sum(load for _, load in held)
+def _balance(samples: Iterable[_Sample]) -> Balance | None:
+    """Balance of the samples; None without a load."""
+    loads = [(sample, device_load(sample.load, sample.placement)) for sample in samples]
+    devices = sum(load for _, load in loads)
     if isinstance(devices, int) or not devices.any():
         return None
     return Balance(
-        num_steps=sum(beat.num_steps for beat, _ in held),
+        num_steps=sum(sample.num_steps for sample, _ in loads),
         balancedness=eplb_balancedness(devices),
         weighted=eplb_balancedness_weighted(devices),
         max_over_mean=np.nan_to_num(load_imbalance(devices), nan=1.0),

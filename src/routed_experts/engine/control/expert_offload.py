@@ -95,7 +95,7 @@ class ExpertOffload:
             )
         if isinstance(source, ModelFolder):
             source = source if path is None else source.with_experts_from(path, is_expert)
-            model = source.load(source.dtype(dtype), progress=progress, place=self._device_for)
+            model = source.load(source.dtype(dtype), progress=progress, device_for=self._device_for)
         assert isinstance(model, FamilyDecoder), type(model)
         host_dtype = _DTYPES[self.experts.kt_method]
         return offload_model(model, self.residency, device=self.device, host=self.host, host_dtype=host_dtype)

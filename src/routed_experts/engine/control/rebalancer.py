@@ -63,34 +63,34 @@ class Rebalancer:
         if self._num_steps < self._config.rebalance_every or busy or self._apply is None:
             return
         seconds, self._num_steps, self._seconds = self._seconds, 0, 0.0
-        self._planning = self._worker.submit(self._look, self._watch.take_window(), seconds, self._apply)
+        self._planning = self._worker.submit(self._plan_and_move, self._watch.close_window(), seconds, self._apply)
 
-    def settle(self) -> None:
-        """Wait until no window is planned for."""
+    def join(self) -> None:
+        """Wait until the current plan is done."""
         if self._planning is not None:
             self._planning.result()
 
     def close(self) -> None:
-        """End its thread; the loop has been stopped, so nothing keeps it."""
+        """End the planner thread; the engine thread has stopped."""
         self._worker.shutdown(cancel_futures=True)
 
-    def _look(
+    def _plan_and_move(
         self,
         counts: "Callable[[], Int[np.ndarray, 'F M E']]",
         seconds: float,
         apply: Callable[[ExpertPlacement, int], int | None],
     ) -> None:
-        """Plan for a window's counts, and move if that pays."""
+        """Plan for a window's counts, and move experts if that pays off."""
         try:
             self._windows.append(counts())
             if not self._windows[-1].any():
                 return
-            config, now = self._config, self._runner.placement
+            config, current = self._config, self._runner.placement
             load = recent_load(np.stack(self._windows), self._top_k)
             plan = self._plan(load)
             move_estimate = estimate_move(
                 load,
-                now,
+                current,
                 plan,
                 expert_time_s=seconds * config.expert_share,
                 expert_bytes=self._runner.expert_bytes,
@@ -101,13 +101,13 @@ class Rebalancer:
             if not move_estimate.pays_off:
                 self.num_skipped += 1
                 return
-            began = time.monotonic()
+            start_time = time.monotonic()
             if apply(plan, config.layers_per_step) is None:
-                logger.debug("memory is released: there is nothing to move")
+                logger.debug("memory is released: no experts to move")
                 return
-            self.num_rebalanced, self.last_move_s = self.num_rebalanced + 1, time.monotonic() - began
+            self.num_rebalanced, self.last_move_s = self.num_rebalanced + 1, time.monotonic() - start_time
         except EngineDeadError:
-            logger.debug("the engine ended while its experts were planned for")
+            logger.debug("the engine ended while a placement was planned")
         except Exception:
             self.num_failed += 1
             logger.exception(
@@ -115,10 +115,12 @@ class Rebalancer:
             )
 
     def _plan(self, load: Float[np.ndarray, "M E"]) -> ExpertPlacement:
-        """The placement that this load asks for, as near to what is as can be. Raises PlacementError, or ConfigError
-        without SciPy."""
-        now, nodes = (
+        """Plan a placement for this load, as close to the current one as possible. Raises PlacementError, or
+        ConfigError without SciPy."""
+        current, nodes = (
             self._runner.placement,
             {"num_groups": self._config.num_groups, "num_nodes": self._config.num_nodes},
         )
-        return eplb(load, num_instances=now.num_instances, num_devices=now.num_devices, previous=now, **nodes)
+        return eplb(
+            load, num_instances=current.num_instances, num_devices=current.num_devices, previous=current, **nodes
+        )

@@ -81,4 +81,4 @@ class WeightControl:
         runner = self._context.offload_runner
         if runner is None:
             return load_state(path, served)
-        return runner.model.device_put(load_state(path, served, place=runner.model.device_for), donate=True)
+        return runner.model.device_put(load_state(path, served, device_for=runner.model.device_for), donate=True)

@@ -49,7 +49,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
 
 
 def load_state(
-    path: str | Path, served: ServedModel, *, place: Callable[[str], Any] = lambda name: None
+    path: str | Path, served: ServedModel, *, device_for: Callable[[str], Any] = lambda name: None
 ) -> nnx.State[Any, Any]:
     """Load a checkpoint of the served architecture, in the served dtype, to the serving devices.
 
@@ -68,7 +68,7 @@ def load_state(
         text = f"model_path={short_repr(str(path))} is another model: its config differs in {fields}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
-    state = nnx.split(folder.load(dtype, shards=served.shards, place=place))[1]
+    state = nnx.split(folder.load(dtype, shards=served.shards, device_for=device_for))[1]
     gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
     _check_finite(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())

@@ -30,14 +30,14 @@ class ReroutingStats:
     def file(
         self,
         batch: ModelWorkerBatch,
-        changed: Int[np.ndarray, "N 2"],
+        rerouting: Int[np.ndarray, "N 2"],
         live: Bool[np.ndarray, " R"] | None,
         running: Iterable[Req],
     ) -> None:
         """File a step: the changes in each of its tokens, and which of the R real ones belong to live requests (None:
         all)."""
         live = np.ones(batch.num_tokens, np.bool_) if live is None else live
-        real = np.where(live[:, None], changed[: batch.num_tokens], 0)
+        real = np.where(live[:, None], rerouting[: batch.num_tokens], 0)
         self._total += real.sum(axis=0)
         self._by_slot[batch.kv_slots[live]] = real[
             live

@@ -47,7 +47,7 @@ class LoopNotifier:
             return
         step, self._step = self._step, []
         try:
-            self.event_loop.call_soon_threadsafe(_hand_over, step)
+            self.event_loop.call_soon_threadsafe(_deliver, step)
         except RuntimeError:  # the event loop has been closed meanwhile, and its readers with it
             return
 
@@ -69,7 +69,7 @@ class AsyncOutputQueue:
         self._notifier.flush()
 
 
-def _hand_over(step: "Sequence[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]]") -> None:
+def _deliver(step: "Sequence[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]]") -> None:
     """On the event loop: put each output into the queue of its call."""
     for receiver, out in step:
         receiver.put_nowait(out)

@@ -30,7 +30,7 @@ class _Slots:
     used: Int[ndarray, " I"]
     passed: Int[ndarray, " N"]
 
-    def take(self, token: int, rank: int, expert: int, instance: int) -> None:
+    def assign(self, token: int, rank: int, expert: int, instance: int) -> None:
         """Fill a slot."""
         self.ids[token, rank], self.instances[token, rank] = expert, instance
         self.used[instance] += 1
@@ -103,7 +103,7 @@ def _take_with_room(
         slots.passed[token] += 1  # a full expert stays full: passing it is final
         for instance in table[ranked[index]]:
             if instance >= 0 and slots.used[instance] < capacity[instance]:
-                slots.take(token, rank, ranked[index], int(instance))
+                slots.assign(token, rank, ranked[index], int(instance))
                 return int(index >= top_k)
     return 0
 
@@ -114,7 +114,7 @@ def _take_beyond_room(slots: _Slots, token: int, rank: int, ranked: list[int], t
         return 0
     for expert in ranked:
         if expert not in slots.ids[token]:
-            slots.take(token, rank, expert, int(table[expert, 0]))
+            slots.assign(token, rank, expert, int(table[expert, 0]))
             return 1
     return 0
 

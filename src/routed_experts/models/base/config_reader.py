@@ -203,7 +203,7 @@ class ConfigReader:
             raise self._error(key, "a list of numbers")
         return numbers
 
-    def words(
+    def strings(
         self, key: builtins.str, *, choices: Collection[builtins.str], default: tuple[builtins.str, ...]
     ) -> tuple[builtins.str, ...]:
         """A list of words out of `choices`."""
@@ -235,9 +235,9 @@ class ConfigReader:
         return default if value is None else value
 
     def _error(self, key: builtins.str, expected: builtins.str) -> CheckpointError:
-        shown = repr(self._find(key))
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return CheckpointError(f"{self.path}: {key}={shown}; expected {expected}; correct the file")
+        text = repr(self._find(key))
+        text = text if len(text) <= 80 else text[:77] + "..."
+        return CheckpointError(f"{self.path}: {key}={text}; expected {expected}; correct the file")
 
 
 def _is_int(value: object) -> TypeGuard[int]:

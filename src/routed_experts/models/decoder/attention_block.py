@@ -23,7 +23,7 @@ class HeadNorms:
     k_norm: Float[Array, " C"]
     run_q_norm: Float[Array, "R C"]
     run_k_norm: Float[Array, "R C"]
-    place: Int[Array, ""]  # of the layer in the run
+    stack_index: Int[Array, ""]  # of the layer in the stack
     eps: float
 
 
@@ -41,7 +41,13 @@ def qk_norm_attention(
     """Mix values, and give the cache with the new keys and values."""
     num_tokens, (cos, sin) = qkv.shape[0], angles
     if isinstance(attend, PagedAttend) and attend.backend.fused is not None:
-        arrays = {"q_norm": norms.run_q_norm, "k_norm": norms.run_k_norm, "layer": norms.place, "cos": cos, "sin": sin}
+        arrays = {
+            "q_norm": norms.run_q_norm,
+            "k_norm": norms.run_k_norm,
+            "layer": norms.stack_index,
+            "cos": cos,
+            "sin": sin,
+        }
         attended, cache = attend.attend_fused(FusedQKV(qkv=qkv, **arrays, eps=norms.eps), cache, layer)
         return attended.reshape(num_tokens, -1), cache
     mixed = qkv.reshape(num_tokens, heads + 2 * groups, -1)

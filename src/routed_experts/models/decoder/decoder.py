@@ -92,16 +92,16 @@ class FamilyDecoder(nnx.Module):
                 None if routed is None else routed.valid,
             )
             slices = [
-                scanned_params(layer.weights(config), place, kernels)
-                for layer, place in zip(run.pattern, arrays, strict=True)
+                scanned_params(layer.weights(config), repeat, kernels)
+                for layer, repeat in zip(run.pattern, arrays, strict=True)
             ]
             ids = slice_layers(routed, first_moe, run.repeats * num_moe) if num_moe else None
             ids = jax.tree.map(
                 lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids
             )
-            places = jnp.arange(run.repeats, dtype=jnp.int32)
+            repeats = jnp.arange(run.repeats, dtype=jnp.int32)
             (x, cache, capture), _ = lax.scan(
-                checkpointed(body) if remat else body, (x, cache, capture), (places, slices, ids)
+                checkpointed(body) if remat else body, (x, cache, capture), (repeats, slices, ids)
             )
             first_moe += run.repeats * num_moe
             first_attending += run.repeats * run.num_attending
@@ -123,15 +123,15 @@ class FamilyDecoder(nnx.Module):
 
         def body(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
-            place, slices, ids = scanned
+            repeat, slices, ids = scanned
             moe = 0
             for index, layer in enumerate(run.pattern):
-                params = LayerParams(slices[index], arrays[index], place, step.kernels)
+                params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
                 kind = int(
                     isinstance(layer.mixer, DeltaAttention)
                 )  # layers that attend and those that keep a state count apart
-                alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
-                ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
+                same_kind = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
+                ordinal = first[1 + kind] + repeat * sum(same_kind) + sum(same_kind[:index])
                 mixed, cache = layer.mixer.run(
                     apply_norm(config, x, "input_norm", params), params, step, cache, ordinal
                 )
@@ -139,7 +139,7 @@ class FamilyDecoder(nnx.Module):
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
-                    replay = ReplayInputs(first[0] + place * num_moe + moe, routed)
+                    replay = ReplayInputs(first[0] + repeat * num_moe + moe, routed)
                     moe += 1
                 y, capture = layer.feed.run(apply_norm(config, x, "post_norm", params), params, step, replay, capture)
                 x = x + (y * residual_scale if residual_scale != 1.0 else y)
@@ -158,7 +158,7 @@ def embed(
 
 def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: LayerParams) -> Float[Array, "N D"]:
     """A norm of a layer, by name."""
-    return _normed(config, x, params.plain(name), params.plain(f"{name}_bias") if config.layer_norms else None)
+    return _normed(config, x, params.get(name), params.get(f"{name}_bias") if config.layer_norms else None)
 
 
 def final_norm(
@@ -185,6 +185,6 @@ def _normed(
     return rms_norm(x, scale, eps=config.norm_eps, offset=config.norm_offset)
 
 
-def _layer_routing(rows: tuple[Array, Array | None], place: int, valid: Bool[Array, " N"]) -> LayerRouting:
+def _layer_routing(rows: tuple[Array, Array | None], repeat: int, valid: Bool[Array, " N"]) -> LayerRouting:
     ids, weights = rows
-    return LayerRouting(ids[place], valid, None if weights is None else weights[place])
+    return LayerRouting(ids[repeat], valid, None if weights is None else weights[repeat])

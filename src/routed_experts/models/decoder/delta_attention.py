@@ -79,10 +79,10 @@ class DeltaAttention:
         """Project, remember and read, norm, project."""
         assert step.recur is not None, "this model keeps a state; give SequenceOps with `recur`"
         mixed, gates, rates, steps = self._parts(params.project(x, "qkvz"), params.project(x, "ba"))
-        decay = -jnp.exp(params.plain("a_log")) * jax.nn.softplus(steps.astype(jnp.float32) + params.plain("dt_bias"))
+        decay = -jnp.exp(params.get("a_log")) * jax.nn.softplus(steps.astype(jnp.float32) + params.get("dt_bias"))
         beta = jax.nn.sigmoid(rates.astype(jnp.float32))
-        read, cache = step.recur(DeltaInputs(mixed, decay, beta, params.plain("conv")[:, 0], self.shape), cache, layer)
-        normed = rms_norm(read.astype(x.dtype), params.plain("delta_norm"), eps=self.eps)
+        read, cache = step.recur(DeltaInputs(mixed, decay, beta, params.get("conv")[:, 0], self.shape), cache, layer)
+        normed = rms_norm(read.astype(x.dtype), params.get("delta_norm"), eps=self.eps)
         gated = (normed.astype(jnp.float32) * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
         return params.project(gated.reshape(x.shape[0], -1), "out"), cache
 

@@ -163,10 +163,10 @@ class Sparse:
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
-        fed, routing, capture = self.route_and_record(x, params, step, replay, capture)
+        ffn_input, routing, capture = self.route_and_record(x, params, step, replay, capture)
         experts = params.experts(self.router.num_experts)
-        replicas = params.plain("replicas") if self.replicas else None
-        how, activation = (fed, routing, step.valid, experts), self.activation
+        replicas = params.get("replicas") if self.replicas else None
+        how, activation = (ffn_input, routing, step.valid, experts), self.activation
         y = run_experts(*how, spec=self.router, kernels=step.kernels, activation=activation, replicas=replicas)
         shared = self.run_shared(x, params)
         return step.kernels.group.all_reduce(y if shared is None else y + shared), capture
@@ -181,10 +181,10 @@ class Sparse:
     ) -> tuple[Float[Array, "N D"], Routing, RoutedExpertsDeviceCache | None]:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
-        bias = params.plain("selection_bias") if self.router.biased else None
+        bias = params.get("selection_bias") if self.router.biased else None
         logits, rerouter = self._logits(x, params), step.kernels.group.rerouter
         if rerouter is not None and replay.routed is None:
-            capacities = Capacities(params.plain("replicas"), params.plain("capacity"))
+            capacities = Capacities(params.get("replicas"), params.get("capacity"))
             routing, capture = route_with_capacity(
                 logits, step.valid, capacities, rerouter, replay.moe_layer, capture, spec=self.router, bias=bias
             )
@@ -202,13 +202,13 @@ class Sparse:
             return None
         shared = params.project(gated(params.project(x, "shared_gate_up")), "shared_down")
         if self.shared_gated:
-            shared = jax.nn.sigmoid(jnp.dot(x, params.plain("shared_gate"))) * shared
+            shared = jax.nn.sigmoid(jnp.dot(x, params.get("shared_gate"))) * shared
         return shared
 
     def _logits(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N E"]:
-        router = params.plain("router")
+        router = params.get("router")
         logits = jnp.dot(x.astype(router.dtype), router, preferred_element_type=jnp.float32)
-        return logits + params.plain("router_bias").astype(jnp.float32) if self.router_bias else logits
+        return logits + params.get("router_bias").astype(jnp.float32) if self.router_bias else logits
 
 
 def _unweighed(routing: Routing) -> Routing:

@@ -85,24 +85,28 @@ def _run_fused_layers(
     following = jnp.concatenate([run.input_norm[1:], run.next_norm[None]])
     normed = rms_norm(x, run.input_norm[0], eps=run.eps)
 
-    def layer(place: Int[Array, ""], carry: Any) -> Any:
+    def layer(stack_index: Int[Array, ""], carry: Any) -> Any:
         x, normed, cache, capture = carry
         arrays = {"q_norm": run.q_norm, "k_norm": run.k_norm, "cos": step.cos, "sin": step.sin}
-        projected = FusedQKV(qkv=fused.product(normed, run.qkv, place), layer=place, **arrays, eps=run.eps)
-        mixed, cache = attend.attend_fused(projected, cache, place + offsets.first_layer)
-        parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
-        x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
-        logits = fused.product(normed, run.router, place)
+        projected = FusedQKV(qkv=fused.product(normed, run.qkv, stack_index), layer=stack_index, **arrays, eps=run.eps)
+        mixed, cache = attend.attend_fused(projected, cache, stack_index + offsets.first_layer)
+        parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, stack_index)
+        x, normed = fused.add_parts(x, parts, run.post_norm, stack_index, eps=run.eps)
+        logits = fused.product(normed, run.router, stack_index)
         rows = (
             None
             if replay is None
-            else LayerRouting(lax.dynamic_index_in_dim(replay.ids, place, keepdims=False), replay.valid)
+            else LayerRouting(lax.dynamic_index_in_dim(replay.ids, stack_index, keepdims=False), replay.valid)
         )
-        routing, capture = route(logits, rows, place + offsets.first_moe_layer, capture, spec=spec, kernels=kernels)
+        routing, capture = route(
+            logits, rows, stack_index + offsets.first_moe_layer, capture, spec=spec, kernels=kernels
+        )
         call = ExpertCall(
-            normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts
+            normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, stack_index, spec.num_experts
         )
-        x, normed = fused.add_slots(x, fused.slots(call), routing.weights, step.valid, following, place, eps=run.eps)
+        x, normed = fused.add_slots(
+            x, fused.slots(call), routing.weights, step.valid, following, stack_index, eps=run.eps
+        )
         return x, normed, cache, capture
 
     return lax.fori_loop(0, run.qkv.shape[0], layer, (x, normed, cache, capture))

@@ -172,7 +172,7 @@ class GroupedAttention:
             grown = jnp.log1p(places) * self.tuning[1] + 1.0
             queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
         if self.needs:
-            sinks = params.plain("sinks") if self.sinks else None
+            sinks = params.get("sinks") if self.sinks else None
             features = AttentionFeatures(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)
             attended, cache = step.attend(queries, keys, values, cache, layer, features)
         else:
@@ -201,4 +201,4 @@ class GroupedAttention:
             return x
         flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
         group = params.kernels.group if self.qk_norm == "whole" else SINGLE_DEVICE
-        return rms_norm(flat, params.plain(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)
+        return rms_norm(flat, params.get(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)

@@ -93,12 +93,12 @@ class LatentAttention:
     ) -> tuple[Float[Array, "N D"], Any]:
         """Compress, absorb, mix rows, expand."""
         angles = step.cos_sin[self.rotary]
-        fed = rms_norm(params.project(x, "q_down"), params.plain("q_norm"), eps=_EPS) if self.query_rank else x
-        queries = params.project(fed, "q").reshape(x.shape[0], self.num_heads, -1)
+        query_input = rms_norm(params.project(x, "q_down"), params.get("q_norm"), eps=_EPS) if self.query_rank else x
+        queries = params.project(query_input, "q").reshape(x.shape[0], self.num_heads, -1)
         compressed = params.project(x, "kv_down")
-        row = rms_norm(compressed[:, : self.rank], params.plain("kv_norm"), eps=_EPS)
+        row = rms_norm(compressed[:, : self.rank], params.get("kv_norm"), eps=_EPS)
         rotated = self.rotary.apply(compressed[:, None, self.rank :], angles)
-        up = params.plain("kv_up").reshape(self.rank, self.num_heads, -1)
+        up = params.get("kv_up").reshape(self.rank, self.num_heads, -1)
         absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
         queries = jnp.concatenate([absorbed, self.rotary.apply(queries[..., self.key_dim :], angles)], axis=-1)
         rows = jnp.concatenate([row[:, None], rotated], axis=-1)

@@ -104,7 +104,7 @@ class LayerParams:
     index: Int[Array, ""]
     kernels: Kernels
 
-    def plain(self, name: str) -> Array:
+    def get(self, name: str) -> Array:
         """An array that is no kernel's."""
         return self.sliced[name]
 

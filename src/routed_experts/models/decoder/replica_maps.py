@@ -37,19 +37,23 @@ def placed_partitions(
     config: FamilyConfig, partitions: Mapping[str, AxisPartition], placement: ExpertPlacement
 ) -> dict[str, AxisPartition]:
     """The same partitions, with the experts where the placement has them."""
-    partitions_by_path, held, own = dict(partitions), placement.physical_to_logical_map, placement.instances_per_device
+    partitions_by_path, physical_to_logical, own = (
+        dict(partitions),
+        placement.physical_to_logical_map,
+        placement.instances_per_device,
+    )
     for at, columns, names in moe_groups(config):
-        rows = np.arange(len(columns))[:, None] * placement.num_experts + held[list(columns)]  # [R, I]
+        rows = np.arange(len(columns))[:, None] * placement.num_experts + physical_to_logical[list(columns)]  # [R, I]
         by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
-        partition = IndexedPartition(0, (), tuple(tuple(places.tolist()) for places in by_device))
+        partition = IndexedPartition(0, (), tuple(tuple(rows.tolist()) for rows in by_device))
         partitions_by_path |= {f"{at}.{name}": partition for name in names}
     return partitions_by_path
 
 
 def replica_maps(config: FamilyConfig, placement: ExpertPlacement) -> dict[str, Int32[np.ndarray, "R E J"]]:
     """The instances of every expert, by the path that they have among a model's arrays."""
-    listed = placement.logical_to_physical_map
-    return {f"{at}.{REPLICAS}": listed[list(columns)] for at, columns, _ in moe_groups(config)}
+    logical_to_physical = placement.logical_to_physical_map
+    return {f"{at}.{REPLICAS}": logical_to_physical[list(columns)] for at, columns, _ in moe_groups(config)}
 
 
 def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, Int32[np.ndarray, "R 2"]]:

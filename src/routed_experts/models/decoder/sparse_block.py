@@ -37,7 +37,7 @@ def router_logits(
     x: Float[Array, "N D"],
     run: Float[Array, "R D E"],
     own: Float[Array, "D E"] | None,
-    place: Int[Array, ""],
+    stack_index: Int[Array, ""],
     kernels: Kernels,
 ) -> Float[Array, "N E"]:
     """Router logits, float32: by the layer's `own` router, or by the run's in place where that
@@ -47,7 +47,7 @@ def router_logits(
     assert kernels.router is not None and kernels.router.linear is not None, (
         "a layer's router was left out, and no kernel reads the run's"
     )
-    return kernels.router.linear.run(x, run, place, jnp.float32)
+    return kernels.router.linear.run(x, run, stack_index, jnp.float32)
 
 
 def route(
@@ -87,9 +87,11 @@ def route_with_capacity(
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
     """`route` under capacities; what it changes is written down beside the ids."""
-    routing, changed = rerouter(logits, valid, capacities, spec, bias)
+    routing, rerouting = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids).add_rerouting(changed)
+        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids).add_rerouting(
+            rerouting
+        )
     return routing, capture
 
 

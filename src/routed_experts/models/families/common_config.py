@@ -109,8 +109,8 @@ def check_routing(
 
 def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:
     """Raise where a switch has a value that is not served."""
-    words = " or ".join("true" if value else "false" for value in allowed)
-    reader.require(reader.bool(key, default=default) in allowed, key, words)
+    strings = " or ".join("true" if value else "false" for value in allowed)
+    reader.require(reader.bool(key, default=default) in allowed, key, strings)
 
 
 def read_window(reader: ConfigReader, sizes: Sizes) -> int:
@@ -128,7 +128,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
     )
     window = read_window(reader, sizes) if slides else 0
     default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
-    kinds = reader.words("layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require(
         slides or "sliding_attention" not in kinds,

@@ -52,7 +52,7 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     reader.require(reader.float("swiglu_limit", default=7.0) == 7.0, "swiglu_limit", "7.0")
     reader.require(reader.float("swiglu_alpha", default=1.702) == 1.702, "swiglu_alpha", "1.702")
     default = tuple(_LAYER_TYPES[layer % 2] for layer in range(sizes.num_layers))
-    kinds = reader.words("layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     bias = reader.bool("attention_bias", default=True)
     full = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, sinks=True)
@@ -77,13 +77,13 @@ def open_gpt_oss(path: Path | str) -> VirtualCheckpoint:
 def _virtual_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
     virtual: dict[str, VirtualTensor] = {}
     for name in headers:
-        if found := _INTERLEAVED.fullmatch(name):
-            kind = "" if found["kind"] == "_blocks" else found["kind"]
+        if match := _INTERLEAVED.fullmatch(name):
+            kind = "" if match["kind"] == "_blocks" else match["kind"]
             for start, half in enumerate(("gate", "up")):
-                packed = Mxfp4(name, f"{found['at']}gate_up_proj_scales", start)
-                virtual[f"{found['at']}{half}_proj{kind}"] = (
-                    packed if found["kind"] == "_blocks" else Strided(name, start)
+                packed = Mxfp4(name, f"{match['at']}gate_up_proj_scales", start)
+                virtual[f"{match['at']}{half}_proj{kind}"] = (
+                    packed if match["kind"] == "_blocks" else Strided(name, start)
                 )
-        elif found := _PACKED.fullmatch(name):
-            virtual[found["at"]] = Mxfp4(name, f"{found['at']}_scales")
+        elif match := _PACKED.fullmatch(name):
+            virtual[match["at"]] = Mxfp4(name, f"{match['at']}_scales")
     return virtual

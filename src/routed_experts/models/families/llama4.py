@@ -42,7 +42,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
     )
     kinds = tuple(_LAYER_TYPES[flag != 0] for flag in uses_rope)
-    layer_types = reader.words("layer_types", choices=_LAYER_TYPES, default=kinds)
+    layer_types = reader.strings("layer_types", choices=_LAYER_TYPES, default=kinds)
     reader.require(
         layer_types == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention"
     )

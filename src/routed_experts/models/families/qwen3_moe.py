@@ -139,7 +139,7 @@ class Qwen3Moe(nnx.Module):
         fused_path = find_fused_path(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.blocks:
             if fused_path is not None and isinstance(attend, PagedAttend) and run.router is not None:
-                arrays, places = (
+                arrays, offsets = (
                     run.arrays(self.norm[...], eps=config.norm_eps),
                     StackOffsets(first_layer=run.first, first_moe_layer=first_moe),
                 )
@@ -152,7 +152,7 @@ class Qwen3Moe(nnx.Module):
                     cache,
                     capture,
                     routed,
-                    offsets=places,
+                    offsets=offsets,
                     spec=config.router,
                     kernels=kernels,
                 )
@@ -180,14 +180,14 @@ class Qwen3Moe(nnx.Module):
         config = self.config
 
         def linear(
-            x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""], dtype: Any = None
+            x: Float[Array, "N D"], weights: Float[Array, "R D O"], stack_index: Int[Array, ""], dtype: Any = None
         ) -> Float[Array, "N O"]:
-            return kernels.linear.run(x, weights, place if kernels.linear.takes_stacked else 0, dtype or x.dtype)
+            return kernels.linear.run(x, weights, stack_index if kernels.linear.takes_stacked else 0, dtype or x.dtype)
 
         def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
             index, moe_layer, (input_norm, q_norm, k_norm, post_norm), projections, router, experts, ids = scanned
-            place = index - run.first  # in the run's arrays; a slice has its layer at 0
+            stack_index = index - run.first  # in the run's arrays; a slice has its layer at 0
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
             norms = HeadNorms(
@@ -195,27 +195,27 @@ class Qwen3Moe(nnx.Module):
                 k_norm=k_norm,
                 run_q_norm=run.q_norm[...],
                 run_k_norm=run.k_norm[...],
-                place=place,
+                stack_index=stack_index,
                 eps=config.norm_eps,
             )
             sizes = {"heads": config.num_heads, "groups": config.num_kv_heads}
             mixed, cache = qk_norm_attention(
-                linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes
+                linear(normed, qkv, stack_index), norms, (shared.cos, shared.sin), attend, cache, index, **sizes
             )
-            x = x + kernels.group.all_reduce(linear(mixed, out, place))
+            x = x + kernels.group.all_reduce(linear(mixed, out, stack_index))
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
-                hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(
+                hidden = gated(linear(normed, gate_up, stack_index, jnp.float32)).astype(
                     x.dtype
                 )  # rounded once, and the stream once
-                y = kernels.group.all_reduce(linear(hidden, down, place, jnp.float32))
+                y = kernels.group.all_reduce(linear(hidden, down, stack_index, jnp.float32))
                 return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
-            logits = router_logits(normed, run.router[...], router, place, kernels)
+            logits = router_logits(normed, run.router[...], router, stack_index, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
             routing, capture = route(logits, replayed, moe_layer, capture, spec=config.router, kernels=kernels)
             if experts is None:
-                chosen = ExpertWeights(run.gate_up[...], run.down[...], place * config.router.num_experts)
+                chosen = ExpertWeights(run.gate_up[...], run.down[...], stack_index * config.router.num_experts)
             else:
                 chosen = ExpertWeights(experts[0], experts[1], jnp.zeros((), jnp.int32))
             y = run_experts(normed, routing, shared.valid, chosen, spec=config.router, kernels=kernels)

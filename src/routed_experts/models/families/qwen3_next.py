@@ -70,7 +70,7 @@ def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
 def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:
     interval = reader.int("full_attention_interval", minimum=1, default=4)
     default = tuple(_LAYER_TYPES[(at + 1) % interval == 0] for at in range(sizes.num_layers))
-    kinds = reader.words("layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require("full_attention" in kinds, "layer_types", "at least one full_attention")
     return kinds

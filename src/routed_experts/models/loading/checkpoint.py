@@ -75,16 +75,16 @@ class Checkpoint:
             opened = TensorFile.open(file)
         except FileNotFoundError:
             raise CheckpointError(f"{file} does not exist, but the index names it; copy the missing shard") from None
-        found = opened.tensors
-        if absent := sorted(set(promised) - set(found)):
+        present = opened.tensors
+        if absent := sorted(set(promised) - set(present)):
             raise CheckpointError(
                 f"{file} lacks {_some(absent)}, which the index places there; copy the checkpoint again"
             )
-        if twice := sorted(set(self._names) & set(found)):
+        if twice := sorted(set(self._names) & set(present)):
             raise CheckpointError(
                 f"{file} holds {_some(twice)}, which another shard holds too; expected each tensor once"
             )
-        for name, tensor in found.items():
+        for name, tensor in present.items():
             self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
 
 
@@ -93,11 +93,11 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     read.
 
     `ignore` holds shell patterns of tensors that may be there without a use, such as "*.rotary_emb.inv_freq"."""
-    found, expected = checkpoint.names(), {source.name: source for source in sources}
+    present, expected = checkpoint.names(), {source.name: source for source in sources}
     patterns = tuple(ignore)
-    shared = [(name, source.shape, *found[name]) for name, source in expected.items() if name in found]
+    shared = [(name, source.shape, *present[name]) for name, source in expected.items() if name in present]
     if packed := sorted(
-        {method for name in found if name not in expected for end, method in _PACKED.items() if name.endswith(end)}
+        {method for name in present if name not in expected for end, method in _PACKED.items() if name.endswith(end)}
     ):
         raise CheckpointError(
             f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json "
@@ -105,9 +105,9 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
             "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
         )
     faults = {
-        "missing": [name for name, source in expected.items() if name not in found and not source.optional],
+        "missing": [name for name, source in expected.items() if name not in present and not source.optional],
         "unexpected": [
-            name for name in found if name not in expected and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+            name for name in present if name not in expected and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
         ],
         "misshapen": [
             f"{name} is {list(shape)}, expected {list(want)}" for name, want, shape, _ in shared if shape != want
@@ -129,11 +129,11 @@ def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, n
     new then, unless it is config.json that could not be given its name: the weights are new already."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
+    contiguous = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
     with atomic_write(folder / "config.json") as config_file, atomic_write(folder / "model.safetensors") as weights:
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         try:
-            save_file(whole, weights, metadata={"format": "pt"})
+            save_file(contiguous, weights, metadata={"format": "pt"})
         except SafetensorError as error:  # its text alone holds the system's message
             raise OSError(errno.EIO, str(error), os.fspath(weights)) from error
     return folder
@@ -160,13 +160,13 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
         raise CheckpointError(
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json; download the weights"
         )
-    placed = read_json_object(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index} has no weight_map; expected tensor names and their files; copy the checkpoint again"
         )
     files: dict[Path, list[str]] = defaultdict(list)
-    for name, file in placed.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index} places {name} in {file!r}; expected a .safetensors file of the same folder")
         files[folder / file].append(str(name))

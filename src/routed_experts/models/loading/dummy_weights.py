@@ -4,7 +4,7 @@ tests. An array's shape and name decide how it is filled.
 Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade. Matrices that write
 to the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them
 over all experts. Norms are 1 and other vectors are 0. Stacked arrays are filled a matrix at a time: the noise of a
-whole stack of layers would not fit beside it."""
+whole stack of layers would not fit in memory as well."""
 
 import contextlib
 import functools
@@ -26,21 +26,21 @@ def dummy_model(
     build: Callable[[], Decoder],
     *,
     seed: int = 0,
-    place: Callable[[str], Any] = lambda target: None,
-    put: Callable[[str, Array], Array] | None = None,
+    device_for: Callable[[str], Any] = lambda target: None,
+    put_array: Callable[[str, Array], Array] | None = None,
 ) -> Decoder:
-    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn.
-    `place`: the device of the array of a dotted name, None for the default one; `put` puts an array where it is
-    served before the next is drawn."""
+    """The module that `build` describes, with random weights; `build` itself is only traced.
+    `device_for`: the device of the array of a dotted name, None for the default one. `put_array` puts an array on its
+    devices before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
         name = ".".join(map(str, path))
-        device = place(name)
+        device = device_for(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
             key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
             drawn = _fill(key, name, leaf.shape, leaf.dtype)
-        filled.append((path, leaf.replace(drawn if put is None else put(name, drawn))))
+        filled.append((path, leaf.replace(drawn if put_array is None else put_array(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

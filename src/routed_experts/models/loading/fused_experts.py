@@ -17,15 +17,15 @@ def fuse_experts(sources: Iterable[WeightSource], names: Collection[str]) -> Ite
     table = tuple(sources)
     experts: dict[str, int] = {}
     for source in table:
-        if found := _EXPERT.fullmatch(source.name):
-            experts[found["at"]] = max(experts.get(found["at"], 0), int(found["expert"]) + 1)
+        if match := _EXPERT.fullmatch(source.name):
+            experts[match["at"]] = max(experts.get(match["at"], 0), int(match["expert"]) + 1)
     for source in table:
-        found = _EXPERT.fullmatch(source.name)
+        match = _EXPERT.fullmatch(source.name)
         fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-        if found is None or f"{found['at']}.{fused[found['part']]}" not in names:
+        if match is None or f"{match['at']}.{fused[match['part']]}" not in names:
             yield source
-        elif int(found["expert"]) == 0 and found["part"] != "up_proj":
+        elif int(match["expert"]) == 0 and match["part"] != "up_proj":
             rows, columns = source.shape
-            shape = (experts[found["at"]], rows * (1 if found["part"] == "down_proj" else 2), columns)
-            name = f"{found['at']}.{fused[found['part']]}"
+            shape = (experts[match["at"]], rows * (1 if match["part"] == "down_proj" else 2), columns)
+            name = f"{match['at']}.{fused[match['part']]}"
             yield WeightSource(name=name, shape=shape, target=source.target, first=source.index[0], transpose=True)

@@ -1,4 +1,4 @@
-"""Which part of which tensor goes where: the sources of a target, intersected with what each device holds of it.
+"""Plans the reads of a target: its sources, intersected with the part that each device holds.
 
 sources      tensors of a checkpoint, each a box of the target
 boxes        what a device holds of the target; several where the target is partitioned by segments
@@ -61,7 +61,7 @@ class TensorRead:
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """What the given devices hold of one target: all of it, or one shard."""
+    """The part of one target on some devices: all of it, or one shard."""
 
     shape: tuple[int, ...]
     devices: tuple[Any, ...]
@@ -73,18 +73,18 @@ _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a targe
 
 @dataclass(frozen=True, slots=True)
 class ShardBoxes:
-    """Boxes of a target that are side by side along `axis` in the part that the devices hold; one, if nothing is
-    partition apart."""
+    """Boxes of a target that are side by side along `axis` in the part that the devices hold; one box unless
+    segments are partitioned separately."""
 
     axis: int
     bounds: tuple[_Bounds, ...]
     devices: tuple[Any, ...]
 
-    def places(self) -> list[tuple[int, _Bounds]]:
-        """Each box, and where in the part it begins; in their order along the target's axis."""
+    def offsets(self) -> list[tuple[int, _Bounds]]:
+        """Each box and its offset in the part, in their order along the target's axis."""
         sizes = (bounds[self.axis][1] - bounds[self.axis][0] for bounds in self.bounds)
-        places = zip(itertools.accumulate(sizes, initial=0), self.bounds, strict=False)
-        return sorted(places, key=lambda place: place[1][self.axis])
+        offsets = zip(itertools.accumulate(sizes, initial=0), self.bounds, strict=False)
+        return sorted(offsets, key=lambda offset: offset[1][self.axis])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class ShardBoxes:
 def shard_boxes(
     target: str, struct: jax.ShapeDtypeStruct, sharding: Sharding, shards: ModelSharding | None
 ) -> list[ShardBoxes]:
-    """What the devices of this host hold of a target."""
+    """Return the boxes of a target on the devices of this host."""
     holders: dict[tuple[_Bounds, ...], list[Any]] = defaultdict(list)
     partition = None if shards is None else shards.partitions.get(target)
     if shards is None or partition is None:
@@ -105,11 +105,11 @@ def shard_boxes(
             sides = zip(index or (), struct.shape, strict=True)
             holders[(tuple(side.indices(size)[:2] for side, size in sides),)].append(device)
         return [ShardBoxes(0, bounds, tuple(devices)) for bounds, devices in holders.items()]
-    axis, whole = partition.axis % len(struct.shape), [(0, size) for size in struct.shape]
+    axis, full_bounds = partition.axis % len(struct.shape), [(0, size) for size in struct.shape]
     for number, device in enumerate(shards.mesh.devices.flat):
         if device.process_index == jax.process_index():
             slices = partition.pieces(number, shards.parallel.devices)
-            holders[tuple((*whole[:axis], piece, *whole[axis + 1 :]) for piece in slices)].append(device)
+            holders[tuple((*full_bounds[:axis], piece, *full_bounds[axis + 1 :]) for piece in slices)].append(device)
     return [ShardBoxes(axis, bounds, tuple(devices)) for bounds, devices in holders.items()]
 
 
@@ -119,7 +119,7 @@ def plan_reads(
     struct: jax.ShapeDtypeStruct,
     boxes: Sequence[ShardBoxes],
 ) -> list[ShardRead]:
-    """Cut the sources of one target along the parts that this host's devices hold of it."""
+    """Plan the reads of one target's sources for the parts on this host's devices."""
     covered = sum(math.prod(source.shape) for source in sources)
     if covered != math.prod(struct.shape):
         raise CheckpointError(
@@ -127,18 +127,18 @@ def plan_reads(
             "expected all of them or, where they are optional, none; copy the checkpoint again"
         )
     parts: list[ShardRead] = []
-    for held in boxes:
-        places = held.places()
-        ends = [bounds[held.axis][1] for _, bounds in places]  # in order: a source meets few of many boxes
+    for part_boxes in boxes:
+        offsets = part_boxes.offsets()
+        ends = [bounds[part_boxes.axis][1] for _, bounds in offsets]  # in order: a source meets few of many boxes
         reads: list[TensorRead] = []
         for source in sources:
-            start, placed = _start(source), source.placed_shape
-            for place, bounds in places[bisect.bisect_right(ends, start[held.axis]) :]:
-                if bounds[held.axis][0] >= start[held.axis] + placed[held.axis]:
+            start, extent = _start(source), source.placed_shape
+            for offset, bounds in offsets[bisect.bisect_right(ends, start[part_boxes.axis]) :]:
+                if bounds[part_boxes.axis][0] >= start[part_boxes.axis] + extent[part_boxes.axis]:
                     break
-                read = _cut(source, headers[source.name][1], bounds, (held.axis, place))
+                read = _cut(source, headers[source.name][1], bounds, (part_boxes.axis, offset))
                 reads += [] if read is None else [read]
-        parts.append(ShardRead(held.shape, held.devices, tuple(reads)))
+        parts.append(ShardRead(part_boxes.shape, part_boxes.devices, tuple(reads)))
     return parts
 
 
@@ -154,19 +154,20 @@ def _start(source: WeightSource) -> list[int]:
 
 
 def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int]) -> TensorRead | None:
-    """What falls into one box, which begins at (axis, place) of its part."""
-    start, placed = _start(source), source.placed_shape
-    assert len(placed) == len(bounds), (source, bounds)
-    low = [max(first, begin) for first, (begin, _) in zip(start, bounds, strict=True)]
-    high = [min(first + size, end) for first, size, (_, end) in zip(start, placed, bounds, strict=True)]
+    """Return the read of one box, which starts at (axis, offset) of its part."""
+    start, extent = _start(source), source.placed_shape
+    assert len(extent) == len(bounds), (source, bounds)
+    low = [max(first, bound_start) for first, (bound_start, _) in zip(start, bounds, strict=True)]
+    high = [min(first + size, end) for first, size, (_, end) in zip(start, extent, bounds, strict=True)]
     if any(first >= stop for first, stop in zip(low, high, strict=True)):
         return None
-    box = [slice(first - begin, stop - begin) for first, stop, begin in zip(low, high, start, strict=True)][
-        len(source.index) :
-    ]
+    box = [
+        slice(first - bound_start, stop - bound_start)
+        for first, stop, bound_start in zip(low, high, start, strict=True)
+    ][len(source.index) :]
     if source.transpose:
         box[-2:] = box[-1], box[-2]
-    begins = [first - begin for first, (begin, _) in zip(low, bounds, strict=True)]
-    begins[at[0]] += at[1]
+    starts = [first - bound_start for first, (bound_start, _) in zip(low, bounds, strict=True)]
+    starts[at[0]] += at[1]
     shape = tuple(stop - first for first, stop in zip(low, high, strict=True))
-    return TensorRead(source.name, dtype, tuple(box), tuple(begins), shape, source.transpose)
+    return TensorRead(source.name, dtype, tuple(box), tuple(starts), shape, source.transpose)

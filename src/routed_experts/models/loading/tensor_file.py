@@ -23,8 +23,8 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "BF16": np.dtype(ml_dtypes.bfloat16),
         **{
-            word: np.dtype(name)
-            for word, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()
+            dtype_name: np.dtype(name)
+            for dtype_name, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()
         },
         **{
             f"{kind}{bits}": np.dtype(f"{name}{bits}")
@@ -44,8 +44,8 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    word: str
-    begin: int  # byte of the file
+    dtype_name: str
+    first_byte: int  # byte of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class TensorFile:
             name: StoredTensor(
                 shape=tuple(entry["shape"]),
                 dtype=_named(entry["dtype"]),
-                word=entry["dtype"],
-                begin=8 + size + entry["data_offsets"][0],
+                dtype_name=entry["dtype"],
+                first_byte=8 + size + entry["data_offsets"][0],
             )
             for name, entry in header.items()
             if name in names
@@ -87,10 +87,10 @@ class TensorFile:
         """Copy one tensor, or the part of it that `box` names (no steps), to the host. CheckpointError where it cannot
         be read."""
         tensor = self.tensors[name]
-        dtype = _DTYPES.get(tensor.word)
+        dtype = _DTYPES.get(tensor.dtype_name)
         if dtype is None:
             raise CheckpointError(
-                f"{self.path}: {name} is {tensor.word}; expected one of {', '.join(sorted(_DTYPES))}; convert it"
+                f"{self.path}: {name} is {tensor.dtype_name}; expected one of {', '.join(sorted(_DTYPES))}; convert it"
             )
         sides = (
             [side.indices(size)[:2] for side, size in zip(box, tensor.shape, strict=True)]
@@ -100,30 +100,32 @@ class TensorFile:
         out = np.empty(tuple(stop - start for start, stop in sides), dtype)
         try:
             with self.path.open("rb", buffering=0) as file:
-                _read_box(file, tensor.begin, tensor.shape, sides, out)
+                _read_box(file, tensor.first_byte, tensor.shape, sides, out)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); copy the checkpoint again") from error
         return out
 
 
-def _named(word: str) -> str:
-    name = _DTYPES[word].name if word in _DTYPES else word
-    return name if name in WEIGHT_DTYPES else word
+def _named(dtype_name: str) -> str:
+    name = _DTYPES[dtype_name].name if dtype_name in _DTYPES else dtype_name
+    return name if name in WEIGHT_DTYPES else dtype_name
 
 
-def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray) -> None:
+def _read_box(
+    file: FileIO, first_byte: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray
+) -> None:
     """Fill `out` with the box. Leading axes with one place are an offset; then rows that are expected whole are one
     read, others are read whole in blocks of rows and cut."""
     if out.size == 0:
         return
-    axis, place = 0, 0
+    axis, offset = 0, 0
     while axis < len(shape) - 1 and sides[axis][1] - sides[axis][0] == 1:
-        place += sides[axis][0] * math.prod(shape[axis + 1 :])
+        offset += sides[axis][0] * math.prod(shape[axis + 1 :])
         axis += 1
     if axis == len(shape):  # a scalar
-        return _fill(file, begin, out)
+        return _fill(file, first_byte, out)
     (start, stop), row = sides[axis], math.prod(shape[axis + 1 :])
-    at = begin + (place + start * row) * out.itemsize
+    at = first_byte + (offset + start * row) * out.itemsize
     if all(side == (0, size) for side, size in zip(sides[axis + 1 :], shape[axis + 1 :], strict=True)):
         return _fill(file, at, out)
     expected = out.reshape(stop - start, *out.shape[axis + 1 :])

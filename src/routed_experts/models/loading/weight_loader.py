@@ -50,12 +50,12 @@ def load(
         if source.name in headers or not source.optional:
             grouped[source.target].append(source)
     default = sharding or SingleDeviceSharding(jax.local_devices()[0])
-    places = {target: targets[target].sharding or default for target in grouped}
+    shardings = {target: targets[target].sharding or default for target in grouped}
     if shards is not None:
-        places = {target: shards.sharding(target, len(targets[target].shape)) for target in grouped}
+        shardings = {target: shards.sharding(target, len(targets[target].shape)) for target in grouped}
     plans = {
         target: plan_reads(
-            group, headers, targets[target], shard_boxes(target, targets[target], places[target], shards)
+            group, headers, targets[target], shard_boxes(target, targets[target], shardings[target], shards)
         )
         for target, group in grouped.items()
     }
@@ -67,7 +67,7 @@ def load(
     for target, parts in plans.items():
         filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype)]
         shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
-        loaded[target] = jax.make_array_from_single_device_arrays(shape, places[target], filled)
+        loaded[target] = jax.make_array_from_single_device_arrays(shape, shardings[target], filled)
     return loaded
 
 
@@ -89,18 +89,18 @@ class _Loader:
         size = math.prod(part.shape) * dtype.itemsize
         if size <= self.host_bytes:
             self._reserve(size)
-            whole = np.empty(part.shape, dtype)
+            filled = np.empty(part.shape, dtype)
             for read in part.reads:
                 window = tuple(slice(first, first + side) for first, side in zip(read.start, read.shape, strict=True))
                 tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
-                    whole[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
-            return [jax.device_put(whole, device) for device in part.devices]
+                    filled[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
+            return [jax.device_put(filled, device) for device in part.devices]
         shards = [jnp.zeros(part.shape, _transfer_dtype(dtype, device), device=device) for device in part.devices]
-        alike: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
-        for read in [chunk for whole in part.reads for chunk in whole.chunks(self.host_bytes // 2)]:
-            alike[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
-        for reads in alike.values():
+        by_shape: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
+        for read in [chunk for tensor_read in part.reads for chunk in tensor_read.chunks(self.host_bytes // 2)]:
+            by_shape[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
+        for reads in by_shape.values():
             depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
             for first in range(0, len(reads), depth):
                 shards = self._write(shards, reads[first : first + depth], depth, dtype)
@@ -118,8 +118,8 @@ class _Loader:
             stack[row], starts[row] = self._read(read), read.start
         written: list[jax.Array] = []
         for shard in shards:
-            place = reads[0].transpose, reads[0].shape, dtype
-            filled, written_marker = _write_pieces(shard, stack, starts, np.int32(len(reads)), *place)
+            layout = reads[0].transpose, reads[0].shape, dtype
+            filled, written_marker = _write_pieces(shard, stack, starts, np.int32(len(reads)), *layout)
             written.append(filled)
             self.pending_writes.append(written_marker)
         return written
@@ -145,7 +145,7 @@ def _transfer_dtype(dtype: np.dtype, device: Any) -> np.dtype:
 
 
 def _bitcast_back(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
-    """What the carrier holds, without a copy."""
+    """The shard in its own dtype, without a copy."""
     if shard.dtype == dtype:
         return shard
     return jax.device_put(np.asarray(shard).view(dtype), device, may_alias=True)

@@ -35,7 +35,7 @@ def is_expert(target: str) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedHeadArrays:
-    """The arrays before and behind the layers. `head` None: embeddings are tied."""
+    """The arrays before and after the layers. `head` None: embeddings are tied."""
 
     embed: Float[Array, "V D"]
     norm: Float[Array, " D"]
@@ -50,8 +50,8 @@ class EmbedHeadArrays:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedModel:
-    """A model's arrays by where they are kept. `state`: what is on the device, as the decoder's own tree, with the
-    tables as they were at first. `layerless`: graph and state of a decoder without layers."""
+    """The arrays of an offloaded model. `state`: the arrays on the device, as the decoder's own tree, with the
+    initial tables. `layerless`: graph and state of a decoder without layers."""
 
     config: FamilyConfig
     state: nnx.State[Any, Any]
@@ -65,9 +65,9 @@ class OffloadedModel:
     @property
     def full_state(self) -> nnx.State[Any, Any]:
         """Names, shapes and dtypes of the model's arrays as in a model that is not offloaded."""
-        kept, flat = self._kept_arrays(), nnx.to_flat_state(self.state)
+        arrays, flat = self._arrays_by_path(), nnx.to_flat_state(self.state)
         return nnx.from_flat_state(
-            [(path, leaf.replace(jax.ShapeDtypeStruct(kept[path].shape, leaf.dtype))) for path, leaf in flat]
+            [(path, leaf.replace(jax.ShapeDtypeStruct(arrays[path].shape, leaf.dtype))) for path, leaf in flat]
         )
 
     @property
@@ -76,22 +76,25 @@ class OffloadedModel:
         return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
 
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Copy the arrays of a full model to where this model keeps them: experts to the host, in its number format,
-        the rest to the device. What is there already is not copied. With `donate`, an array that had to be copied is
-        deleted."""
-        flat, donated, kept = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ()), self._kept_arrays()
+        """Copy the arrays of a full model to their devices: experts to the host, in its dtype,
+        the rest to the accelerator. Arrays already there are not copied. With `donate`, copied arrays are deleted."""
+        flat, donated, arrays = (
+            list[Any](),
+            DonatedBuffers(jax.tree.leaves(state) if donate else ()),
+            self._arrays_by_path(),
+        )
         for path, leaf in nnx.to_flat_state(state):
-            given, like = leaf.get_raw_value(), kept[path]
-            owned = np.array(given) if isinstance(given, np.ndarray) else given  # the caller may change its own
-            copied = jax.device_put(owned, like.sharding)
-            copied = copied if copied.dtype == like.dtype else copied.astype(like.dtype)
-            donated.copied(given, copied)
+            array, target = leaf.get_raw_value(), arrays[path]
+            owned = np.array(array) if isinstance(array, np.ndarray) else array  # the caller may change its own
+            copied = jax.device_put(owned, target.sharding)
+            copied = copied if copied.dtype == target.dtype else copied.astype(target.dtype)
+            donated.copied(array, copied)
             flat.append((path, leaf.replace(copied)))
         return nnx.from_flat_state(flat)
 
     def device_for(self, name: str) -> Any:
-        """The device that keeps the array of a dotted name."""
-        arrays = {".".join(map(str, path)): array for path, array in self._kept_arrays().items()}
+        """The device of the array of a dotted name."""
+        arrays = {".".join(map(str, path)): array for path, array in self._arrays_by_path().items()}
         (device,) = arrays[name].devices()
         return device
 
@@ -102,22 +105,22 @@ class OffloadedModel:
         host = _stores({path: leaf.get_raw_value() for path, leaf in new.items() if _is_expert(path)})
         return _build(self.config, flat, self.layerless[0], self.tables, host, self.residency)
 
-    def _kept_arrays(self) -> dict[tuple[Any, ...], Array]:
+    def _arrays_by_path(self) -> dict[tuple[Any, ...], Array]:
         """The model's arrays by path, all experts from the host."""
-        kept = dict[tuple[Any, ...], Array]()
+        arrays = dict[tuple[Any, ...], Array]()
         for path, leaf in nnx.to_flat_state(self.state):
             if _is_expert(path):
                 store = self.host[_parse_layer_group(path)]
-                kept[path] = store.gate_up if path[-1] == "gate_up" else store.down
+                arrays[path] = store.gate_up if path[-1] == "gate_up" else store.down
             else:
-                kept[path] = leaf.get_raw_value()
-        return kept
+                arrays[path] = leaf.get_raw_value()
+        return arrays
 
 
 def offload_model(
     model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None
 ) -> OffloadedModel:
-    """Split a model between a device and its host, from wherever its arrays are. Experts on the host have `host_dtype`
+    """Split a model between a device and its host, wherever its arrays are now. Experts on the host have `host_dtype`
     (None: the model's, without a copy)."""
     config, flat = model.config, nnx.to_flat_state(nnx.split(model)[1])
     experts = dict[tuple[Any, ...], Array]()
