@@ -154,7 +154,7 @@ def test_flush_frees_the_unlocked_and_matches_nothing() -> None:
     assert cache.evict(9).size == 0
     assert sorted(cache.unlock(node).tolist()) == [1, 2]
     assert cache.num_detached == 0
-    with pytest.raises(AssertionError, match="which nobody holds"):
+    with pytest.raises(AssertionError, match="which has no lock"):
         cache.unlock(node)
     assert not names(cache, {})
 
@@ -207,7 +207,7 @@ def test_wrong_calls_assert_with_numbers() -> None:
         cache.insert(ids(1, 2), ids(0), "a")
     with pytest.raises(AssertionError, match="int64"):
         cache.match(np.array([1, 2], dtype=np.int64), "a")
-    with pytest.raises(AssertionError, match="which nobody holds"):
+    with pytest.raises(AssertionError, match="which has no lock"):
         cache.unlock(leaf)
     cache.evict(9)
     with pytest.raises(AssertionError, match="evicted or flushed; match again"):
