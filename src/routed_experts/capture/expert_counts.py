@@ -29,7 +29,7 @@ class ExpertCounts:
     def __init__(self, spec: CaptureSpec) -> None:
         self._spec = spec
         self._shape = (len(PHASES), spec.num_moe_layers, spec.num_experts)
-        # The first number of each slot of a row, by phase: layers, then phases, lie E apart.
+        # The first number of each slot of a row, by phase: layers, then phases, E apart.
         starts = np.arange(len(PHASES) * spec.num_moe_layers) * spec.num_experts
         self._starts: Int64[np.ndarray, "F M*K"] = np.repeat(starts.reshape(len(PHASES), -1), spec.top_k, axis=1)
         # The thread starts with the first chunk.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Table = dict[str, Sequence[float]]  # columns, a value for each MoE layer
 _PICTURES = (".png", ".svg", ".pdf")
-_UNKNOWN = "▪"  # stands for a token whose text is not known
+_UNKNOWN = "▪"  # for a token without known text
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,9 @@ def atomic_write(path: str | os.PathLike[str], *, keep: bool = False) -> Generat
     After an error the file at `path` is unchanged and the new file is removed; `keep` leaves it, unless empty, under
     its temporary name.
 
-    For a device or a pipe, and for a file whose folder takes no new file, the path itself is yielded. Where the
-    rename is impossible (a file that is its own mount), the bytes are copied into the existing file; if that fails
-    too, the WriteError says where they are left. Raises WriteError for an OSError of these calls, one that names the
+    For a device or a pipe, and for a file whose folder takes no new file, the path itself is yielded. Where the rename
+    is impossible (a file that is its own mount), the bytes are copied into the existing file; if that fails too, the
+    WriteError names the file that holds them. Raises WriteError for an OSError of these calls, one that names the
     temporary path, or one of a full or broken disk that names no file; other errors pass unchanged."""
     target, part = _open_part(Path(path))
     is_own_error = complete = False
@@ -47,9 +47,9 @@ def atomic_write(path: str | os.PathLike[str], *, keep: bool = False) -> Generat
         if part != target and keep and size:
             left = f"{'all of it' if complete else 'what was written'} is kept in {part}"
         elif part != target or not part.is_file():
-            left = "what stood there still stands" if target.is_file() else "nothing is left of it"
+            left = "the old content is unchanged" if target.is_file() else "nothing is left of it"
         else:
-            left = "what stands there now is not whole"
+            left = "the content there is incomplete"
         raise _write_error(
             path,
             error,
@@ -75,7 +75,7 @@ def _open_part(path: Path) -> tuple[Path, Path]:
         if exists:
             os.close(os.open(target, os.O_WRONLY))
     except OSError as error:
-        raise _write_error(path, error, "what stood there still stands", "make the file writable") from error
+        raise _write_error(path, error, "the old content is unchanged", "make the file writable") from error
     try:
         part.touch(mode=0o600 if exists else 0o666, exist_ok=False)
         if exists:
@@ -88,7 +88,7 @@ def _open_part(path: Path) -> tuple[Path, Path]:
             error.errno or 0, "make the folder writable"
         )
         raise _write_error(
-            path, error, "what stood there still stands" if exists else "nothing is left of it", fix
+            path, error, "the old content is unchanged" if exists else "nothing is left of it", fix
         ) from error
     return target, part
 

@@ -1,7 +1,7 @@
 """How evenly load is spread over the experts of a layer, or over the devices of a placement.
 
 Two balancedness metrics are here because SGLang and vLLM report different ones under like names. A ratio that no load
-determines is NaN unless said otherwise. Dims: M MoE layers, E experts, X experts or devices, V devices, N rows, K
+determines is NaN unless noted otherwise. Dims: M MoE layers, E experts, X experts or devices, V devices, N rows, K
 experts per token."""
 
 import numpy as np

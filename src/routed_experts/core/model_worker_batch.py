@@ -1,6 +1,6 @@
 """ModelWorkerBatch: one step, as the scheduler hands it to the runner. NumPy, padded to a bucket.
 
-Tokens of one request are neighbours, in order of position; requests stand in batch-row order. Padding tokens and rows
+Tokens of one request are neighbours, in order of position; requests follow batch-row order. Padding tokens and rows
 are zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request, X bias entries of a request."""
 
 import dataclasses

@@ -285,7 +285,7 @@ def _check_shapes(placement: ExpertPlacement) -> None:
 
 
 def _check_replicas(placement: ExpertPlacement) -> None:
-    """The counts say where the lists end, and the lists name every instance once, under the expert it holds."""
+    """Check that the lists end after `counts` entries and name every instance once, under its expert."""
     physical_to_logical, logical_to_physical, counts = (
         placement.physical_to_logical_map,
         placement.logical_to_physical_map,

@@ -24,7 +24,7 @@ class PlacementConfig:
     "replicas" changes no token: slots of an expert are spread over its instances. "reroute" gives every instance
     room for max(1, ceil(capacity_factor * tokens of the step * K / I)) slots. A slot without room goes to the next
     replica, then to the token's next best expert. This changes the model: a token's experts depend on the other
-    requests, and answers say so. `on_exhausted`: a slot whose token finds no room runs its best expert anyway
+    requests, and responses report it. `on_exhausted`: a slot whose token finds no room runs its best expert anyway
     ("overflow") or none ("drop"). With `rebalance_every` a new plan is made from the load of that many steps; where
     it pays, the experts move, `layers_per_step` MoE layers between two steps. The gain is estimated from
     `expert_share` of the wall time of the steps (the experts of one program cannot be timed separately), the cost

@@ -123,7 +123,7 @@ class RoutedExperts:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Compare ids, weights and metadata; what stands in rows that are not valid does not count."""
+        """Compare ids, weights and metadata; rows that are not valid are ignored."""
         if not isinstance(other, RoutedExperts):
             return NotImplemented
         known = self.known

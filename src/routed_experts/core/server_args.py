@@ -22,7 +22,7 @@ class ServerArgs:
     """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
 
     `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of
-    every expert. `deterministic` promises bitwise equal ids, logprobs and rows whatever the neighbours: one padded
+    every expert. `deterministic` promises bitwise equal ids, logprobs and rows for any batch composition: one padded
     shape, reference backends. Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None

@@ -153,7 +153,7 @@ def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
 
 
 def unpack_sampler(words: Int[Array, " words"], num_requests: int) -> SamplerBatch:
-    """Cut the first words of the packed array into the parts that the sampler needs; what stands behind them is not
+    """Cut the first words of the packed array into the parts that the sampler needs; the words after them are not
     looked at."""
     parts = _cut(words, sampler_segments(num_requests))
     seed = lax.bitcast_convert_type(parts["seed"], jnp.uint32)

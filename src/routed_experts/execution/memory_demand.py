@@ -21,7 +21,7 @@ _MIN_PAGE = 16  # the smallest that is advised; smaller ones are slow, and some 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
-    """Bytes that one device must hold. `model`: shapes of its pool, as `args` say; `row_bytes`: rows of a token, 0 with
+    """Bytes that one device must hold. `model`: shapes of its pool, from `args`; `row_bytes`: rows of a token, 0 with
     capture off; `device`: bytes of the device."""
 
     args: ServerArgs

@@ -36,7 +36,7 @@ class MemoryPlan:
     row_bytes: int
     limit: int
     num_devices: int = 1
-    experts_host: int = 0  # of the store, where experts are shared out with the host
+    experts_host: int = 0  # of the host's store of offloaded experts
 
     @property
     def kv(self) -> int:
@@ -101,7 +101,7 @@ def plan_memory(
 
 
 def require_one_dtype(state: nnx.State[Any, Any]) -> None:
-    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables whose metadata says
+    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables with metadata
     "wide", numbers that choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are
     loaded; a module is not."""
     found: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def require_one_dtype(state: nnx.State[Any, Any]) -> None:
 
 
 def device_bytes(devices: int = 1) -> int:
-    """Memory of one device: what its runtime says, or its share of the machine's own on CPU."""
+    """Memory of one device, from its runtime; on CPU its share of the machine's memory."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])

@@ -2,7 +2,7 @@
 
 Encoding invents nothing: a row that is not known raises, unless the layout has a mark for it and the caller allows it.
 Decoding marks a row that no router can have chosen (an id outside 0..E-1, or an expert twice) as not known: zeros never
-pass for expert 0 (with K = 1 zeros cannot be told apart). A last token whose row is not known is left out, as a rollout
+pass for expert 0 (with K = 1 zeros are ambiguous). A last token whose row is not known is left out, as a rollout
 has it. Dims: S tokens of a sequence, R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
 import dataclasses
@@ -22,7 +22,7 @@ Columns = Literal["all", "moe", "either"]  # hidden layers, MoE layers
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInfo:
-    """What an array of ids does not say of itself: its model's routing (`config.capture_spec`), the length of the
+    """The facts that an array of ids does not carry: its model's routing (`config.capture_spec`), the length of the
     sequence and of its prompt, the token of row 0, and the weight version of all rows, or the versions' spans."""
 
     spec: CaptureSpec
@@ -129,7 +129,7 @@ def to_record(
     payload: Any, info: SequenceInfo, *, layout: str, columns: Columns, strict: bool = False
 ) -> RoutedExperts:
     """A record of S - 1 - start or S - start rows. `columns`: the layers that the array has; dense ones are dropped,
-    whatever they hold. With `strict`, a row that is no choice of K experts raises."""
+    regardless of their values. With `strict`, a row that is no choice of K experts raises."""
     rows, spec = to_int_array(payload, layout), info.spec
     widths = {"all": (spec.num_hidden_layers,), "moe": (spec.num_moe_layers,)}.get(
         columns, (spec.num_hidden_layers, spec.num_moe_layers)

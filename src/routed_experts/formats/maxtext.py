@@ -1,6 +1,6 @@
 """MaxText: int32 [S, M, K], a row for each token, -1 for no expert output; of a padded batch [B, S, M, K].
 
-`native` are the ids of a live recording forward (`forward(..., return_routed=True).ids`), which stand in for rows
+`native` are the ids of a live recording forward (`forward(..., return_routed=True).ids`), which replace rows
 that are not known. Dims: B samples, S tokens or positions, M MoE layers, K experts per token."""
 
 import numpy as np

@@ -203,7 +203,7 @@ def _rows_from_lists(
             advice = (
                 ""
                 if piece.size
-                else "; the prompt's rows stand beside the choices: read the whole response with record_from_response"
+                else "; the prompt's rows are next to the choices: read the whole response with record_from_response"
             )
             raise RoutingFormatError(
                 f"{name} has the shape {list(piece.shape)}; expected {list(expected_shape)}{advice}"

@@ -28,7 +28,7 @@ DECODE_BLOCK = 64  # of every request at once: the gathered keys and values shou
 class PagedBatch:
     """Positions and pages of a step's tokens. Tokens of one request are neighbours, in order of position.
 
-    `decode` says that token n is the only token of request n; a backend may use it, none may need it."""
+    `decode`: token n is the only token of request n; a hint that a backend may ignore."""
 
     positions: Int[Array, " N"]
     token_rows: Int[Array, " N"]  # request of each token

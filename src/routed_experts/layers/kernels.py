@@ -18,7 +18,7 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to
     replay, block [MK N] or None, MoE layer, spec) -> (routing, block). Rows to replay come without weights. It must
-    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` says
+    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` tells
     which laws it knows; routers of others run as plain array code. `linear`, where there is one, makes the logits
     from the routers of the whole run."""
 
@@ -36,8 +36,8 @@ class FusedSteps:
     """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
     up. `add_parts`: (x, parts, norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert
-    applied to its row, by a call whose `first_expert` is the layer's place in the run. `add_slots`: (x, slots, weights,
-    valid, norms, layer, eps) -> (x plus the weighted slots, its norm)."""
+    applied to its row, by a call whose `first_expert` is the layer's offset in the run. `add_slots`: (x, slots,
+    weights, valid, norms, layer, eps) -> (x plus the weighted slots, its norm)."""
 
     max_tokens: int
     product: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""]], Float[Array, "S N O"]]
@@ -51,7 +51,7 @@ class Kernels:
     """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own. `fused`
     None: no shorter way for steps of few tokens. `whole` None: no kernel that runs all layers of a run at once.
     `choose` gives the best token of each row of logits, as `best_token` does, and its logprob; None: plain array code.
-    `peers`: who shares the layers' work."""
+    `peers`: the devices that share the layers' work."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR

@@ -64,7 +64,7 @@ class LayerStackKernel:
     """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
     None, places, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
     written. It decides as the layers one by one, up to rounding: where they round to a half precision, it may keep
-    float32. `supports` says which routers it implements, `attention` with which backend's pages it works."""
+    float32. `supports`: the routers that it implements; `attention`: the backend whose page layout it reads."""
 
     name: str
     attention: str

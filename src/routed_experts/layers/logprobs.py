@@ -57,7 +57,7 @@ def prompt_logprobs(
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
-    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is. With
+    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape for every N. With
     `peers`, `head` is one device's rows [D/V, V]."""
     num_tokens, width = hidden.shape
     padding = -num_tokens % _BLOCK_ROWS

@@ -17,7 +17,7 @@ def apply_rotary(x: Float[Array, "N H C"], cos: Float[Array, "N C"], sin: Float[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySpec:
-    """Frequencies as numbers, whatever scaling they came from. The first 2F dims of a head are rotated, the others are
+    """Frequencies as numbers, with the scaling applied. The first 2F dims of a head are rotated, the others are
     not.
 
     `interleaved`: dims 2i and 2i + 1 are a pair, instead of i and i + F. `magnitude` multiplies queries and keys

@@ -77,7 +77,7 @@ class LayerRouting:
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """What a router decided: executed ids in executed order, and the weights that multiply the experts' outputs.
-    `instances`: where slots run, -1 for nowhere; None leaves it to who runs them."""
+    `instances`: where slots run, -1 for nowhere; None leaves it to the executing backend."""
 
     weights: Float[Array, "N K"]
     ids: Int[Array, "N K"]

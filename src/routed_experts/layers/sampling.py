@@ -40,7 +40,7 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """What each row has said so far, and what saying it again costs. Neutral: 0, 0 and 1."""
+    """Token counts of each row, and the penalties for repeated tokens. Neutral: 0, 0 and 1."""
 
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
@@ -80,7 +80,7 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
     score
     >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The best
     token
-    stays. A greedy row is returned as it came: its distribution is the model's at temperature 1."""
+    stays. A greedy row is returned unchanged: its distribution is the model's at temperature 1."""
     if mode is SamplingMode.GREEDY:
         return logits
     # Shift first: the best score is then exactly 0 at any temperature and nothing overflows to +inf.

@@ -80,7 +80,7 @@ class KVPoolSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states, whatever the number of pages."""
+        """Bytes of all states, for any number of pages."""
         if self.recurrent is None:
             return 0
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract.states))

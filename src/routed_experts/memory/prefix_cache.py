@@ -4,7 +4,7 @@ Ownership: the tree owns the pages of its nodes. A lock keeps a node and its pat
 evicted. A handle (node) or the pages of a match are valid until the next `evict` or `flush` unless locked: match,
 then lock. Flush starts a new tree. Locked nodes stay, detached, for their holders: never matched, never inserted
 into again; the `unlock` that releases the last lock over their pages returns them, exactly once. A holder whose node
-is detached does not insert (`is_attached` says so): it frees its own pages and unlocks. Invariants: those of
+is detached (see `is_attached`) does not insert: it frees its own pages and unlocks. Invariants: those of
 prefix_tree.py; only pages with refs == 0 are evicted; every unlocked leaf is in the eviction queue. Engine thread
 only. Dims: S tokens of a sequence, P pages."""
 

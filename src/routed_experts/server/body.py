@@ -1,7 +1,7 @@
 """JSON bodies: read a request body within its limits, check its field names, decode it into a struct; write a response.
 
 Every route refuses misspelled, reserved and unsupported fields; fields without effect are named in X-Ignored-Params. A
-field that is null counts as absent, whatever its name."""
+field that is null counts as absent."""
 
 import asyncio
 import dataclasses

@@ -56,7 +56,7 @@ def to_response(error: BaseException) -> ErrorResponse:
 
 
 def unavailable(message: str, *, code: str) -> ApiError:
-    """Build a 503, which tells the client to try again soon."""
+    """Build a 503 with Retry-After."""
     return ApiError(message, status=503, code=code)
 
 

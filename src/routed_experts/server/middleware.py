@@ -1,7 +1,7 @@
 """Middleware around every route: API keys, the limit on open requests, request ids, error responses, the access log.
 
 Routes are denied by default: without a key only the probes and the static page answer. The middleware notes what the
-key of a request may do; `check_admin` stands before every admin route, however its path was spelled. Keys are compared
+key of a request may do; `check_admin` runs before every admin route, for every spelling of its path. Keys are compared
 in constant time."""
 
 import asyncio

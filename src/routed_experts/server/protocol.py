@@ -140,7 +140,7 @@ class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /update_weights_from_disk. `model_path` lies under --weights-root; `weight_version` is a number above the
+    """POST /update_weights_from_disk. `model_path` is below --weights-root; `weight_version` is a number above the
     served one, and that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
 
     model_path: str

@@ -29,7 +29,7 @@ logger = logging.getLogger("routed_experts.server")
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Bind the port. Raises OSError that says what to change."""
+    """Bind the port. Raises OSError with a remedy."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio turns off Nagle's algorithm only for sockets that name TCP; with it a response in two writes takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -36,9 +36,9 @@ def test_a_layer_of_a_placement_is_a_sound_table():
     [
         ((2, 1), -1, r"replica_order\[2\] has a gap at position 1: \[2, -1, 5\]"),
         ((1, 0), -1, r"expert 1 has no instance \(1 such experts\)"),
-        ((1, 0), 4, r"instance 1 of num_instances=6 stands in 0 places"),
-        ((1, 1), 4, r"instance 4 .* stands in 2 places \(experts \[1, 2\]\)"),
-        ((2, 2), 2, r"instance 2 .* stands in 2 places \(experts \[2\]\)"),
+        ((1, 0), 4, r"instance 1 of num_instances=6 is in 0 positions"),
+        ((1, 1), 4, r"instance 4 .* is in 2 positions \(experts \[1, 2\]\)"),
+        ((2, 2), 2, r"instance 2 .* is in 2 positions \(experts \[2\]\)"),
         ((0, 1), 6, r"replica_order\[0, 1\] = 6; instances are 0 .. 5"),
         ((0, 1), -2, r"replica_order\[0, 1\] = -2"),
     ],

@@ -32,7 +32,7 @@ class EnginePlan:
 def plan_engine(
     args: ServerArgs, config: DecoderConfig, arrays: nnx.State[Any, Any], shards: ModelSharding | None
 ) -> EnginePlan:
-    """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
+    """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. Raises what plan_memory
     raises, and ConfigError for a context_length above the model's."""
     part, per_device = (
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))

@@ -61,7 +61,7 @@ class ExpertOffload:
         )
         if features := sorted(config.needs.experts):
             raise ConfigError(
-                f"experts= shares out SiLU-gated experts without biases, and this model has {', '.join(features)}; "
+                f"experts= offloads SiLU-gated experts without biases, and this model has {', '.join(features)}; "
                 "leave it out"
             )
         if args.deterministic:

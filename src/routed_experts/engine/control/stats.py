@@ -78,7 +78,7 @@ class EngineStats:
     weight_version: int
     resident_hits: Mapping[int, float]  # by MoE layer, with experts on the host
     resident_swaps: int
-    deferred_slots: int  # slots whose experts were added a layer late
+    deferred_slots: int  # slots of deferred experts, added one layer late
     host_experts_s: float  # seconds in which host threads ran experts
     resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed

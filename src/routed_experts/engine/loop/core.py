@@ -34,7 +34,7 @@ NO_DETOKENIZERS: Mapping[str, StopDetokenizer] = MappingProxyType({})
 
 
 class PauseMode(enum.Enum):
-    """What a pause does with requests that have started. New requests queue until it ends, whatever its mode."""
+    """What a pause does with requests that have started. In every mode new requests queue until it ends."""
 
     WAIT = "wait"  # they run to their end
     RETRACT = "retract"  # they return to the queue with their tokens and rows, and their pages are freed
@@ -127,7 +127,7 @@ class EngineCore:
         self._invalidate_recycled_rows()
 
     def pause(self, mode: PauseMode) -> None:
-        """Hold requests back until `resume`, as `mode` says. Drain first."""
+        """Stop scheduling until `resume`; `mode` decides about running requests. Drain first."""
         self.pause_mode, self.scheduler.accepts_new = mode, False
         if mode is PauseMode.RETRACT:
             self._retract_all()
@@ -234,7 +234,7 @@ class EngineCore:
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _make_output(self, req: Req) -> TokenIDOut:
-        """What a request has gained since its last output. A finished one hands over its rows (one that streams rows:
+        """What a request has gained since its last output. A finished request carries its rows (one that streams rows:
         those not emitted yet), and only then its pages."""
         record: RoutedExperts | None = None
         error: Exception | None = None

@@ -2,7 +2,7 @@
 
 Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes first (of those that
 complete together, the longest). An unfinished character is held back, and so is text that may begin a stop string. Work
-grows linearly with tokens and characters, whatever they are: an automaton, because searches of the standard library
+grows linearly with tokens and characters in all cases: an automaton, because searches of the standard library
 read the held text again for every token.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas

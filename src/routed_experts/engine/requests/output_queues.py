@@ -18,31 +18,31 @@ class ThreadOutputQueue:
         self._step: list[TokenIDOut] = []
 
     def put(self, out: TokenIDOut) -> bool:
-        """Keep an output until the next flush."""
+        """Buffer an output until the next flush."""
         self._step.append(out)
         return True
 
     def flush(self) -> None:
-        """Hand over the outputs of the step."""
+        """Deliver the outputs of the step."""
         if self._step:
             self.steps.put(tuple(self._step))
             self._step.clear()
 
 
 class LoopNotifier:
-    """The outputs for all calls of one event loop: one wake-up a step, however many calls have some."""
+    """Collects the outputs for all calls of one event loop, with one wake-up a step."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
         self._step: list[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]] = []
 
     def put(self, receiver: "asyncio.Queue[TokenIDOut]", out: TokenIDOut) -> bool:
-        """Keep an output of a call; False if the event loop has been closed."""
+        """Buffer an output of a call; False if the event loop has been closed."""
         self._step.append((receiver, out))
         return not self.event_loop.is_closed()
 
     def flush(self) -> None:
-        """Hand over the outputs of the step; the first flush does it for all calls."""
+        """Deliver the outputs of the step; the first flush delivers for all calls."""
         if not self._step:
             return
         step, self._step = self._step, []
@@ -53,23 +53,23 @@ class LoopNotifier:
 
 
 class AsyncOutputQueue:
-    """For a caller in an event loop: `queue` holds its outputs one by one. A reader with more than `max_waiting` of
-    them unread counts as gone."""
+    """Queue of a caller in an event loop. A reader with more than `max_waiting` unread outputs counts as
+    disconnected."""
 
     def __init__(self, notifier: LoopNotifier, *, max_waiting: int) -> None:
         self.queue: asyncio.Queue[TokenIDOut] = asyncio.Queue()
         self._notifier, self._max_waiting = notifier, max_waiting
 
     def put(self, out: TokenIDOut) -> bool:
-        """Keep an output with those of the event loop."""
+        """Buffer an output with those of the event loop."""
         return self._notifier.put(self.queue, out) and self.queue.qsize() < self._max_waiting
 
     def flush(self) -> None:
-        """Hand over the outputs of the event loop."""
+        """Deliver the outputs of the event loop."""
         self._notifier.flush()
 
 
 def _deliver(step: "Sequence[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]]") -> None:
-    """On the event loop: put each output into the queue of its call."""
+    """Put (on the event loop) each output into the queue of its call."""
     for receiver, out in step:
         receiver.put_nowait(out)

@@ -1,1 +1,1 @@
-"""Steps of models whose experts are shared between the device and its host."""
+"""Steps of models with experts split between the device and its host."""

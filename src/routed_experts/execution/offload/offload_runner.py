@@ -31,7 +31,7 @@ from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.offload.offloaded_model import OffloadedModel, gather_host_rows, write_rows
 
-_IN_FLIGHT = 8  # steps whose slot counts stay on the device: they are read when they have long been there
+_IN_FLIGHT = 8  # steps whose slot counts stay on the device until their copy to the host has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ NEVER = jnp.iinfo(jnp.int32).min  # the key of what cannot be chosen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectionInputs:
-    """Inputs of a selection. `scores` holds no NaN, capacities lie in 0 .. K*N; V = 1: one order for all
+    """Inputs of a selection. `scores` holds no NaN, capacities are in 0 .. K*N; V = 1: one order for all
     sources."""
 
     scores: Float[Array, "N E"]
@@ -147,7 +147,7 @@ def order_keys(scores: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last, top_k: int) -> _State:
-    """Settle rank after rank. `worst`: the last of each token's K best, whatever their room."""
+    """Settle rank after rank. `worst`: the last of each token's K best, ignoring capacities."""
     num_tokens, num_experts = keys.shape
     tokens, experts = jnp.arange(num_tokens, dtype=jnp.int32), jnp.arange(num_experts, dtype=jnp.int32)
 

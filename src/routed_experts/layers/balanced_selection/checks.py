@@ -56,12 +56,12 @@ def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str
         raise PlacementError(
             f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one"
         )
-    places = np.bincount(order[order >= 0], minlength=num_instances)
-    if np.any(places != 1):
-        instance = int(np.flatnonzero(places != 1)[0])
+    counts = np.bincount(order[order >= 0], minlength=num_instances)
+    if np.any(counts != 1):
+        instance = int(np.flatnonzero(counts != 1)[0])
         experts = np.flatnonzero(np.any(order == instance, axis=1)).tolist()
         raise PlacementError(
-            f"{where}: instance {instance} of num_instances={num_instances} stands in {int(places[instance])} places "
+            f"{where}: instance {instance} of num_instances={num_instances} is in {int(counts[instance])} positions "
             f"(experts {experts}); "
             "every instance belongs to exactly one place of one expert"
         )

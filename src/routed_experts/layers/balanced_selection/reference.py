@@ -109,7 +109,7 @@ def _take_with_room(
 
 
 def _take_beyond_room(slots: _Slots, token: int, rank: int, ranked: list[int], table: Int[ndarray, "E J"]) -> int:
-    """Fill an empty slot with the best expert not yet selected, whatever its room; 1 if there was one, else 0."""
+    """Fill an empty slot with the best expert not yet selected, ignoring capacities; 1 if there was one, else 0."""
     if slots.ids[token, rank] >= 0:
         return 0
     for expert in ranked:

@@ -72,7 +72,7 @@ def balanced_expert_selection(
     """Select K experts and their instances for every token.
 
     `select_scores` decide (bias added, masked groups at -inf); ties go to the lower id. In "reroute" NaN and -inf are
-    never selected; in "replicas" ids are `lax.top_k`'s whatever the scores hold. `weight_scores` are the unbiased
+    never selected; in "replicas" ids are `lax.top_k`'s for any scores. `weight_scores` are the unbiased
     scores: the float32 weights are their values at the selected ids, times 1 / (their sum + 1e-20) if `renormalize`;
     other scoring functions pass the ids to `replay_topk`. `replica_order` is int32, as `check_replica_order` passes it;
     [V, E, J] with `source`, int32 in 0 .. V-1, is an order per source. `capacity` is int32, slots per instance, as

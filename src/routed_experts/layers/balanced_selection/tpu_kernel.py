@@ -67,7 +67,7 @@ def _padded(size: int, tile: int) -> int:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
     """Buffers in VMEM. `last`: cost and id of the expert that each token took last; `worst`: the same of the last of
-    its K best, whatever their room."""
+    its K best, ignoring capacities."""
 
     costs: Any  # [E, N]
     room: Any  # [E, 1], float32 as all counts, whole and below 2^22: exact
@@ -108,7 +108,7 @@ def _has_overflow(refs: _Refs) -> Int[Array, ""]:
 
 
 def _walk(refs: _Refs) -> None:
-    """Let every token take its K best experts whose cutoff lies behind it, one block of lanes after another; then
+    """Let every token take its K best experts whose cutoff is after it, one block of lanes after another; then
     count."""
 
     def block(index: Array, _: None) -> None:

@@ -33,7 +33,7 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
-NARROW = 512  # columns; a router, say
+NARROW = 512  # columns, e.g. of a router
 BLOCKS = 80  # fewer leave multiprocessors without work
 
 

@@ -3,7 +3,7 @@ summed afterwards.
 
 Expert weights of the whole stack are read in place: expert e of the layer is row first_expert + e of the arrays.
 Slots (n*K + k) are sorted by expert in order of n, so no result depends on the order in which blocks run; there are
-no atomics. Each block finds its expert from the counts alone: `counts[e]` slots stand in `order` from the sum of the
+no atomics. Each block finds its expert from the counts alone: `counts[e]` slots are in `order` from the sum of the
 counts before them. With few slots nothing is sorted: each slot is a tile of its own. Weights pass once through the
 chip at small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers
 of the stack, D hidden, F expert width, T rows of a tile."""

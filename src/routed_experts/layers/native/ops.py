@@ -35,7 +35,7 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
 def native_linear(
     x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
-    """Columns are shared out among the cores."""
+    """Columns are divided among the cores."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
     return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
@@ -44,7 +44,7 @@ def native_linear(
 def native_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
-    """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
+    """Online softmax over the pages of each request; (tokens, kv head) pieces are divided among the cores."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
     return run(

@@ -1,7 +1,7 @@
 """Compiles the C++ of this room for this machine and loads the library.
 
 The library lives in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
-headers, compiler and processor. A machine without a compiler has no native kernels: `unavailable_reason` says so."""
+headers, compiler and processor. A machine without a compiler has no native kernels: see `unavailable_reason`."""
 
 import ctypes
 import functools

@@ -2,7 +2,7 @@
 sorted here.
 
 A grid step is one expert on one tile. Either all rows are one tile, and each chosen expert has one step; or slots
-stand sorted by expert in tiles of T rows, and an expert has a step for each tile that holds rows of its own, as in
+are sorted by expert in tiles of T rows, and an expert has a step for each tile that holds rows of its own, as in
 megablox (Gale et al. 2022). Counts are summed in float32, which is exact below 2^24 slots. Dims: N tokens, K experts
 per token, E experts, V grid steps at most, T rows of a tile, R rows of the plan."""
 

@@ -1,7 +1,7 @@
 """From one projected row to rotated queries, and to keys and values in their slots of the pool, as one TPU kernel.
 
 Queries and keys are normalised a head at a time and rotated by position (half-split rotary form), rounded as
-`rms_norm` and `apply_rotary` round. Each token's keys and values stand side by side in VMEM as the pool holds them,
+`rms_norm` and `apply_rotary` round. Each token's keys and values are adjacent in VMEM as the pool holds them,
 and are copied out once a token; padding tokens write nothing. As array code it is twenty operations a layer. Dims: N
 tokens, B requests, W pages of a request, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the
 stack, T tokens of a tile."""

@@ -130,7 +130,7 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """Typed access to one JSON object; `path` says in errors which file it came from. Without a default a key is
+    """Typed access to one JSON object; `path` names the file in errors. Without a default a key is
     required."""
 
     values: Mapping[str, object]
@@ -141,7 +141,7 @@ class ConfigReader:
         return self._find(key) is not None
 
     def require(self, holds: builtins.bool, key: str, expected: str) -> None:
-        """Raise unless `holds`; `expected` says what the value of `key` should have been."""
+        """Raise unless `holds`; `expected` describes a valid value of `key`."""
         if not holds:
             raise self._error(key, expected)
 

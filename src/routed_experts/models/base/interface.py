@@ -33,7 +33,7 @@ RecurrentFn = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceOps:
-    """Everything by which tokens of a sequence see one another. A caller whose models keep no states may give `attend`
+    """The operations that mix tokens of a sequence. A caller whose models keep no states may give `attend`
     alone."""
 
     attend: AttentionFn

@@ -94,8 +94,7 @@ def _scaled(
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """The object that speaks of positions. Where both spellings are there, they must say the same; one for all
-    layers."""
+    """The config object of the rotary embedding, one for all layers. Where both spellings exist, they must agree."""
     old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
     for key in sorted(old.values.keys() & new.values.keys()):
         new.require(old.values[key] == new.values[key], key, f"{old.values[key]!r}, as rope_scaling says")

@@ -35,7 +35,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names below the layer; "{}" in `expert` is the expert's number, and `stacked` stands for all single experts where
+    """Names below the layer; "{}" in `expert` is the expert's number, and `stacked` replaces all single experts where
     it is given. `selection_bias_rows`: the selection bias is [1, E]."""
 
     router: str = "mlp.gate.weight"

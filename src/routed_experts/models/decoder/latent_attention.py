@@ -22,7 +22,7 @@ from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
 from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext
 
-_EPS = 1e-6  # of the norms of compressed rows, whatever rms_norm_eps is: DeepSeek's code does not pass it on
+_EPS = 1e-6  # of the norms of compressed rows, regardless of rms_norm_eps: DeepSeek's code does not pass it on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

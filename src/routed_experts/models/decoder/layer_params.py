@@ -32,8 +32,8 @@ class ParamKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype
-    is, for numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for
+    """One array of a part: its shape in one layer, with the experts first. `wide`: float32 for every dtype of
+    the model, for routing parameters; its variable has the metadata "wide". `fill`: the initial value, None for
     small random numbers. `cut`: how several devices share it, None: each has all of it."""
 
     name: str
@@ -105,7 +105,7 @@ class LayerParams:
     kernels: Kernels
 
     def get(self, name: str) -> Array:
-        """An array that is no kernel's."""
+        """Return an array that no kernel reads in place."""
         return self.sliced[name]
 
     def project(self, x: Float[Array, "N D"], name: str, *, summed: bool = False) -> Float[Array, "N O"]:

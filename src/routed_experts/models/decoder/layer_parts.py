@@ -1,6 +1,6 @@
 """The protocols of a decoder layer's parts, and the context that they are called with.
 
-A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them
+A part is a frozen value, static under jit: it names its arrays (`weights`), the tensors that fill them
 (`sources`), and computes (`run`) from LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What nearly every config.json says in the same words: sizes, heads, norms, experts."""
+"""Config fields that nearly all config.json files share: sizes, heads, norms, experts."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -120,7 +120,7 @@ def read_window(reader: ConfigReader, sizes: Sizes) -> int:
 
 
 def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
-    """Tokens that each layer sees, 0 for all, as Qwen says it: with `use_sliding_window`, layers from
+    """Tokens that each layer sees, 0 for all, in Qwen's form: with `use_sliding_window`, layers from
     `max_window_layers` on slide, or those that `layer_types` names."""
     slides, first = (
         reader.bool("use_sliding_window", default=False),

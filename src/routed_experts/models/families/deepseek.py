@@ -39,7 +39,7 @@ def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
 def read_biased_router(
     reader: ConfigReader, *, num_groups: int, topk_group: int, scale: float, key: str = "n_routed_experts"
 ) -> RouterSpec:
-    """The router of V3 and of all who took it over; arguments are the family's defaults."""
+    """The router of V3, which other families share; arguments are the family's defaults."""
     experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
     num_groups, topk_group = read_groups(reader, experts, top_k, default=num_groups, default_kept=topk_group)
     reader.require(num_groups == topk_group or experts // num_groups >= 2, "n_group", "groups of at least 2 experts")

@@ -71,7 +71,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
 
 
 def _is_tuned(reader: ConfigReader) -> bool:
-    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says
+    """Whether queries of layers without positions are scaled; the published files have 4 where transformers has
     true."""
     key = "attn_temperature_tuning"
     return reader.int(key, minimum=0) > 0 if type(reader.values.get(key)) is int else reader.bool(key, default=True)

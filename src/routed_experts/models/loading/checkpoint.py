@@ -1,7 +1,7 @@
 """Files of a Hugging Face checkpoint: headers, tensors, and the check against a model's table of names. Pickle is
 never read.
 
-The table says for every tensor where in the model's stacked arrays it belongs. `check` compares it with the headers;
+The table maps every tensor to its part of the model's stacked arrays. `check` compares it with the headers;
 weight_loader.py fills the arrays."""
 
 import errno

@@ -1,7 +1,7 @@
 """Fused expert tensors: one tensor holds all experts of a layer, where other checkpoints have one tensor an expert.
 Rewrites a table of names for the layout that the headers show.
 
-<at>.experts.gate_up_proj [E, 2F, D] stands for gate_proj and up_proj [F, D] of every expert, <at>.experts.down_proj
+<at>.experts.gate_up_proj [E, 2F, D] replaces gate_proj and up_proj [F, D] of every expert, <at>.experts.down_proj
 [E, D, F] for down_proj [D, F]. Dims: E experts of a layer, D hidden, F expert width."""
 
 import re
@@ -13,7 +13,7 @@ _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|
 
 
 def fuse_experts(sources: Iterable[WeightSource], names: Collection[str]) -> Iterator[WeightSource]:
-    """Ask for fused tensors where `names` has them; the tensors of single experts that they stand for are left out."""
+    """Replace the tensors of single experts by fused tensors where `names` has them."""
     table = tuple(sources)
     experts: dict[str, int] = {}
     for source in table:

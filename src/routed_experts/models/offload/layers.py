@@ -1,4 +1,4 @@
-"""The layers of a FamilyDecoder whose experts run apart: attention and router, then the experts on each side, then the
+"""The layers of a FamilyDecoder with offloaded experts: attention and router, then the experts on each side, then the
 sum.
 
     residual -> attention, router -> ExpertInputs -> experts of the table -+-> summed, rounded once -> residual

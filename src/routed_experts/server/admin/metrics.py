@@ -145,7 +145,7 @@ class _EngineCollector(Collector):
             ("capture_rows", "Recorded rows", stats.capture_rows),
             ("capture_missing_rows", "Requests that failed because a row was missing", stats.capture_missing_rows),
             ("resident_swaps", "Experts copied to the accelerator while serving", stats.resident_swaps),
-            ("deferred_slots", "Slots whose experts on the host were added a layer late", stats.deferred_slots),
+            ("deferred_slots", "Slots of deferred host experts, added one layer late", stats.deferred_slots),
             ("host_experts_seconds", "Time of host threads on experts inside programs", stats.host_experts_s),
             (
                 "resident_swap_failures",

@@ -1,6 +1,6 @@
-"""Where routed experts stand in a response, and the defaults of each dialect.
+"""The fields of a response that carry routed experts, and the defaults of each dialect.
 
-In /v1 the weight version is always in choices[i].meta_info. Rows in int32 and ref stand there too; in npy they are
+In /v1 the weight version is always in choices[i].meta_info. Rows in int32 and ref are there too; in npy they are
 fields of the choice; in list the prompt's rows are fields of the response and the others of the choice."""
 
 import dataclasses
@@ -45,7 +45,7 @@ class ResponseRouting:
 
 
 def openai_defaults(settings: ServerSettings) -> RoutingDefaults:
-    """Return what /v1 returns unless a request says otherwise."""
+    """Return what /v1 returns unless the request overrides it."""
     enabled, usual_format = _DIALECTS[settings.routed_experts_dialect]
     payload_format = settings.routed_experts_format or usual_format
     refs = settings.routing_store_bytes > 0
@@ -53,7 +53,7 @@ def openai_defaults(settings: ServerSettings) -> RoutingDefaults:
 
 
 def sglang_defaults(settings: ServerSettings) -> RoutingDefaults:
-    """Return what /generate returns unless a request says otherwise."""
+    """Return what /generate returns unless the request overrides it."""
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 

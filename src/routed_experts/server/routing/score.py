@@ -161,7 +161,7 @@ def _score_in_chunks(
 
 
 def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) -> dict[str, object]:
-    """Return one scored sequence; its rows stand where those of a choice of /v1 do."""
+    """Return one scored sequence; its rows are in the same fields as those of a /v1 choice."""
     meta: dict[str, object] = {
         "prompt_tokens": int(output.token_ids.size),
         "weight_version": str(output.weight_version),

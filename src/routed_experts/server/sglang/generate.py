@@ -160,7 +160,7 @@ class SGLangHandler(GenerationHandler):
 
 
 def _with_routing(call: GenerateRequest) -> GenerateRequest:
-    """Move the routing options that are no sampling parameters out of `sampling_params`; a field that stands in both
+    """Move the routing options that are no sampling parameters out of `sampling_params`; a field that is in both
     must agree."""
     sampling = call.sampling_params or {}
     moved = {name: sampling[name] for name in _ROUTING_OF_SAMPLING if sampling.get(name) is not None}
@@ -169,7 +169,7 @@ def _with_routing(call: GenerateRequest) -> GenerateRequest:
             raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
         outer = getattr(call, name)
         if outer is not None and outer != value:
-            text = f"{name}={short_repr(outer)}, but sampling_params say {short_repr(value)}; send it once"
+            text = f"{name}={short_repr(outer)}, but sampling_params have {short_repr(value)}; send it once"
             raise InvalidRequestError(text, param=name, code="conflicting_parameters")
     rest = {name: value for name, value in sampling.items() if name not in _ROUTING_OF_SAMPLING}
     return msgspec.structs.replace(call, sampling_params=rest, **moved) if len(rest) < len(sampling) else call
@@ -231,7 +231,7 @@ def _enable_routing(
 
 
 def _enabled_by_prompt(call: GenerateRequest) -> Sequence[bool] | None:
-    """Return which prompts return rows, where the request says it for each prompt."""
+    """Return which prompts return rows, where the request sets it for each prompt."""
     enabled = call.return_routed_experts
     if not isinstance(enabled, list):
         return None
