@@ -1,6 +1,5 @@
-"""The synthetic part of the demo corpus: short chats and small stories, made by rule. Knows nothing of files or of
-tokens. Every text is a pure function of a `random.Random`, so the same seed gives the same corpus on any machine.
-Written for this project."""
+"""The synthetic part of the demo corpus: short chats and small stories, made by rule. Every text is a pure function of
+a `random.Random`, so the same seed gives the same corpus on any machine. Written for this project."""
 
 import random
 from collections.abc import Callable

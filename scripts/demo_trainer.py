@@ -1,7 +1,6 @@
 """Train the demo model: corpus -> tokenizer -> batches -> Muon and Adam on the module that also serves -> a Hugging
-Face folder. Knows nothing of the corpus' making. The load-balancing loss enters through the expert backend, so the
-model file stays free of it. Dims: B sequences, S tokens of a sequence, N tokens of a batch, R MoE layers, E experts, K
-experts per token, D hidden."""
+Face folder. The load-balancing loss enters through the expert backend, so the model file stays free of it. Dims: B
+sequences, S tokens of a sequence, N tokens of a batch, R MoE layers, E experts, K experts per token, D hidden."""
 
 import argparse
 import dataclasses

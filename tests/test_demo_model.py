@@ -1,5 +1,5 @@
 """The demo model that the package ships: small enough, read by transformers to the same logits, and routed by token.
-Knows nothing of its training. The oracle of logits and routing is transformers' Qwen3-MoE."""
+The oracle of logits and routing is transformers' Qwen3-MoE."""
 
 import json
 import math

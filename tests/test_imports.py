@@ -1,5 +1,4 @@
-"""What importing the package costs: no device, no optional library, and no JAX for those who read a record. Knows no
-values."""
+"""What importing the package costs: no device, no optional library, and no JAX for those who read a record."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The house rules that a program can read off the source. Knows the form of the code, nothing of what it does.
+"""House rules that a program can check in the source.
 
 Every rule carries a snippet that trips it, so that a rule that no longer looks cannot pass for one that finds
 nothing."""
@@ -207,7 +207,7 @@ TEST_RULE = Rule(
     ("import unittest.mock\n", "from unittest import mock\n", "time.sleep(1)\n", "from time import sleep\n"),
 )
 
-HONEST = '''"""A module that keeps every rule. Knows nothing else."""
+HONEST = '''"""A module that keeps every rule."""
 
 import contextlib
 import logging

@@ -1,5 +1,4 @@
-"""The TPU compiler and our reading of its output: each claim beside a program that breaks it. Knows nothing of the
-engine."""
+"""The TPU compiler and our reading of its output: each claim beside a program that breaks it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""What a peer's program speaks with benchmarks/peers.py: JSON lines, a request on standard input and its timing on
-standard output. Knows no engine, and runs on any Python: each peer lives in an environment of its own.
+"""Protocol between benchmarks/peers.py and a peer's program: JSON lines, a request on standard input and its timing on
+standard output. Runs on any Python: each peer has an environment of its own.
 
 A request is {"prompts": [[token, ...], ...], "new": count}; the answer {"prefill_s", "decode_s", "tokens": [[token,
 ...], ...]}: seconds until the first token of all prompts, seconds for the others, and the greedy tokens."""

@@ -35,15 +35,15 @@ class Page(HTMLParser):
 
     def __init__(self, source):
         super().__init__(convert_charrefs=True)
-        self.found, self.open = [], []
+        self.elements, self.open = [], []
         self.feed(source)
         self.close()
         assert not self.open, self.open
 
     def handle_starttag(self, tag, attrs):
-        self.found.append([tag, dict(attrs), ""])
+        self.elements.append([tag, dict(attrs), ""])
         if tag not in VOID:
-            self.open.append((tag, len(self.found) - 1))
+            self.open.append((tag, len(self.elements) - 1))
 
     def handle_endtag(self, tag):
         if tag not in VOID:
@@ -52,10 +52,12 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         if self.open:
-            self.found[self.open[-1][1]][2] += data
+            self.elements[self.open[-1][1]][2] += data
 
     def all(self, tag, **expected):
-        return [(attrs, text) for name, attrs, text in self.found if name == tag and expected.items() <= attrs.items()]
+        return [
+            (attrs, text) for name, attrs, text in self.elements if name == tag and expected.items() <= attrs.items()
+        ]
 
     def tokens(self):
         return [(attrs, text) for attrs, text in self.all("span") if "data-kind" in attrs]
@@ -76,7 +78,7 @@ def source(texts):
 
 def test_nothing_is_fetched_from_anywhere(source):
     assert not re.search(r"https?:|//[\w.]+\.|url\((?!#)|@import|<iframe|srcdoc", source)
-    for tag, attrs, _ in Page(source).found:
+    for tag, attrs, _ in Page(source).elements:
         assert not {"src", "srcset", "action", "data"} & attrs.keys(), (tag, attrs)
         assert attrs.get("href", "data:,") == "data:,"
     policy = Page(source).all("meta", **{"http-equiv": "Content-Security-Policy"})[0][0]["content"]
@@ -88,7 +90,7 @@ def test_text_of_a_model_is_text_never_markup(source, texts):
     assert len(page.all("script")) == 2
     assert not page.all("img")
     assert [text for _, text in page.all("b")] == ["bold"]  # the legend's own
-    assert not any(name.startswith("on") for _, attrs, _ in page.found for name in attrs)
+    assert not any(name.startswith("on") for _, attrs, _ in page.elements for name in attrs)
     shown = [text for _, text in page.tokens()]
     expected = [*EVIL[:7], "␛[2J␀", "↵\n", "·", "漢", "end", *texts[1].pieces]
     assert shown == expected

@@ -1,4 +1,4 @@
-"""The host store against a dictionary, under any order of writes and forgetting. Knows nothing of JAX."""
+"""The host store against a dictionary, under any order of writes and forgetting."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The record: its invariants, its slicing by token, its checks and its bytes. Knows nothing of JAX."""
+"""The record: its invariants, its slicing by token, its checks and its bytes."""
 
 import json
 import subprocess

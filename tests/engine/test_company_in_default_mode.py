@@ -39,7 +39,7 @@ def testbed(request):
         return Bench(opened.load(jnp.dtype(request.param)), **SIZES)
 
 
-def asked(index, temperature):
+def sampled_request(index, temperature):
     how = {"prompt_logprobs_from": 0} if index % 2 else {}
     return request(f"p{index}", GIVEN[index], 24, seed=index, temperature=temperature, **how)
 
@@ -50,7 +50,7 @@ def alone(testbed):
     for temperature in TEMPERATURES:
         for index in range(len(GIVEN)):
             drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
-            drive.run(asked(index, temperature))
+            drive.run(sampled_request(index, temperature))
             outputs[temperature] = outputs.get(temperature, {}) | exact_outputs(drive)
     return outputs
 
@@ -66,7 +66,7 @@ def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, 
         drive.run(*(request(f"warm{index}", GIVEN[index], 1) for index in order), check=False)
         drive.outputs.clear()
     meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
-    drive.run(*(asked(index, temperature) for index in order), before_step=meddle, check=False)
+    drive.run(*(sampled_request(index, temperature) for index in order), before_step=meddle, check=False)
     assert len(drive.outputs) == len(GIVEN)
     for rid, output in exact_outputs(drive).items():
         assert output == alone[temperature][rid], rid
@@ -83,7 +83,9 @@ def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(testbed, a
         for step in (3, 4, 9, 15, 16)
     }
     drive.run(
-        asked(index, temperature), before_step=lambda step: step in others and drive.add(others[step]), check=False
+        sampled_request(index, temperature),
+        before_step=lambda step: step in others and drive.add(others[step]),
+        check=False,
     )
     modes = {batch.mode for batch, _ in drive.log.forwards}
     assert len(drive.outputs) == 6 and len(modes) > 1, modes

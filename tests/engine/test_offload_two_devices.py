@@ -133,7 +133,7 @@ def weight_version(engine):
     return engine.components.core.runner.weight_version
 
 
-def exchange(engine, folder, version, *, donate):
+def swap_weights(engine, folder, version, *, donate):
     """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or
     from disk."""
     if not donate:
@@ -216,7 +216,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
             assert_same(ask(engine), undivided)
         gc.collect()  # what is left over of loading
         before = device_bytes()
-        exchange(engine, other, 5, donate=num_resident % 2 == 0)
+        swap_weights(engine, other, 5, donate=num_resident % 2 == 0)
         assert device_bytes() == before, "the accelerator holds residents and the rest once"
         with compile_events() as compiled:
             assert_served(engine, ask(engine), undivided_other, 5)
@@ -280,7 +280,7 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
     thread.start()
     try:
         for number in range(1, 5):
-            exchange(engine, (folder, other)[number % 2], version + number, donate=number > 2)
+            swap_weights(engine, (folder, other)[number % 2], version + number, donate=number > 2)
             assert_same(ask(engine), expected[number % 2])
             scores.append(engine.score(PROMPTS[0]))
     finally:

@@ -35,11 +35,11 @@ def test_every_instance_ends_with_its_expert_and_only_what_a_device_lacks_is_cop
     old, new, num_devices = case
     plan, own = plan_transfers(old, new, num_devices=num_devices), len(old) // num_devices
     np.testing.assert_array_equal(play(old, plan, num_devices), new)
-    lacking = [
+    copies_needed = [
         new[at] not in old[at // own * own : (at // own + 1) * own] for at in range(len(old)) if old[at] != new[at]
     ]
-    assert plan.num_copied == sum(lacking)
-    assert plan.num_rounds <= len(lacking) and plan.sent.shape == (len(old), num_devices)
+    assert plan.num_copied == sum(copies_needed)
+    assert plan.num_rounds <= len(copies_needed) and plan.sent.shape == (len(old), num_devices)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])

@@ -1,4 +1,4 @@
-"""A step's metadata crosses to the device as one int32 array and comes out bit for bit. Knows no model."""
+"""A step's metadata crosses to the device as one int32 array and comes out bit for bit."""
 
 import dataclasses
 

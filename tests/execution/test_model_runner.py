@@ -160,7 +160,7 @@ def test_what_was_read_is_not_touched_by_later_steps():
 
 @pytest.mark.parametrize("sampling_mode", list(SamplingMode), ids=lambda sampling_mode: sampling_mode.name)
 def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode):
-    telling = build(told=True, shapes=(EXTEND, DECODE))
+    telling = build(piggyback_rows=True, shapes=(EXTEND, DECODE))
     telling.compile()
     fed = [
         Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids))
@@ -197,7 +197,7 @@ def test_the_table_of_programs_is_what_is_compiled():
 
 
 def test_steps_whose_rows_are_told_have_samplers_of_their_own():
-    runner = build(told=True)
+    runner = build(piggyback_rows=True)
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
         ("sample", EXTEND.num_requests, row_words, sampling_mode)

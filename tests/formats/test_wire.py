@@ -1,5 +1,4 @@
-"""Wire forms: the worked example to the byte, every form back to the same record, and what is refused. Knows nothing of
-HTTP."""
+"""Wire forms: the worked example to the byte, every form back to the same record, and what is refused."""
 
 import base64
 import io

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from layers.test_moe import random_call, silu, with_rows
-from layers.test_native_layer_stack import given
+from layers.test_native_layer_stack import build_case
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.layer_stack import StackOffsets, StepInputs
@@ -122,7 +122,7 @@ class Served:
     def __init__(self, dtype, hidden, width, experts=6):
         rng, self.case = (
             np.random.default_rng(6),
-            given(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20),
+            build_case(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20),
         )
         pages = 1 + ROWS * self.WIDTH
         self.table = 1 + np.arange(ROWS * self.WIDTH).reshape(ROWS, self.WIDTH)
@@ -164,7 +164,7 @@ class Served:
         columns = [bits(out[0]), bits(out[1]), np.asarray(out[3])[2:].T]
         return [[column[begin:end] for column in columns] for begin, end in itertools.pairwise(ends)], out[2]
 
-    def kept(self, pool, request):
+    def pages_written(self, pool, request):
         """Keys and values of a request, in both layers."""
         return bits(pool).reshape(2, self.num_pages, -1)[:, self.table[request]]
 
@@ -183,7 +183,7 @@ def test_a_request_of_a_run_is_its_own(case):
     run, rng = served(case), np.random.default_rng(7)
     tokens = [(request, request % 40, 1) for request in range(ROWS)]
     expected, pool = run.step(tokens)
-    pages = [run.kept(pool, request) for request in range(ROWS)]
+    pages = [run.pages_written(pool, request) for request in range(ROWS)]
     for count, rows in zip(COUNTS, groups(), strict=True):
         chunks = [tokens[row] for row in rows]
         if count <= 20:
@@ -194,7 +194,7 @@ def test_a_request_of_a_run_is_its_own(case):
             if number == 1:
                 for actual, alone in zip(outs, expected[request], strict=True):
                     np.testing.assert_array_equal(actual, alone)
-                np.testing.assert_array_equal(run.kept(pool, request), pages[request])
+                np.testing.assert_array_equal(run.pages_written(pool, request), pages[request])
 
 
 @pytest.mark.parametrize("case", RUNS, ids=str)
@@ -202,7 +202,7 @@ def test_how_a_prompt_is_cut_changes_no_bit(case):
     """Few queries of a request meet its keys in another loop than many, and few rows the weights."""
     run, length = served(case), 45
     (whole,), pool = run.step([(9, 0, length)])
-    pages = run.kept(pool, 9)
+    pages = run.pages_written(pool, 9)
     for cuts in ((20, 25), (9, 8, 7, 21), (1, 44), (44, 1), (2, 3, 4, 5, 6, 25), (1,) * length):
         pool, start, parts = None, 0, []
         for count in cuts:
@@ -211,7 +211,7 @@ def test_how_a_prompt_is_cut_changes_no_bit(case):
             start += count
         for actual, expected in zip(zip(*parts, strict=True), whole, strict=True):
             np.testing.assert_array_equal(np.concatenate(actual), expected)
-        np.testing.assert_array_equal(run.kept(pool, 9), pages)
+        np.testing.assert_array_equal(run.pages_written(pool, 9), pages)
 
 
 def everything():

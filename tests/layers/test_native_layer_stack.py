@@ -103,7 +103,7 @@ class Given:
         return jax.block_until_ready(jax.jit(case.call)(case.x, case.pool, case.block))
 
 
-def given(
+def build_case(
     *, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, dim=8, num_tokens=24, num_requests=5
 ):
     """Two requests in a padded step, over the pool of two layers."""
@@ -146,7 +146,7 @@ def given(
 
 
 def test_padding_is_left_out_and_changes_nothing():
-    case = given()
+    case = build_case()
     real = int(np.sum(case.step.valid))
     assert real == 8
     stream, normed, pool, block = case.run()
@@ -163,7 +163,7 @@ def test_padding_is_left_out_and_changes_nothing():
 
 
 def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
-    narrow, wide = given(num_tokens=8, num_requests=2), given(num_tokens=40, num_requests=6)
+    narrow, wide = build_case(num_tokens=8, num_requests=2), build_case(num_tokens=40, num_requests=6)
     shared = {"arrays": narrow.arrays, "pool": narrow.pool, "x": wide.x.at[:8].set(narrow.x)}
     table = wide.attend.batch.page_table.at[:2].set(narrow.attend.batch.page_table)
     attend = dataclasses.replace(wide.attend, batch=dataclasses.replace(wide.attend.batch, page_table=table))
@@ -176,7 +176,7 @@ def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
 
 def test_a_run_is_updated_in_place():
     """The pool is neither copied nor kept twice: its output is its input, and temporaries are smaller than it."""
-    case = given()
+    case = build_case()
     pool = jnp.tile(case.pool, (20, 1, 1, 1))
     compiled = jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, pool, case.block).compile()
     memory = compiled.memory_analysis()
@@ -191,7 +191,7 @@ def routing(case, ids, valid=True):
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_its_own_rows_and_no_rows_give_the_live_run_by_a_bit(renormalize):
-    case = given()
+    case = build_case()
     case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, renormalize=renormalize))
     live = case.run()
     own = np.asarray(live[3])[2:].reshape(2, 2, -1).swapaxes(1, 2)  # [layers, N, K]; padding holds what no router gives
@@ -206,7 +206,7 @@ def test_its_own_rows_and_no_rows_give_the_live_run_by_a_bit(renormalize):
 
 
 def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
-    case = given()
+    case = build_case()
     wrong = np.zeros((2, case.x.shape[0], 2), np.uint8) + np.array([0, 5], np.uint8)
     with pytest.raises(jax.errors.JaxRuntimeError, match="names an expert that does not exist"):
         case.run(routed=routing(case, wrong))
@@ -227,7 +227,7 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
-    case = given()
+    case = build_case()
     attend = case.attend
     for name, new in change.get("arrays", {}).items():
         old = getattr(case.arrays, name)
@@ -251,7 +251,7 @@ def test_laws_that_it_does_not_know_go_layer_by_layer():
 
 def test_many_runs_one_after_another_are_all_the_same():
     """Helpers come late, leave late and meet loops of every length: whatever they do, each item is run once."""
-    case = given(num_tokens=24)
+    case = build_case(num_tokens=24)
     first = case.run()
     run = jax.jit(case.call)
     for _ in range(300):
@@ -260,7 +260,7 @@ def test_many_runs_one_after_another_are_all_the_same():
 
 
 def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
-    case = given(num_tokens=512)
+    case = build_case(num_tokens=512)
     memory = (
         jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, case.pool, case.block).compile().memory_analysis()
     )
@@ -268,7 +268,7 @@ def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
 
 
 def test_runs_at_once_have_memory_of_their_own():
-    cases = [given(num_tokens=size, hidden=hidden) for size, hidden in ((24, 40), (400, 40), (24, 56), (100, 24))]
+    cases = [build_case(num_tokens=size, hidden=hidden) for size, hidden in ((24, 40), (400, 40), (24, 56), (100, 24))]
     expected = [case.run() for case in cases]
 
     def many(case, mine):

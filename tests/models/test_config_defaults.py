@@ -17,15 +17,15 @@ SHOWN_BY_TENSORS = {"head_dim", "num_key_value_heads", "q_lora_rank", "num_nextn
 NAMES = [name for name in CASES if name != "BailingMoeV2"]  # transformers has no config of it
 
 
-class Watched(dict):
+class RecordingDict(dict):
     """Notes which keys are asked for."""
 
     def __init__(self, values):
         super().__init__(values)
-        self.asked = set()
+        self.keys_read = set()
 
     def get(self, key, default=None):
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
 
@@ -47,10 +47,10 @@ def read(family, values):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
     kind, values, family = build_config(name)
-    watched = Watched(values)
-    assert read(family, watched) is not None
+    recording = RecordingDict(values)
+    assert read(family, recording) is not None
     checked = 0
-    for key in sorted(watched.asked - SHOWN_BY_TENSORS):
+    for key in sorted(recording.keys_read - SHOWN_BY_TENSORS):
         without = {other: value for other, value in values.items() if other != key}
         parsed = read(family, without)
         default = json.loads(kind.from_dict(dict(without)).to_json_string()).get(key)

@@ -1,5 +1,4 @@
-"""Qwen3-MoE over a whole sequence in NumPy float64, from the tensors of a checkpoint. Knows nothing of JAX, pages or
-batches.
+"""Qwen3-MoE over a whole sequence in NumPy float64, from the tensors of a checkpoint.
 
 Shares no code with the package. Rows can be forced, so that a run can be compared teacher-forced: what one near tie
 changed is then not counted against the tokens that follow. Dims: S tokens, M MoE layers, K experts per token, E

@@ -1,4 +1,4 @@
-"""The margin rule: where routing may differ from the oracle's, and by how little. Knows nothing of engines.
+"""The margin rule: where routing may differ from the oracle's, and by how little.
 
 Compared teacher-forced: at the first token that differs, the first layer that does must be a near tie, every slot
 holding an expert whose score is next to the one that the oracle put there. Then the oracle is given the captured row,

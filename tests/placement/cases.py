@@ -1,4 +1,4 @@
-"""Loads and slow oracles for the tests of placement/: plain loops, and every placement there is. Knows no test."""
+"""Loads and slow oracles for the tests of placement/: plain loops, and every placement there is."""
 
 import itertools
 

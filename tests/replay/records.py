@@ -1,4 +1,4 @@
-"""Records of random routes for tests of the training side. Knows no test."""
+"""Records of random routes for tests of the training side."""
 
 import numpy as np
 

@@ -52,7 +52,7 @@ class World:
         self._tokens = jnp.asarray(
             [[*prompt, *result["output_ids"]] for prompt, result in zip(prompts, results, strict=True)], jnp.int32
         )
-        self._said = np.array(
+        self._sampled_logprobs = np.array(
             [[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results]
         )
         self._score = jax.jit(self._traced)
@@ -74,8 +74,8 @@ class World:
 
     def judge_batch(self, routed):
         token_logprobs, missed, value = self._score(self._state, routed)
-        mask = np.ones(self._said.shape, bool)
-        report = mismatch_report(self._said, np.asarray(token_logprobs)[:, PROMPT_LEN - 1 :], mask)
+        mask = np.ones(self._sampled_logprobs.shape, bool)
+        report = mismatch_report(self._sampled_logprobs, np.asarray(token_logprobs)[:, PROMPT_LEN - 1 :], mask)
         if routed is None:
             return report, None
         same = np.full(routed.valid.shape, -1.0)

@@ -1,4 +1,4 @@
-"""Which pages a request holds: admission, growth, sharing, release. Knows no policy."""
+"""Which pages a request holds: admission, growth, sharing, release."""
 
 import numpy as np
 

@@ -25,7 +25,7 @@ class Elements(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.loads, self.handlers, self.tags, self.ids, self.kept, self.unlabelled = [], [], [], [], [], []
+        self.loads, self.handlers, self.tags, self.ids, self.stored_fields, self.unlabelled = [], [], [], [], [], []
         self._open_labels = 0
 
     def handle_starttag(self, tag, attributes):
@@ -35,7 +35,7 @@ class Elements(HTMLParser):
         if tag in ("input", "textarea", "select") and not self._open_labels and "aria-label" not in names:
             self.unlabelled.append(names)
         if "data-keep" in names:
-            self.kept.append(names.get("id", names.get("name")))
+            self.stored_fields.append(names.get("id", names.get("name")))
         for name, value in attributes:
             if name in ("src", "href", "action", "data", "poster", "srcset"):
                 self.loads.append((tag, value))
@@ -91,8 +91,10 @@ def test_both_themes_and_still_pictures_are_offered():
 
 
 def test_a_key_is_never_stored(page):
-    assert {"prompt", "prompt2", "tokens", "temperature", "topp", "seed", "seed2", "compare", "mode"} <= set(page.kept)
-    assert "key" not in page.kept
+    assert {"prompt", "prompt2", "tokens", "temperature", "topp", "seed", "seed2", "compare", "mode"} <= set(
+        page.stored_fields
+    )
+    assert "key" not in page.stored_fields
     assert len(re.findall("sessionStorage|localStorage", SCRIPT)) == 4  # form and theme: read, written
     assert not re.search(r"(?:session|local)Storage\.", SCRIPT.replace("window[area]", ""))
 

@@ -1,5 +1,5 @@
 """Random checkpoints of any family, written from its own table of names: no oracle, for tests that compare the engine
-with itself. Weights are wide and routers wider, so that routing differs by token. Knows no engine."""
+with itself. Weights are wide and routers wider, so that routing differs by token."""
 
 import json
 from pathlib import Path

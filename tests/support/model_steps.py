@@ -1,5 +1,4 @@
-"""Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings. Knows no
-runner."""
+"""Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings."""
 
 import functools
 

@@ -1,5 +1,4 @@
-"""A device in NumPy: runs the batches of a scheduler with a rule instead of a model. Knows nothing of JAX, nor of
-policy.
+"""A device in NumPy: runs the batches of a scheduler with a rule instead of a model.
 
 Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through
 its page table, so one page that is wrong, shared wrongly or overwritten changes what is said; the rule itself needs no

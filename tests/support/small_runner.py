@@ -1,4 +1,4 @@
-"""A compiled ModelRunner of the tiny MoE, and steps written out by hand for it. Knows no scheduler and no prefix cache.
+"""A compiled ModelRunner of the tiny MoE, and steps written out by hand for it.
 
 Pages are the test's own choice: what a request has fed must stand in the pages that its rows name. Dims: N, B, W as in
 ForwardBatch."""
@@ -44,7 +44,7 @@ def oracle():
     return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 
 
-def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False, model=None):
+def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggyback_rows=False, model=None):
     """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their
     tokens."""
     model = model or build_model(tiny_config(), tiny_tensors(tiny_config()))
@@ -66,7 +66,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=Fal
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,
-        piggyback_row_words=config.capture_spec.row_words if told else 0,
+        piggyback_row_words=config.capture_spec.row_words if piggyback_rows else 0,
     )
     return ModelRunner(
         state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""Compile with the real TPU compiler on a machine that has no TPU. Knows nothing of the engine.
+"""Compile with the real TPU compiler on a machine that has no TPU.
 
 Proves that a program lowers, that it fits in VMEM and HBM and that pools are updated in place; proves no values and no
 times, as the executable cannot run. Arguments are `jax.ShapeDtypeStruct`: nothing is allocated. Run under
