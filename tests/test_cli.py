@@ -68,7 +68,7 @@ def assert_refused(code, err, *, lines=3):
     assert err.startswith("routed-experts")
 
 
-def test_nothing_said_leaves_every_field_to_its_default():
+def test_no_flags_leave_every_field_at_its_default():
     assert parse() == {}
 
 
@@ -153,7 +153,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
     assert "nowhere" in done.stderr
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_engine_starts(tmp_path):
+def test_an_output_that_cannot_be_written_is_reported_before_the_engine_starts(tmp_path):
     done = run("generate", str(tmp_path / "model"), "--prompt", "a", "--output", str(tmp_path / "no" / "folder.jsonl"))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -203,7 +203,7 @@ def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
     assert whole == f"loading [{'#' * 30}] 3.00 of 3.00 GB\n"
 
 
-def test_the_engine_tells_how_far_loading_is():
+def test_the_engine_reports_loading_progress():
     calls = []
     sizes = dict(
         precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True

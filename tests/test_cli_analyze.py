@@ -62,7 +62,7 @@ def test_stats_are_those_of_a_loop(files, records, capsys):
         assert stats["std / mean"][layer] == pytest.approx(np.std(shares) / np.mean(shares))
 
 
-def test_tables_and_csv_tell_the_same(files, capsys):
+def test_tables_and_csv_give_the_same_numbers(files, capsys):
     _, out, _ = run(capsys, "stats", files / "out.jsonl", "--csv")
     rows = list(csv.DictReader(out.splitlines()))
     _, printed, _ = run(capsys, "stats", files / "out.jsonl", "--json")
@@ -121,7 +121,7 @@ def test_pictures_and_pages_are_written(files, capsys, tmp_path):
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
-def test_what_is_wrong_is_said(files, capsys, tmp_path):
+def test_errors_name_what_is_wrong(files, capsys, tmp_path):
     out = files / "out.jsonl"
     (tmp_path / "bare.jsonl").write_text('{"text": "no rows"}\n')
     for argv, words in (

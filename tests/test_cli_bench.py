@@ -56,7 +56,7 @@ def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys,
     assert code_without_key == 2 and "401" in err
 
 
-def test_a_start_tells_its_phases(tmp_path):
+def test_a_start_reports_its_phases(tmp_path):
     """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep
     them."""
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path

@@ -221,7 +221,7 @@ def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
         assert np.array_equal(parts["mask"], mask) and np.array_equal(parts["layer_2"], layers[2])
 
 
-def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
+def test_convert_names_what_is_wrong(answers, capsys, tmp_path):
     folder, _ = answers
     (tmp_path / "no.json").write_text("{", encoding="utf-8")
     for source, target, flags, code in (

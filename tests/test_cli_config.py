@@ -41,7 +41,7 @@ def typed(*words):
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
-def test_a_file_says_what_the_same_flags_say(tmp_path, name):
+def test_a_file_equals_the_same_flags(tmp_path, name):
     values = {key: [int(number) for number in value.split()] if " " in value else value for key, value in TYPED.items()}
     words = [word for key, value in TYPED.items() for word in (f"--{key}", *value.split())]
     expected = typed("MODEL", *words, *(f"--{switch}" for switch in SWITCHES))

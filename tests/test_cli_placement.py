@@ -112,7 +112,7 @@ def test_a_picture_is_written(files, capsys, tmp_path):
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
-def test_what_is_wrong_is_said(files, capsys, tmp_path):
+def test_errors_name_what_is_wrong(files, capsys, tmp_path):
     out = files / "out.jsonl"
     (tmp_path / "bare.jsonl").write_text('{"text": "no rows"}\n')
     (tmp_path / "cut.jsonl").write_text((out.read_text())[:50])
@@ -150,14 +150,14 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         assert code == 2 and words in err and len(err.splitlines()) <= 3, (argv, err)
 
 
-def test_residents_may_be_told_to_follow_the_load():
+def test_residency_may_be_adaptive():
     options = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
     assert expert_args(options) == ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
     with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
 
 
-def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
+def test_a_saved_plan_reaches_the_engine_config(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
     config = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
     assert config.num_resident == 5
@@ -176,7 +176,7 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
 
 
-def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
+def test_a_saved_placement_reaches_the_engine_config(files, capsys, tmp_path):
     """By its file alone, and with how it is to be served."""
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     argv = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]

@@ -73,7 +73,7 @@ def test_shapes_follow_the_row_law(shown):
         assert recorded == (rows, str(int(layers) - 1), top_k)
 
 
-def test_the_replay_gives_back_what_the_engine_said_and_the_check_can_fail(shown):
+def test_the_replay_equals_the_engines_output_and_the_check_can_fail(shown):
     gap = re.search(r"replay max \|Δ logprob\| = (\S+) .* ok$", shown[1], re.MULTILINE)
     shifted = re.search(r"rows shifted by one token: max \|Δ logprob\| = (\S+) .* ok$", shown[1], re.MULTILINE)
     assert float(gap[1]) < 1e-4

@@ -104,7 +104,7 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(answer, tmp_path, eng
             export()
 
 
-def test_generate_tells_a_disk_that_is_full_only_at_the_end(tmp_path, monkeypatch, capsys):
+def test_generate_reports_a_full_disk_at_the_end(tmp_path, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -39,5 +39,5 @@ def test_every_entry_of_the_index_exists():
 @pytest.mark.parametrize(
     "entry", ["memory/test_no_such_file.py", "test_index.py::test_no_such_test", "test_index.py::missing"]
 )
-def test_an_entry_that_names_nothing_is_found(entry):
+def test_an_entry_that_names_nothing_is_detected(entry):
     assert missing(names_in(f"| x | `{entry}` |")) != []

@@ -270,5 +270,5 @@ def test_tests_do_not_sleep_or_mock():
 
 
 @pytest.mark.parametrize("snippet", TEST_RULE.trips)
-def test_a_sleep_or_a_mock_in_a_test_is_found(snippet):
+def test_a_sleep_or_a_mock_in_a_test_is_detected(snippet):
     assert findings(TEST_RULE, [parse(snippet, "test_example.py")])

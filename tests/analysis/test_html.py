@@ -111,7 +111,7 @@ def test_tokens_wear_the_colour_of_their_first_expert(source, texts):
 
 
 @pytest.mark.parametrize("experts", [7, 300])
-def test_the_script_is_given_the_ids_of_the_records(experts):
+def test_the_script_contains_the_ids_of_the_records(experts):
     texts = [
         build_text("abcdef", 3, experts=experts),
         build_text("abc", 4, experts=experts, start=0, valid=np.array([False, True])),
@@ -142,6 +142,6 @@ def test_cells_of_the_heat_map_show_the_utilization_on_one_scale(source, texts):
     assert "T = 6 rows of prompts and 7 of generated tokens" in source
 
 
-def test_a_text_without_generated_rows_says_that_nothing_is_known():
+def test_a_text_without_generated_rows_is_shown_as_unknown():
     page = Page(routing_page([build_text("abc", prompt=2)], title="t"))
     assert [attrs["fill"] for attrs, _ in page.all("rect", **{"class": "cell"})].count("var(--none)") == 21

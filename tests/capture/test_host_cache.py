@@ -152,7 +152,7 @@ def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_expert
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16])
-def test_a_step_that_lacks_rows_is_found_beside_one_that_is_padded(dtype):
+def test_a_step_that_lacks_rows_is_detected_beside_a_padded_one(dtype):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.append(np.arange(4), np.zeros((6, 4), dtype), 0)
     cache.append(np.arange(4, 8), np.zeros((2, 4), dtype), 0)
@@ -206,7 +206,7 @@ def test_ids_of_no_expert_are_refused_before_a_record_leaves(rows):
         cache.gather(np.arange(2))
 
 
-def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():
+def test_the_padding_of_a_step_is_freed_before_its_rows_are_counted():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.append(np.arange(2), np.zeros((64, 4), np.uint16), 0)
     cache.flush()

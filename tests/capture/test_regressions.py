@@ -153,7 +153,7 @@ def test_retracted_and_aborted_requests_keep_their_rows(testbed):
 # --- prefix hit without rows: keys and values are known, rows are not
 
 
-def test_reader_asks_where_writer_did_not(testbed):
+def test_reader_checks_what_the_writer_did_not(testbed):
     drive, prompt = testbed.drive(), random_prompt(make_rng(5), 40)
     drive.run(request("writer", prompt, 8, asks=False))
     drive.run(request("reader", prompt, 8))
@@ -262,7 +262,7 @@ def test_prefill_longer_than_any_bucket_is_captured(testbed, length):
     assert assert_all_faithful(drive) == length + 3 + 8
 
 
-def test_prefill_longer_than_the_context_is_refused_at_the_door(engine):
+def test_prefill_longer_than_the_context_is_refused_by_validation(engine):
     with pytest.raises(PromptTooLongError, match="96"):
         engine.generate(input_ids=[1] * 96, return_routed_experts=True)
     with pytest.raises(PromptTooLongError, match="at most 6"):

@@ -177,7 +177,7 @@ def test_off_compiles_to_the_program_that_never_heard_of_it():
     assert jax.jit(step).lower(*arguments).as_text() == jax.jit(plain).lower(*arguments).as_text()
 
 
-def test_off_drops_what_is_reported_and_refuses_what_is_asked():
+def test_off_drops_reported_counts_and_refuses_requests_for_them():
     off = RoutedExpertsCapturer.create(None, num_slots=32, page_size=PAGE_SIZE, enable=False)
     off.on_pages_allocated(np.array([1]))
     off.on_forward_end(SLOTS, token_rows(range(6)), 0)
@@ -203,7 +203,7 @@ def test_bytes_are_those_of_the_arrays():
     assert capturer.host_bytes() == 32 * (4 + 4)
 
 
-def test_rows_outside_held_pages_are_found():
+def test_rows_outside_held_pages_are_detected():
     capturer = build_capturer()
     fed(capturer, SLOTS, range(6))
     assert capturer.check_integrity(SLOTS) == []
@@ -212,7 +212,7 @@ def test_rows_outside_held_pages_are_found():
     assert "1 of 6" in violation.detail
 
 
-def test_the_door_for_scripts_opens_on_nothing_until_it_is_set():
+def test_the_cors_header_is_absent_until_it_is_set():
     def script():
         assert not get_global_experts_capturer().enabled
         capturer = build_capturer()

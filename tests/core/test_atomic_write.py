@@ -39,7 +39,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
         assert (names(tmp_path), target.read_text()) == (["a.json"], "old")
 
 
-def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
+def test_the_error_names_the_file_the_cause_and_the_remedy(tmp_path):
     with pytest.raises(WriteError) as caught:
         fail(tmp_path / "a.json", OSError(errno.ENOSPC, "No space left on device"))
     message = str(caught.value)
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch):
     assert (names(tmp_path), target.read_text()) == (["a.json"], "new")
 
 
-def test_what_finds_no_place_is_kept_and_named(tmp_path, monkeypatch):
+def test_fields_without_a_layout_slot_are_retained_and_named(tmp_path, monkeypatch):
     refuse_renames(monkeypatch, errno.EACCES)
     with pytest.raises(WriteError) as caught, atomic_write(tmp_path / "a.json") as part:
         part.write_text("new")
@@ -149,7 +149,7 @@ def test_a_secret_is_secret_while_it_is_written(tmp_path):
         assert stat.S_IMODE(part.stat().st_mode) == 0o600
 
 
-def test_the_suffix_is_that_of_the_name_that_was_given(tmp_path):
+def test_the_suffix_is_that_of_the_given_name(tmp_path):
     (tmp_path / "real.png").touch()
     (tmp_path / "link.svg").symlink_to(tmp_path / "real.png")
     with atomic_write(tmp_path / "link.svg") as part:

@@ -84,6 +84,6 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
         (lambda: parse_load("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),
     ],
 )
-def test_what_cannot_be_chosen_from_says_so(wrong, match):
+def test_invalid_candidates_raise(wrong, match):
     with pytest.raises(ConfigError, match=match):
         wrong()

@@ -26,7 +26,7 @@ def test_the_nearest_name_is_within_two_edits(name: object, nearest: str | None)
     assert nearest_name(name, KNOWN) == nearest
 
 
-def test_a_suggestion_names_the_nearest_or_says_what_there_is() -> None:
+def test_a_suggestion_names_the_nearest_or_lists_all() -> None:
     assert suggestion("stpo", KNOWN) == "did you mean stop?"
     assert suggestion("zzzz", KNOWN) == "known are max_tokens, stop, seed, n, port"
     assert suggestion("zzzz", KNOWN, otherwise="leave it out") == "leave it out"

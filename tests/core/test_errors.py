@@ -14,6 +14,6 @@ def test_an_error_is_renamed_in_its_slot_alone(kind):
     assert (type(renamed), renamed.param, renamed.code) == (kind, "request_id", "of_its_own")
 
 
-def test_a_message_without_a_slot_is_kept():
+def test_a_message_without_a_slot_is_unchanged():
     error = InvalidRequestError("send either text or ids of text", param="text").renamed("prompt")
     assert (str(error), error.param) == ("send either text or ids of text", "prompt")

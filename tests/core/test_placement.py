@@ -206,7 +206,7 @@ def test_a_wrong_residency_map_is_refused_by_name(name):
         make()
 
 
-def test_plans_come_back_from_files(tmp_path):
+def test_plans_round_trip_through_files(tmp_path):
     placement = ExpertPlacement.from_instances(
         np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7
     )

@@ -99,7 +99,7 @@ def test_an_engine_that_records_nothing_has_no_counts():
         off.routing_stats()
 
 
-def test_statistics_come_back_from_a_file(tmp_path):
+def test_statistics_round_trip_through_a_file(tmp_path):
     stats = RoutingStats.from_records(some_records(), window_tokens=16)
     stats.save(tmp_path / "stats.npz")
     read = RoutingStats.read(tmp_path / "stats.npz")
@@ -164,7 +164,7 @@ def test_wide_ids_are_counted_too():
     )
 
 
-def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkeypatch):
+def test_a_worker_counts_what_is_enqueued_and_detects_an_id_too_large(monkeypatch):
     monkeypatch.setattr(expert_counts, "_CHUNK_IDS", 40)
     rng, counts = np.random.default_rng(0), ExpertCounts(SPEC)
     expected = np.zeros((2, 3, 16), np.int64)

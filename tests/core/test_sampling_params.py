@@ -69,7 +69,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("field", "value"), [(field, value) for field, values in GOOD for value in values], ids=short_repr
 )
-def test_good_values_are_kept_and_resolve(field: str, value: object) -> None:
+def test_good_values_are_unchanged_and_resolve(field: str, value: object) -> None:
     params = SamplingParams.from_dict({field: value})
     assert dataclasses.replace(SamplingParams(), **{field: value}) == params
     params.resolve()
@@ -87,7 +87,7 @@ def test_bad_values_are_refused_by_name_in_one_short_line(field: str, value: obj
         assert len(str(caught.value)) <= 400 and "\n" not in str(caught.value)
 
 
-def test_an_error_says_what_came_what_was_wanted_and_what_to_do() -> None:
+def test_an_error_names_the_value_the_expected_value_and_the_fix() -> None:
     with pytest.raises(
         InvalidRequestError, match=r"^max_tokens is 0, but must be an integer in 1\.\.2147483647; .*ask for 1 token"
     ):
@@ -151,7 +151,7 @@ def test_what_is_not_a_dict_is_refused(values: object) -> None:
         SamplingParams.from_dict(values)
 
 
-def test_null_is_absent_and_nothing_set_is_nothing_said() -> None:
+def test_null_means_unset() -> None:
     assert SamplingParams.from_dict(dict.fromkeys([*FIELDS, *ALIASES])) == SamplingParams()
     assert all(value is None for value in dataclasses.asdict(SamplingParams()).values())
     assert len(FIELDS) <= 25
@@ -180,7 +180,7 @@ def test_resolve_fills_every_unset_value_with_a_neutral_one() -> None:
     assert resolved.logprobs is None and resolved.prompt_logprobs is None
 
 
-def test_resolve_keeps_what_was_said_in_plain_types() -> None:
+def test_resolve_keeps_values_as_plain_types() -> None:
     kwargs = {"temperature": 1, "top_k": -1, "seed": np.int64(2**40 + 3), "stop": "end", "max_tokens": 9, "logprobs": 0}
     params = SamplingParams(**kwargs, stop_token_ids=[np.int32(4)], logit_bias={5: 1})
     resolved = params.resolve(default_max_tokens=16, default_seed=42)
@@ -198,7 +198,7 @@ def test_resolve_keeps_what_was_said_in_plain_types() -> None:
     assert resolved.logit_bias == ((5, 1.0),) and type(resolved.logit_bias[0][1]) is float
 
 
-def test_a_false_value_is_said_not_unset() -> None:
+def test_a_false_value_is_not_unset() -> None:
     resolved = SamplingParams(temperature=0, skip_special_tokens=False, detokenize=False, seed=0).resolve(
         default_seed=9
     )

@@ -31,7 +31,7 @@ def test_text_of_a_model_cannot_steer_the_terminal_or_use_the_markup_of_rich():
     assert "no row" in written
 
 
-def test_a_load_without_a_known_row_is_told_as_such():
+def test_a_load_without_a_known_row_is_shown_as_such():
     stream = io.StringIO()
     Screen(stream).loads([random_record(rows=2, valid=np.zeros(2, bool))])
     assert "nan" in stream.getvalue()

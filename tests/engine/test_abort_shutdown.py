@@ -93,7 +93,7 @@ LONG_PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 313,
 
 @pytest.mark.parametrize("start", [0, 40, 100])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 9, 30])
-def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps, start):
+def test_an_abort_at_any_step_keeps_the_output_and_its_rows(engine, num_steps, start):
     """Queued, in each chunk of the prefill, at the first token, in decode: with the next step always in flight."""
     engine.flush_cache()
     kwargs = {"input_ids": LONG_PROMPT, "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
@@ -234,7 +234,7 @@ def test_abort_all_ends_everything_and_keeps_rows(engine):
     assert_idle(engine)
 
 
-def test_abort_says_what_it_ends(engine):
+def test_abort_requires_what_it_ends(engine):
     for kwargs in ({}, {"rid": "x", "abort_all": True}):
         with pytest.raises(InvalidRequestError, match="give one of them"):
             engine.abort(**kwargs)

@@ -110,7 +110,7 @@ def test_text_that_only_looks_empty_is_a_prompt(engine, text):
     assert len(engine.generate(text, GREEDY, max_new_tokens=2)["output_ids"]) == 2
 
 
-def test_what_does_not_fit_the_context_says_what_does(engine):
+def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
     assert "the context of 512" in refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
     assert "the context of 512" in refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
     assert "at most 509" in refused(
@@ -189,7 +189,7 @@ def test_stops_and_biases_are_of_this_model_and_few(engine, field, value):
     refused(engine, prompt="a", sampling_params={field: value}, param=field)
 
 
-def test_min_tokens_fits_below_max_tokens_whoever_chose_that(engine):
+def test_min_tokens_fits_below_max_tokens_from_any_source(engine):
     refused(engine, prompt="a", sampling_params={"min_tokens": 9, "max_tokens": 8}, param="min_tokens")
     assert "128" in refused(engine, prompt="a", sampling_params={"min_tokens": 129}, param="min_tokens")
     refused(engine, input_ids=[1] * 500, sampling_params={"min_tokens": 13}, param="min_tokens")
@@ -228,7 +228,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("field", "value"), CALLS, ids=str)
-def test_what_a_call_says_beside_its_parameters_is_checked(engine, field, value):
+def test_call_arguments_beside_sampling_parameters_are_checked(engine, field, value):
     refused(engine, **({"input_ids": [1, 2, 3, 4, 5, 6, 7], field: value}), param=field)
 
 
@@ -276,7 +276,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("kwargs", "code"), ROWS, ids=str)
-def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, kwargs, code):
+def test_routing_options_that_cannot_be_met_are_refused(engine, kwargs, code):
     refused(engine, input_ids=[1, 2, 3], return_routed_experts=True, **kwargs, code=code)
 
 
@@ -294,7 +294,7 @@ def test_start_at_the_end_of_the_prompt_gives_the_generated_rows_alone(engine):
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, [True], b"x"], ids=str)
-def test_rows_are_asked_for_with_true_or_false(engine, value):
+def test_rows_are_requested_with_true_or_false(engine, value):
     refused(engine, prompt="a", return_routed_experts=value, param="return_routed_experts")
     refused(engine, prompt="a", sampling_params={"return_routed_experts": value}, param="return_routed_experts")
 
@@ -322,7 +322,7 @@ def test_words_about_rows_mean_nothing_without_asking_for_them(engine):
 # --- beside others
 
 
-def test_a_request_beside_a_hundred_bad_ones_does_not_notice(engine):
+def test_a_hundred_refused_requests_do_not_change_a_running_one(engine):
     expected = engine.generate("once upon a time", GREEDY, max_new_tokens=150)["output_ids"]
     stream = engine.generate("once upon a time", GREEDY, max_new_tokens=150, stream=True)
     accepted = engine.get_server_info()["requests_accepted"]

@@ -57,7 +57,7 @@ def alone(testbed):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, temperature):
+def test_each_sequence_in_a_batch_equals_itself_alone(testbed, alone, cell, temperature):
     drive = testbed.drive(
         max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
     )
@@ -74,7 +74,7 @@ def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("index", [1, 4])
-def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(testbed, alone, index, temperature):
+def test_a_repeated_call_is_the_same_while_other_prompts_arrive(testbed, alone, index, temperature):
     """Some of its steps hold prompts, and in some every request has one token: neither may round otherwise."""
     rng = np.random.default_rng(6)
     drive = testbed.drive(disable_radix_cache=True)

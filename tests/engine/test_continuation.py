@@ -54,7 +54,7 @@ def test_no_row_is_wrong_after_any_event(testbed, event):
     assert run_event(ScheduleSetup(testbed.bench, VOCAB_SIZE, other_weights), event) > 50
 
 
-def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
+def test_a_continued_rollout_equals_an_uninterrupted_one(tmp_path):
     """By the door: noise depends on seed and position alone, so the parts join to the whole, tokens and rows."""
     folder = write_tiny_checkpoint(tmp_path)
     prompt = np.random.default_rng(8).integers(3, 313, 25).tolist()

@@ -129,7 +129,7 @@ def test_a_resume_without_a_pause_is_nothing_and_a_mode_must_be_named(engine):
     assert engine.paused is None
 
 
-def test_shutdown_ends_a_pause_and_those_who_wait_for_it(tmp_path):
+def test_shutdown_ends_a_pause_and_its_waiters(tmp_path):
     engine = Engine(str(write_tiny_checkpoint(tmp_path)), enable_return_routed_experts=True, **SMALL)
     calls = begun(engine, PROMPT, max_tokens=400)
     engine.pause(mode="in_place")
@@ -197,7 +197,7 @@ def test_weights_in_every_form_serve_the_next_request(engine, form):
 @pytest.mark.parametrize(
     ("mode", "cache"), [("in_place", "keep"), ("in_place", "flush"), ("retract", "flush"), ("retract", "keep")]
 )
-def test_a_request_that_lives_through_an_update_says_which_weights_made_its_rows(engine, mode, cache):
+def test_a_request_across_an_update_names_the_weights_of_its_rows(engine, mode, cache):
     old = next_version(engine) - 1
     calls = begun(engine, PROMPT, max_tokens=300)
     engine.pause(mode=mode)
@@ -272,7 +272,7 @@ def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released
         engine.update_weights({}, version=next_version(engine), donate="yes")
 
 
-def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promised_it(engine):
+def test_a_version_set_meanwhile_waits_for_its_promised_weights(engine):
     """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays
     are served."""
     version, started, renamed = next_version(engine), threading.Event(), threading.Event()

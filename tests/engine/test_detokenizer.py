@@ -151,7 +151,7 @@ def test_unfinished_character_is_flushed_as_one_replacement(tokenizers):
     assert (detokenizer.push(ids), detokenizer.finish()) == ("a", "\ufffd")
 
 
-def test_text_that_may_begin_a_stop_is_held_and_given_back(tokenizers):
+def test_text_that_may_begin_a_stop_is_held_and_released(tokenizers):
     tokenizer = tokenizers["byte-level"]
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("###END", "#x"))
     assert detokenizer.push(tokenizer.encode("ok ##")) == "ok "

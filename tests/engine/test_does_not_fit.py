@@ -51,7 +51,7 @@ def test_it_serves_with_the_values_that_the_error_gives(folder):
 
 
 @pytest.mark.parametrize("kwargs", [{"max_total_tokens": 10**13}, {"mem_fraction_static": 1e-9}])
-def test_inspect_says_what_an_engine_says(folder, kwargs, capsys):
+def test_inspect_gives_the_error_of_an_engine(folder, kwargs, capsys):
     error = refused(folder, **SIZES, **kwargs)
     with pytest.raises(MemoryPlanError) as excinfo:
         inspect_model(ServerArgs(model_path=folder, **SIZES, **kwargs))

@@ -156,9 +156,7 @@ def assert_equal_to_alone(testbed, cells, prompts, expected):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_each_says_alone(
-    testbed, sixteen_alone, part
-):
+def test_sixteen_sequences_in_each_of_twenty_four_cells_equal_bitwise_those_run_alone(testbed, sixteen_alone, part):
     for axis, values in dict(batch=BATCHES, chunk=CHUNKS, radix=RADIX, preempt=PREEMPT, n=CHOICES).items():
         assert {vars(cell)[axis] for cell in SAMPLE} == set(values)
     assert_equal_to_alone(testbed, SAMPLE[part::4], SIXTEEN, sixteen_alone)
@@ -166,7 +164,7 @@ def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_eac
 
 @pytest.mark.parametrize("radix", RADIX)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(testbed, eight_alone, chunk, radix):
+def test_every_cell_of_the_grid_equals_bitwise_each_sequence_run_alone(testbed, eight_alone, chunk, radix):
     """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test
     of their own."""
     cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix) and cell.batch != 32]
@@ -175,7 +173,7 @@ def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(t
 
 
 @pytest.mark.parametrize("radix", RADIX)
-def test_a_batch_of_thirty_two_says_bit_for_bit_what_each_sequence_says_alone(testbed, thirty_two_alone, radix):
+def test_a_batch_of_thirty_two_equals_bitwise_each_sequence_run_alone(testbed, thirty_two_alone, radix):
     cells = [cell for cell in FULL if cell.radix == radix]
     assert len(cells) == 4
     for drive in assert_equal_to_alone(testbed, cells, THIRTY_TWO, thirty_two_alone):
@@ -211,7 +209,7 @@ def test_default_mode_differs_from_the_oracle_only_in_near_ties(default_world):
     )
 
 
-def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(default_world):
+def test_default_mode_logprobs_are_those_of_the_oracle_with_its_rows(default_world):
     drive = default_world.drive(chunked_prefill_size=11)
     for req in served_in_company(drive, 60, seed=51):
         output = drive.outputs[req.rid]

@@ -118,7 +118,7 @@ def test_scores_are_those_of_an_undivided_engine(folder):
     assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
 
 
-def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
+def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
     """What is deferred: tests/execution/test_offload_step.py. Scores defer nothing; steps that defer do not stream."""
     fields = {"kt_max_deferred_experts_per_token": 1, "kt_gpu_prefill_token_threshold": 1}
     sizes = SIZES | {"precompile_bs_paddings": (1, 4)}
@@ -159,7 +159,7 @@ def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):
         assert engine.generate(**ask)["output_ids"] == before
 
 
-def test_the_start_says_where_experts_run(folder):
+def test_the_start_log_names_where_experts_run(folder):
     phases = []
     experts = ExpertOffloadConfig(kt_num_gpu_experts=2, kt_cpuinfer=1)
     with Engine(folder, experts=experts, on_phase=phases.append, **SIZES):

@@ -74,7 +74,7 @@ def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
     assert_all_faithful(drive)
 
 
-def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
+def test_a_prefix_hit_in_a_batch_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
     drive, rng = testbed.drive(chunked_prefill_size=8), np.random.default_rng(3)
     shared = random_prompt(rng, 24)
     reqs = [
@@ -140,7 +140,7 @@ def test_an_abort_after_retraction_returns_the_rows_taken_along(testbed, steps_l
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_deltas_of_a_stream_join_to_what_is_told_at_once(testbed):
+def test_deltas_of_a_stream_join_to_the_full_output(testbed):
     at_once, streamed = testbed.drive(), testbed.drive()
     at_once.run(*requests(9))
     expected = {
@@ -183,7 +183,7 @@ def test_rows_from_a_start_are_the_tail_of_all_rows(testbed, start):
         np.testing.assert_array_equal(drive.outputs[rid].end.routed_experts.ids, whole[start:])
 
 
-def test_rows_are_kept_for_those_that_ask_and_not_told_to_others(testbed):
+def test_rows_are_returned_only_to_requests_that_ask_for_them(testbed):
     drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(13), 20)
     drive.run(request("quiet", prompt, asks=False), request("asking", prompt))
     assert_all_faithful(drive)

@@ -89,7 +89,7 @@ def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine
     assert (excinfo.value.param, excinfo.value.code) == ("max_new_tokens", "conflicting_parameters")
 
 
-def test_rows_may_be_asked_for_in_either_place(engine):
+def test_rows_may_be_requested_by_argument_or_parameter(engine):
     beside = engine.generate(
         "the cat", GREEDY, max_new_tokens=4, return_routed_experts=True, routed_experts_start_len=2
     )
@@ -162,7 +162,7 @@ def test_the_answer_has_exactly_its_keys(engine):
     assert result["text"] == engine.tokenizer.decode(result["output_ids"])
 
 
-def test_what_was_asked_for_is_added_and_nothing_else(engine):
+def test_only_requested_fields_are_added(engine):
     kwargs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
     meta = engine.generate("the cat", GREEDY, max_new_tokens=4, **kwargs)["meta_info"]
     assert set(meta) - META_KEYS == {
@@ -178,7 +178,7 @@ def test_what_was_asked_for_is_added_and_nothing_else(engine):
     assert set(meta) - META_KEYS == {"output_token_logprobs"}
 
 
-def test_logprobs_tell_value_id_and_text_of_every_token(engine):
+def test_logprobs_give_value_id_and_text_of_every_token(engine):
     result = engine.generate(
         "the cat", GREEDY, max_new_tokens=6, return_logprob=True, logprob_start_len=0, top_logprobs_num=3
     )
@@ -194,7 +194,7 @@ def test_logprobs_tell_value_id_and_text_of_every_token(engine):
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 6])
-def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
+def test_prompt_logprobs_begin_at_logprob_start_len(engine, start):
     ids = [9, 30, 61, 90, 12, 7, 200]
     whole = engine.generate(
         input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=0
@@ -357,7 +357,7 @@ def test_a_stop_token_beside_stop_strings_is_hidden_unless_its_text_completes_on
     assert ask(spanning) == (before[:-1], spanning)
 
 
-def test_a_stop_token_is_kept_in_the_ids_and_has_no_text(engine, spelled):
+def test_a_stop_token_stays_in_the_ids_and_has_no_text(engine, spelled):
     params, ids, pieces = spelled
     stop = ids[6]
     num_tokens = ids.index(stop) + 1

@@ -122,7 +122,7 @@ def test_choices_and_others_beside_them(testbed):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
+def test_the_last_row_at_the_end_of_the_context_over_every_interface(engine, stream):
     prompt = [7, 8, 9] * 100
     kwargs = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
     result = engine.generate(
@@ -165,7 +165,7 @@ def test_a_stop_string_ends_the_text_and_has_its_row(engine):
         assert np.array_equal(ids[:-1], expected.ids)
 
 
-def test_it_says_nothing_without_rows(engine):
+def test_include_last_without_rows_is_refused(engine):
     wrong = {"return_routed_experts": True, "routed_experts_include_last": 1}
     for kwargs, code in (({}, "routing_not_requested"), (wrong, "invalid_request")):
         with pytest.raises(InvalidRequestError) as excinfo:

@@ -254,7 +254,7 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
     assert (shown["rerouted_slots_total"], shown["dropped_slots_total"]) == (stats.rerouted_slots, 0)
 
 
-def test_a_cached_prefix_that_was_changed_is_told_to_who_reads_it(rerouting):
+def test_a_rerouted_cached_prefix_is_reported_to_its_readers(rerouting):
     """Pages of a pass that was changed; and the score of a text keeps to no capacity."""
     rerouting.set_capacity_factor(1)
     (first,) = ask(rerouting, [PROMPTS[0]], max_new_tokens=1)
@@ -281,7 +281,7 @@ def test_a_cached_prefix_that_was_changed_is_told_to_who_reads_it(rerouting):
     np.testing.assert_array_equal(scored.logprobs, exact.logprobs)
 
 
-def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
+def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     """Tokens that were generated on passes of before stay what they are, and those passes count."""
     rerouting.flush_cache()
     rerouting.registry.take()
@@ -337,7 +337,7 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         assert_as_defined(registry.take(), "1/2", 20, overflows=False)
 
 
-def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, following):
+def test_experts_follow_a_skewed_load_and_outputs_stay_the_same(alone, following):
     """Counts on the device are those of the rows, experts move while requests run, then what is planned is not worth a
     copy; tokens and rows are those of one device, and nothing compiles."""
     following.flush_cache()

@@ -73,7 +73,7 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
     assert len(watch._samples) < 320, "memory is bounded, however short the windows are"
 
 
-def test_nothing_is_told_before_there_was_a_load_and_after_a_restart():
+def test_no_balance_is_reported_before_a_load_and_after_a_restart():
     runner = Counting()
     watch = ExpertLoadMonitor(runner)
     for _ in range(30):

@@ -199,7 +199,7 @@ def test_there_are_two_devices():
 
 
 @pytest.mark.parametrize("num_resident", range(EXPERTS + 1))
-def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
+def test_any_number_of_residents_gives_the_same_answers(folder, undivided, other, undivided_other, num_resident):
     """Also after other weights have come, from disk or as arrays, and with one thread or two."""
     how = (
         {"residency": any_residents(num_resident, num_resident)}
@@ -342,7 +342,7 @@ def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, oth
     assert_served(engine, ask(engine), undivided, version)
 
 
-def test_an_array_under_two_names_is_given_away_once(engine, folder):
+def test_an_array_under_two_names_is_donated_once(engine, folder):
     """It is copied under both before it is deleted, and so is what others hold left alone."""
     state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(load_weights(folder))}
     pair = ["blocks.1.0.q_norm", "blocks.1.0.k_norm"]
@@ -365,7 +365,7 @@ def read_metrics(engine):
     return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
 
 
-def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
+def test_metrics_give_the_hit_ratio_by_layer(engine, undivided):
     ask(engine)
     engine.residency()  # the counts of the last steps
     metrics = read_metrics(engine)

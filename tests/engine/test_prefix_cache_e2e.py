@@ -64,7 +64,7 @@ def test_warm_cold_and_without_a_cache_are_one_answer(engine, plain, length):
     assert cached(warm) == (length - 1) // PAGE * PAGE, "whole pages, and never the last token of the prompt"
 
 
-def test_turns_find_what_earlier_turns_said(engine, plain):
+def test_turns_hit_the_prefix_of_earlier_turns(engine, plain):
     """Each turn sends the whole conversation and asks only for the rows it has not had."""
     history, rows = tokens(20), []
     for turn in range(4):
@@ -95,7 +95,7 @@ def test_other_keys_share_nothing(engine):
     assert [cached(ask(engine, prompt, extra_key=key)) for key in ("two", None, "one", "two")] == [0, 0, 32, 32]
 
 
-def test_a_flush_forgets_and_says_how_many_pages(engine, plain):
+def test_a_flush_forgets_and_returns_the_number_of_pages(engine, plain):
     prompt = tokens(40)
     ask(engine, prompt)
     assert engine.flush_cache() == (40 + 12 - 1) // PAGE

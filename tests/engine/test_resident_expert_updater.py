@@ -94,7 +94,7 @@ def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypa
     assert (hits >= first).all() and (hits > first).any()  # of all slots from the first step on
 
 
-def test_nobody_waits_for_counts(engine):
+def test_no_request_waits_for_counts(engine):
     """A request ends while the thread that counts does nothing."""
     engine.flush_cache()
     go_on = threading.Event()
@@ -107,7 +107,7 @@ def test_nobody_waits_for_counts(engine):
     assert blocked.result()
 
 
-def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
+def test_a_map_applied_by_a_caller_is_the_new_start(engine):
     engine.reset_routing_stats()
     worst = ResidencyMap.from_experts(
         np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=100

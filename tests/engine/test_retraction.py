@@ -74,7 +74,7 @@ def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room
 
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_sent_back_every_third_step_a_request_says_the_same_once(testbed, radix, stream):
+def test_a_request_retracted_every_third_step_gives_the_same_output_once(testbed, radix, stream):
     drive = testbed.drive(disable_radix_cache=not radix, chunked_prefill_size=16)
     drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted > 10
@@ -89,7 +89,7 @@ def test_a_pool_for_one_sequence_serves_all_in_turn(testbed):
     assert all_outputs(drive) == unhurried(testbed, requests(30, count=8))
 
 
-def test_choices_that_are_sent_back_say_the_same(testbed):
+def test_choices_that_are_retracted_give_the_same_output(testbed):
     def choices():
         prompt = random_prompt(np.random.default_rng(31), 33)
         return [request(f"c{j}", prompt, 20, choice=j, group="one", temperature=1.0, seed=3) for j in range(8)]
@@ -128,7 +128,7 @@ def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(testbed):
     np.testing.assert_allclose(logprobs[1:], np.concatenate([old[:32], new[32:]]), atol=1e-4, rtol=0)
 
 
-def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(testbed):
+def test_a_request_aborted_while_retracted_keeps_its_output(testbed):
     drive, reqs = testbed.drive(pages=24), requests(50, count=8)
     aborted = []
 

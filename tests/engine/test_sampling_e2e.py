@@ -86,7 +86,7 @@ def test_greedy_with_penalties_is_what_a_loop_over_the_oracle_says(engine, oracl
     assert output_ids(engine, params | {"max_tokens": 24}, prompt=prompt) == expected
 
 
-def test_each_penalty_changes_what_is_said(engine):
+def test_each_penalty_changes_the_output(engine):
     free = output_ids(engine, GREEDY | {"max_tokens": 24})
     for change in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
         assert output_ids(engine, GREEDY | change | {"max_tokens": 24}) != free
@@ -137,7 +137,7 @@ def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
 # --- seeds
 
 
-def test_a_seed_says_the_same_whatever_the_neighbours(engine):
+def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     params = {"seed": 11, "max_tokens": 20, "ignore_eos": True}
     expected = output_ids(engine, params)
     assert output_ids(engine, params | {"seed": 12}) != expected

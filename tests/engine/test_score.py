@@ -168,7 +168,7 @@ def test_routes_that_do_not_fit_name_sample_row_and_layer(engine, kind):
         engine.score([random_tokens(40), random_tokens(40)], routed=[None, make()])
 
 
-def test_as_many_records_as_sequences_are_wanted(engine):
+def test_as_many_records_as_sequences_are_required(engine):
     with pytest.raises(RoutingAlignmentError, match="1 records for 2 sequences"):
         engine.score([[1, 2], [3, 4]], routed=[None])
 

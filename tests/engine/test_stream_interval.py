@@ -52,12 +52,12 @@ def run(clock, interval, *, rows=False, **options):
     return drive, [(when - first, out) for when, out in received]
 
 
-def test_without_an_interval_each_token_is_news(clock):
+def test_without_an_interval_each_token_is_emitted(clock):
     _, received = run(clock, 0.0)
     assert [(when, len(out.new_token_ids)) for when, out in received] == [(float(index), 1) for index in range(20)]
 
 
-def test_tokens_of_an_interval_share_news_and_the_first_and_the_end_wait_for_nothing(clock):
+def test_tokens_of_an_interval_share_an_output_and_the_first_and_the_last_do_not_wait(clock):
     _, alone = run(clock, 0.0)
     drive, received = run(clock, 6.0)
     first = clock.now - 19  # of the last step, which told the last of 20 tokens
@@ -78,7 +78,7 @@ def test_rows_that_are_streamed_come_with_their_tokens(clock):
     assert [record.start for record in records] == [0, 9, 15, 21, 27]
 
 
-def test_slower_steps_tell_each_token(clock):
+def test_slower_steps_emit_each_token(clock):
     _, received = run(clock, 0.9)
     assert [len(out.new_token_ids) for _, out in received] == [1] * 20
 
@@ -90,7 +90,7 @@ def test_slower_steps_tell_each_token(clock):
         *[(48, False, 0, 1), (0, True, 48, 1)],
     ],
 )
-def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiting, times):
+def test_many_streams_at_a_time_are_sent_less_often(clock, others, stream, waiting, times):
     """Those that only wait for their end do not count, nor do those that are still in the queue."""
     book, req = request_table.RequestTable(), request("a", [5, 6], 20, stream=True)
     req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
@@ -105,7 +105,7 @@ def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiti
     )
 
 
-def test_streams_are_told_at_the_same_moments(clock):
+def test_streams_are_sent_at_the_same_moments(clock):
     drive = tiny_testbed(moe_backend="probed").drive()
     reqs = {name: request(name, random_prompt(np.random.default_rng(0), 9), 20, stream=True) for name in "ab"}
     for req in reqs.values():

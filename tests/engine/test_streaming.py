@@ -93,7 +93,7 @@ def test_events_of_several_prompts_and_choices_name_their_place(engine):
     assert {event["index"] for event in events} == {0, 1, 2, 3}
 
 
-def test_async_answers_are_those_of_the_sync_door(engine):
+def test_async_answers_are_those_of_the_sync_engine(engine):
     async def ask():
         at_once = await engine.async_generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING)
         several = await engine.async_generate(["once upon a time", "the cat"], GREEDY, max_new_tokens=10, **EVERYTHING)
@@ -131,7 +131,7 @@ def test_an_iterator_that_is_dropped_is_aborted(engine):
     assert num_live(engine) == 0
 
 
-def test_an_iterator_that_is_never_asked_asks_for_nothing(engine):
+def test_an_iterator_that_is_never_advanced_submits_nothing(engine):
     accepted = engine.get_server_info()["requests_accepted"]
     engine.generate("once upon a time", LONG, stream=True).close()
     assert engine.get_server_info()["requests_accepted"] == accepted
@@ -207,7 +207,7 @@ def test_an_event_loop_that_is_closed_under_a_request_does_not_end_the_engine(en
         closing.send(None)
 
 
-def test_a_refused_request_does_not_abort_the_one_whose_id_it_wanted(engine):
+def test_a_refused_request_does_not_abort_the_holder_of_its_id(engine):
     stream = engine.generate("once upon a time", LONG, rid="mine", stream=True)
     next(stream)
     for streamed in (False, True):

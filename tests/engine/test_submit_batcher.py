@@ -49,7 +49,7 @@ def test_those_that_come_together_share_their_first_step(engine_factory):
             assert engine.stats().num_steps - before == alone, "no step for one of them alone"
 
 
-def test_an_abort_reaches_those_that_wait_for_company(engine_factory):
+def test_an_abort_reaches_submissions_that_are_being_batched(engine_factory):
     with engine_factory(enable_return_routed_experts=True) as engine:
 
         async def run():
@@ -104,7 +104,7 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in(engine_factory)
         assert engine.stats().accepted - before == 1
 
 
-def test_an_engine_that_has_ended_says_so_to_each(tmp_path):
+def test_an_engine_that_has_ended_raises_for_each_caller(tmp_path):
     with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
         async_engine = AsyncEngine(engine)
 

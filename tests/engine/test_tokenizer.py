@@ -108,7 +108,7 @@ def test_beginning_of_text_is_added_only_when_asked(tmp_path):
     assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False)]
 
 
-def test_file_that_says_cut_and_pad_does_neither(tmp_path):
+def test_a_file_with_truncation_and_padding_applies_neither(tmp_path):
     backend = Backend.from_file(str(write_tiny_tokenizer(tmp_path) / "tokenizer.json"))
     backend.enable_truncation(4)
     backend.enable_padding(length=16)
@@ -176,7 +176,7 @@ def test_decoder_whose_text_is_taken_back_is_refused(tmp_path, decoder):
 
 
 @pytest.mark.parametrize("library", ["tokenizers", "jinja2"])
-def test_missing_library_says_what_to_install(tmp_path, monkeypatch, library):
+def test_missing_library_names_what_to_install(tmp_path, monkeypatch, library):
     folder = write_tiny_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"{library} is not installed; run .*\[text\]"):

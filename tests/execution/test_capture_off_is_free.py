@@ -241,7 +241,7 @@ def test_off_is_the_build_that_never_heard_of_it(moe, attention):
             assert text == expected[key]().as_text(), key
 
 
-def test_a_build_that_leaves_a_trace_is_told_apart():
+def test_a_build_that_leaves_a_trace_is_detected():
     text = without(qwen3_moe, MODEL_NAMES)
     call = "x + kernels.group.all_reduce(y)"
     assert text.count(call) == 1

@@ -39,7 +39,7 @@ def test_weights_are_the_sum_of_their_leaves():
     assert plan().weights == 1000 * 30 * 2 + 7 * 4
 
 
-def test_the_pool_is_as_large_as_asked_and_its_bytes_are_those_it_allocates():
+def test_the_pool_is_as_large_as_requested_and_its_bytes_are_those_it_allocates():
     made = plan(max_total_tokens=100)
     assert made.pool.num_pages == 100 // 16 + 1  # and the padding page
     pool = made.pool.allocate()
@@ -67,7 +67,7 @@ def test_capture_costs_one_byte_an_id_a_slot_and_nothing_when_off():
     assert (off.capture_host, off.capture_device) == (0, 0)
 
 
-def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does():
     limit = math.ceil(plan(max_total_tokens=160).weights * 3)
     message = r"weights .* KV pages .*, max_total_tokens=160000 .* above the limit of .*; it fits with"
     with pytest.raises(MemoryPlanError, match=message) as excinfo:

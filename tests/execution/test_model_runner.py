@@ -41,7 +41,7 @@ def assert_rows_are_the_oracles(judged_by, sequences, rows):
     assert at == len(rows)
 
 
-def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
+def test_a_greedy_step_returns_tokens_logprobs_and_rows_of_its_real_tokens():
     result = run(compiled(), build_step(*PROMPT_PARTS))
     expected = [oracle().run(ids).logprobs[-1] for ids in PROMPTS]
     assert result.tokens[:3].tolist() == [logprobs.argmax() for logprobs in expected]
@@ -54,7 +54,7 @@ def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
     )
 
 
-def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_them():
+def test_a_full_step_returns_the_best_tokens_after_penalties_and_bias():
     prompt = PROMPTS[0]
     how = {"presence": 0.5, "frequency": 0.25, "repetition": 1.3}
     parts = [
@@ -196,7 +196,7 @@ def test_the_table_of_programs_is_what_is_compiled():
     assert jobs.keys() == {("score", EXTEND.num_tokens)} | shapes | forms
 
 
-def test_steps_whose_rows_are_told_have_samplers_of_their_own():
+def test_steps_whose_rows_leave_with_the_tokens_have_samplers_of_their_own():
     runner = build(piggyback_rows=True)
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
@@ -207,7 +207,7 @@ def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     assert runner.spec.piggyback_row_words > 0
 
 
-def test_compiling_tells_how_far_it_is():
+def test_compiling_reports_progress():
     runner, calls = build(shapes=(DECODE,)), []
     count = runner.compile(progress=lambda done, of: calls.append((done, of)))
     assert calls == [(index, count) for index in range(1, count + 1)]

@@ -25,7 +25,7 @@ def settings(monkeypatch, tmp_path):
         jax.config.update(name, value)
 
 
-def test_programs_are_kept_in_the_users_cache(tmp_path):
+def test_programs_are_stored_in_the_users_cache(tmp_path):
     folder = enable_compilation_cache()
     assert folder == tmp_path / ".cache" / "routed-experts" / "jax" and folder.is_dir()
     assert jax.config.jax_compilation_cache_dir == str(folder)

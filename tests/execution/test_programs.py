@@ -41,7 +41,7 @@ def donated(lowered):
     return {jax.tree_util.keystr(path) for path, info in flat if info.donated}
 
 
-def test_only_pools_counts_and_last_tokens_are_given_away():
+def test_only_pools_counts_and_last_tokens_are_donated():
     runner = build()
     jobs = lowerings(runner.state, runner.spec, runner.config)
     for shape in (EXTEND, DECODE):

@@ -64,7 +64,7 @@ def test_the_table_of_programs_is_the_one_that_is_compiled_here():
         assert names(jobs("v5e", capture=capture)) == MAX_TEMP_BYTES.keys()
 
 
-def test_a_program_that_nobody_compiles_is_missed():
+def test_a_program_that_is_not_compiled_is_detected():
     table = {**jobs("v5e", capture=True), ("evict", SMALL.runner.shapes[0]): None}
     assert names(table) - MAX_TEMP_BYTES.keys() == {"evict decode"}
 
@@ -241,7 +241,7 @@ def test_operations_are_counted_once_and_those_of_one_number_apart():
     ) == Operations(1, 0, 0)
 
 
-def test_a_kernel_that_makes_another_pool_is_found_and_one_that_writes_into_it_is_not():
+def test_a_kernel_that_makes_another_pool_is_detected_and_one_that_writes_into_it_is_not():
     pool = jax.ShapeDtypeStruct((4096, 64, 512), jnp.bfloat16)
 
     def kernel(pool_ref, _, out_ref):
@@ -263,7 +263,7 @@ def test_a_kernel_that_makes_another_pool_is_found_and_one_that_writes_into_it_i
         assert bool(whole_pool_operations(program, pool)) is not in_place
 
 
-def test_a_pool_that_is_converted_or_turned_is_found():
+def test_a_pool_that_is_converted_or_transposed_is_detected():
     pool = jax.ShapeDtypeStruct((4096, 64, 512), jnp.bfloat16)
     for program in (lambda x: x.astype(jnp.float32), lambda x: jnp.swapaxes(x, 0, 1).reshape(-1)):
         assert whole_pool_operations(compile_tpu(program, pool, mesh=tpu_mesh("v5e")), pool)

@@ -27,7 +27,7 @@ def filed(seed, *, with_record=True):
     return ArchivedAnswer(answer=answer, token_ids=tokens, record=record if with_record else None)
 
 
-def test_what_was_filed_comes_back():
+def test_archived_answers_round_trip():
     archived = [filed(1), filed(2, with_record=False), filed(3)]
     for some in (archived, archived[1:2], []):
         encoded = encode_answers(some)

@@ -58,14 +58,14 @@ ANY_START = ("sglang", "vllm", "verl")
 
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["uint8", "uint16"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_goes_out_comes_back(name, spec):
+def test_encoded_records_round_trip(name, spec):
     to, back = PAIRS[name]
     record = build_record(spec)
     assert back(to(record), routing_info(record, spec)) == record
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_rows_from_the_middle_come_back_or_are_refused(name):
+def test_rows_from_the_middle_round_trip_or_are_refused(name):
     to, back = PAIRS[name]
     record = build_record(start=3)
     if name.startswith(ANY_START):
@@ -76,7 +76,7 @@ def test_rows_from_the_middle_come_back_or_are_refused(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_row_that_is_not_known_is_said_or_refused(name):
+def test_an_unknown_row_is_marked_or_refused(name):
     to, back = PAIRS[name]
     record = with_gap(build_record(), 7)
     with pytest.raises(RoutingFormatError, match=rf"{re.split(',| ', name)[0]}: the row of token 7 is not known"):
@@ -255,7 +255,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("columns", ["all", "moe"])
-def test_a_verl_batch_comes_back(columns):
+def test_a_verl_batch_round_trips(columns):
     batch = build_batch(build_record(), build_record())
     rows = formats.verl.encode_batch(batch, SPEC, columns=columns)
     assert (
@@ -266,7 +266,7 @@ def test_a_verl_batch_comes_back(columns):
         formats.verl.encode_batch(batch, SPEC, columns="dense")
 
 
-def test_maxtext_and_tunix_batches_come_back():
+def test_maxtext_and_tunix_batches_round_trip():
     batch = build_batch(build_record(), build_record())
     rows = formats.maxtext.encode_batch(batch, SPEC)
     assert rows.dtype == np.int32 and np.all(rows[batch.pad] == -1)
@@ -395,7 +395,7 @@ ROLLOUT = ("slime", "nemo_rl")  # layouts of exactly S - 1 rows
 
 
 @pytest.mark.parametrize("name", formats.FRAMEWORKS)
-def test_every_layout_comes_back(name):
+def test_every_layout_round_trips(name):
     rng = np.random.default_rng(0)
     for trial in range(200):
         layers = int(rng.integers(1, 5))

@@ -142,7 +142,7 @@ def random_record(rng):
     )
 
 
-def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
+def test_every_form_of_a_thousand_records_round_trips_and_reads_as_one_array():
     rng = np.random.default_rng(0)
     for _ in range(1_000):
         record = random_record(rng)

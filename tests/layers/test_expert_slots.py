@@ -68,7 +68,7 @@ def test_a_table_of_another_format_is_computed_in_its_own(layer, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_slot_of_nobody_adds_nothing_even_to_a_row_of_nan(layer, backend):
+def test_an_unassigned_slot_adds_nothing_even_to_a_row_of_nan(layer, backend):
     x, ids, weights, table = layer
     slots = ids.copy()
     slots[4] = -1

@@ -122,7 +122,7 @@ def test_padding_rows_are_zero_and_need_no_expert(name, num_valid):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
-def test_poison_in_padding_rows_reaches_nobody(name, poison):
+def test_nan_in_padding_rows_reaches_no_valid_row(name, poison):
     call = random_call(5, STANDARD)
     valid = np.asarray(call.valid)
     x, weights = np.array(call.x), np.array(call.weights)

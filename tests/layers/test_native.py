@@ -212,7 +212,7 @@ def test_deterministic_mode_refuses_it_by_name(field):
         DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: "native"}))
 
 
-def test_router_replays_what_it_is_given_and_writes_that_down():
+def test_router_replays_given_ids_and_records_them():
     rng = np.random.default_rng(20)
     logits = rng.standard_normal((6, 8)).astype(np.float32)
     replayed_ids = np.stack([rng.permutation(8)[:2] for _ in range(6)]).astype(np.int32)
@@ -296,7 +296,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["false-compiler"]
 
 
-def test_no_compiler_is_said_with_its_remedy(monkeypatch, tmp_path):
+def test_a_missing_compiler_is_reported_with_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert toolchain.compiler() is None

@@ -239,7 +239,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 @pytest.mark.skipif(CORES < 2, reason="a process that may have two cores is given one of them, as Linux does it")
-def test_one_thread_says_what_all_of_them_say(tmp_path):
+def test_one_thread_gives_the_bits_of_many(tmp_path):
     """XLA gives a kernel as many threads as the process has cores."""
     file, tests = tmp_path / "told.npz", Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}

@@ -200,7 +200,7 @@ def test_the_tightest_values_leave_the_best_token(values: dict[str, float]) -> N
     assert not np.isnan(np.asarray(processed)).any()
 
 
-def test_top_k_equal_scores_at_the_border_are_all_kept() -> None:
+def test_equal_scores_at_the_top_k_border_all_pass() -> None:
     logits = jnp.asarray([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]], jnp.float32)
     mask = np.isfinite(np.asarray(PROCESSED(logits, build_batch(1, top_k=2), SamplingMode.FILTERED)))
     np.testing.assert_array_equal(mask, [[True, False, True, True, False, True]])

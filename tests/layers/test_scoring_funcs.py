@@ -140,7 +140,7 @@ def test_a_selection_bias_moves_the_choice_and_never_a_weight():
     assert not np.array_equal(run(spec, logits, bias, None).ids, run(spec, logits, -bias, None).ids)
 
 
-def test_groups_that_are_not_kept_give_no_expert_even_where_every_kept_score_is_negative():
+def test_unselected_groups_give_no_expert_even_where_all_selected_scores_are_negative():
     spec = RouterSpec(
         num_experts=4,
         top_k=2,
@@ -155,6 +155,6 @@ def test_groups_that_are_not_kept_give_no_expert_even_where_every_kept_score_is_
     assert np.asarray(routing.ids).tolist() == [[2, 3]]
 
 
-def test_only_the_plain_law_is_asked_of_a_fused_router():
+def test_a_fused_router_serves_the_plain_rule_only():
     assert RouterSpec(**PLAIN).is_plain and SPECS["DeepSeek-V2-Lite"].is_plain
     assert not any(spec.is_plain for name, spec in SPECS.items() if name != "DeepSeek-V2-Lite")

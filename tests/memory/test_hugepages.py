@@ -50,7 +50,7 @@ def asked_for(array):
     return moved
 
 
-def test_arrays_keep_place_and_contents_and_the_kernel_says_what_was_moved():
+def test_arrays_keep_address_and_contents_and_the_kernel_reports_what_was_moved():
     array = jnp.arange(5 * LARGE // 4, dtype=jnp.int32)
     if asked_for(array):  # a kernel before 6.1 and one that is told never to refuse
         assert_on_large_pages(array)

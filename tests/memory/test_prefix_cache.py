@@ -48,7 +48,7 @@ def test_namespaces_share_no_page() -> None:
     assert matched(cache, 5, 5, namespace=("a", 1)) == []
 
 
-def test_known_tokens_keep_their_page_and_the_callers_comes_back() -> None:
+def test_known_tokens_keep_their_page_and_the_callers_is_returned() -> None:
     cache = forked()
     result = cache.insert(ids(5, 5, 6, 6, 9, 9), ids(1, 7, 8), "a")
     assert result.duplicates.tolist() == [7]
@@ -159,7 +159,7 @@ def test_flush_frees_the_unlocked_and_matches_nothing() -> None:
     assert not names(cache, {})
 
 
-def test_flushed_pages_come_back_once_with_the_last_of_several_locks() -> None:
+def test_flushed_pages_are_freed_once_with_the_last_of_several_locks() -> None:
     cache = forked()
     left, right = (cache.match(ids(5, 5, 6, 6, tail, tail), "a").node for tail in (7, 8))
     for node in (left, right, right):

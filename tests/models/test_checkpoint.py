@@ -175,7 +175,7 @@ def test_good_config_is_returned_whole(tmp_path):
         ([1], lambda r: r.section("key")),
     ],
 )
-def test_reader_names_file_key_and_what_was_wanted(value, read):
+def test_reader_names_file_key_and_expected_value(value, read):
     with pytest.raises(ConfigError, match=r"^some/config\.json: key.*; expected .+; correct the file$") as caught:
         read(ConfigReader({"key": value}, "some/config.json"))
     assert len(str(caught.value)) < 300
@@ -215,7 +215,7 @@ def test_either_spelling_of_a_key_is_read_and_a_contradiction_refused():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_saved_tensors_come_back_bit_for_bit(tmp_path, dtype):
+def test_saved_tensors_round_trip_bit_for_bit(tmp_path, dtype):
     tensors = random_tensors(expert_table(1, 2, 4, 3), np.dtype(dtype))
     folder = save(tmp_path / "new" / "model", {"a": 1}, tensors)
     assert json.loads((folder / "config.json").read_text()) == {"a": 1}
@@ -268,7 +268,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path, name):
         Checkpoint(tmp_path)
 
 
-def test_folder_without_weights_says_what_was_wanted(tmp_path):
+def test_folder_without_weights_names_what_is_expected(tmp_path):
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         Checkpoint(tmp_path)
 
@@ -306,7 +306,7 @@ def test_index_and_shards_must_agree(tmp_path):
 # the table against the headers
 
 
-def test_every_fault_is_told_at_once(tmp_path):
+def test_every_fault_is_reported_at_once(tmp_path):
     table = list(expert_table(2, 12, 4, 3))
     tensors = random_tensors(table, np.float32)
     missing = [f"0.{expert}.gate" for expert in range(11)]

@@ -120,7 +120,7 @@ def test_what_cannot_be_served_is_refused_by_name_before_any_weight_is_read(writ
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_llama_4_says_in_its_published_files_4_for_true(write_case, tmp_path):
+def test_llama_4_files_with_4_for_true_are_read(write_case, tmp_path):
     folder = write_case("Llama4", tmp_path)
     values, read = json.loads((folder / "config.json").read_text()), FAMILIES["Llama4ForCausalLM"].read_config
     plain, tuned, published, none = (
@@ -248,7 +248,7 @@ def test_the_program_does_not_grow_with_the_number_of_layers(write_case, tmp_pat
     assert many < 1.05 * few, (few, many)
 
 
-def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_the_same(write_case, tmp_path):
+def test_a_retracted_hybrid_request_and_reused_slots_give_the_same_tokens(write_case, tmp_path):
     """States are not pages: a request that starts again must start from nothing, in whichever slot."""
     opened = ModelFolder.open(write_case("Qwen3Next", tmp_path))
     bench = Bench(

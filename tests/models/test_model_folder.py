@@ -72,7 +72,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path
         (dict(num_local_experts=8), ["num_experts and num_local_experts differ", "[4, 8]"]),
     ],
 )
-def test_a_config_that_contradicts_its_tensors_is_told_by_name(tmp_path, keys, words):
+def test_a_config_that_contradicts_its_tensors_is_refused_by_name(tmp_path, keys, words):
     folder = write_tiny_checkpoint(tmp_path, **PLAIN)
     rewrite_config(folder, **keys)
     with pytest.raises(CheckpointError) as caught:
@@ -82,7 +82,7 @@ def test_a_config_that_contradicts_its_tensors_is_told_by_name(tmp_path, keys, w
     assert "\n" not in message
 
 
-def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too(tmp_path):
+def test_missing_unexpected_and_misshapen_are_reported_at_once_and_by_the_engine_too(tmp_path):
     config = tiny_config(**SMALL)
     tensors = tiny_tensors(config)
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"], tensors["model.norm.weight"]
@@ -182,7 +182,7 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("expected", ["auto", "float32", "bfloat16", "float16"])
-def test_the_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path, stored, expected):
+def test_the_dtype_is_the_checkpoints_or_the_requested_one(tmp_path, stored, expected):
     folder = write_tiny_checkpoint(tmp_path, dtype=stored, **PLAIN)
     arrays = load_arrays(folder, expected)
     assert {array.dtype for array in arrays.values()} == {jnp.dtype(stored if expected == "auto" else expected)}
@@ -203,7 +203,7 @@ def test_progress_ends_at_the_size_of_the_checkpoint(tmp_path):
     assert calls[-1] == (size, size) and [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
-def test_opening_reads_headers_and_loading_says_what_is_damaged(tmp_path):
+def test_opening_reads_headers_and_loading_names_what_is_damaged(tmp_path):
     """A file cut short inside the last tensor has good headers in front; safetensors tells it when the folder is
     opened."""
     folder = write_tiny_checkpoint(tmp_path, **PLAIN)

@@ -180,7 +180,7 @@ def settings(hub, tmp_path, environment):
     return {**inherited, **own, "PYTHONPATH": str(SRC), **environment}
 
 
-def test_a_folder_the_demo_and_an_id_are_told_apart(tmp_path, monkeypatch):
+def test_a_folder_the_demo_and_an_id_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert local_folder("demo") == demo_model_path() == find_model("demo") and model_name("demo") == "demo"
     assert local_folder("org/name.v1-x") is None and model_name("org/name") == "org/name"
@@ -284,7 +284,7 @@ def test_an_interrupted_download_is_no_checkpoint_and_goes_on(hub, find):
     assert find("org/shards", HF_HUB_OFFLINE="1") == folder
 
 
-def test_a_full_disk_is_one_error_and_what_was_fetched_is_kept(hub, find):
+def test_a_full_disk_is_one_error_and_fetched_files_stay(hub, find):
     text = find("org/whole", code=WITH_A_SMALL_DISK)
     assert re.match(
         r"WriteError: no space for org/whole in \S+ \(File too large\); make room, or set HF_HOME .* kept", text

@@ -13,7 +13,7 @@ PARTITIONS = {
 
 
 @pytest.mark.parametrize("devices", [3, 5, 16, 1000])
-def test_every_size_that_does_not_work_is_told_the_same_sizes_that_do(devices):
+def test_every_invalid_size_names_the_same_valid_sizes(devices):
     assert tensor_parallel_sizes(PARTITIONS) == (1, 2, 4, 8)
     with pytest.raises(ConfigError, match=f"tp_size={devices} does not divide .*; values that .*: 1, 2, 4, 8$"):
         ParallelConfig(devices).check(PARTITIONS)

@@ -161,9 +161,7 @@ def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(write_case,
         (".weight.absmax", "float32", "bitsandbytes"),
     ],
 )
-def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_does_not(
-    write_case, tmp_path, end, dtype, method
-):
+def test_tensors_that_look_quantised_are_refused_with_their_method(write_case, tmp_path, end, dtype, method):
     folder = shutil.copytree(write_case("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj" + end] = np.zeros((2, 2), dtype)

@@ -52,7 +52,7 @@ def test_a_file_is_read_and_never_mapped(tmp_path):
         assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_file_that_shrinks_after_it_was_opened_is_told(tmp_path):
+def test_a_file_that_shrinks_after_it_was_opened_is_reported(tmp_path):
     folder = save(tmp_path, {}, {"w": np.ones((64, 64), np.float32)})
     checkpoint, file = Checkpoint(folder), folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -241,7 +241,7 @@ def test_a_sequence_does_not_see_the_others_of_its_batch_nor_what_comes_later(ru
     assert np.max(np.abs(later[0, 8] - base[0, 8])) > 0.1
 
 
-def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
+def test_the_engine_and_the_forward_give_the_same_logprobs_and_rows(folder, run):
     prompts = [
         np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
         for seed, length in ((0, 3), (1, 21), (2, 40))

@@ -20,7 +20,7 @@ def logprobs(seed=0, gap=0.1):
     return rollout, np.minimum(rollout + gap * rng.standard_normal(SHAPE), 0.0), rng.random(SHAPE) < 0.8
 
 
-def test_the_report_says_what_a_loop_says():
+def test_the_report_equals_a_loop():
     rollout, train, mask = logprobs()
     rollout[~mask] = np.nan  # what is masked is not looked at
     report = mismatch_report(rollout, train, mask)
@@ -79,7 +79,7 @@ def batch(seed=4):
     return RoutedBatch(jnp.zeros((*SHAPE, 3, 4), jnp.uint8), jnp.asarray(valid), jnp.asarray(pad)), missed, valid, pad
 
 
-def test_misses_are_counted_by_layer_and_rows_that_fell_back_are_told():
+def test_misses_are_counted_by_layer_and_fallback_rows_are_reported():
     rollout, train, mask = logprobs()
     routed, missed, valid, pad = batch()
     report = mismatch_report(rollout, train, mask, slot_miss=missed, routed=routed)

@@ -68,7 +68,7 @@ def test_the_row_that_a_turn_lacks_comes_from_the_next_prefill():
     assert merged.version_spans == ((0, 11, 4), (11, 19, 5))
 
 
-def test_a_history_that_was_told_otherwise_loses_exactly_the_rows_after_the_change():
+def test_an_edited_history_loses_exactly_the_rows_after_the_change():
     rng = np.random.default_rng(4)
     original, edited = rng.integers(0, 300, 12), None
     edited = original.copy()

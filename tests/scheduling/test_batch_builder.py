@@ -181,7 +181,7 @@ def test_the_mode_is_the_cheapest_that_serves_all_rows(sampling, mode):
     assert builder.build([greedy], step=0).sampling_mode is SamplingMode.GREEDY
 
 
-def test_bias_holds_what_was_asked_and_stops_until_min_tokens_are_there():
+def test_bias_holds_requested_entries_and_stops_until_min_tokens():
     builder, table = make_builder()
     req = running(builder, table, min_tokens=2, stops=[9, 4], logit_bias={7: 2.5})
     other = running(builder, table, pages=range(11, 19))
@@ -199,7 +199,7 @@ def test_bias_holds_what_was_asked_and_stops_until_min_tokens_are_there():
     assert sampling.bias_ids[0, :2].tolist() == [7, VOCAB]
 
 
-def test_targets_are_the_next_prompt_tokens_where_logprobs_were_asked():
+def test_targets_are_the_next_prompt_tokens_where_logprobs_are_requested():
     builder, table = make_builder()
     asks = running(builder, table, prompt_len=6, logprob_start=0)
     silent = running(builder, table, prompt_len=5, pages=range(11, 19))

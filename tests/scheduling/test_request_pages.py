@@ -123,7 +123,7 @@ def test_owned_slots_are_those_of_requests_and_cache():
     assert set(pages.kv_slots(second, 0, 3)) <= set(owned.tolist())
 
 
-def test_without_a_cache_nothing_is_kept():
+def test_without_a_cache_nothing_is_retained():
     pages = make_pages(cache=False)
     req = admitted(pages, range(10))
     pages.cache_prefix(req, None)

@@ -55,7 +55,7 @@ def prompt(length, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def test_one_request_says_what_the_rule_says():
+def test_one_request_follows_the_rule():
     bench = Bench()
     req = bench.add(source(prompt(11), max_tokens=9))
     assert bench.finish(req) == says(prompt(11), 9)
@@ -108,7 +108,7 @@ def test_no_step_is_dispatched_for_a_last_token():
     assert not bench.scheduler.running
 
 
-def test_a_stop_token_ends_a_request_and_is_kept():
+def test_a_stop_token_ends_a_request_and_stays_in_the_output():
     outputs = says(prompt(6), 12)
     stop = outputs[4]
     bench = Bench()

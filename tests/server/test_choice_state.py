@@ -9,7 +9,7 @@ from routed_experts.server.openai.handler import ChoiceState
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_an_ending_says_what_is_not_exact(exact):
+def test_a_finish_reports_what_is_not_exact(exact):
     source = request("one", [5, 6, 7]).source
     out = TokenIDOut(
         rid="one",

@@ -211,7 +211,7 @@ def test_a_reader_that_is_slow_but_reads_gets_it_all(engine, monkeypatch):
         assert count > LARGE // 2, "no byte is missing"
 
 
-def test_a_stream_has_an_end_for_one_who_does_not_read(engine, monkeypatch):
+def test_a_stream_that_is_not_read_has_an_end(engine, monkeypatch):
     """The deadline of the whole stream holds where that of a single write does not."""
     monkeypatch.setattr(sse, "STREAM_GRACE_S", 0.2)
     with running(engine, request_timeout=1.0) as server, slow_reader(server) as slow:
@@ -267,7 +267,7 @@ def test_a_step_that_is_stuck_shows_in_health_and_recovers(engine):
         assert_gone(server, engine)
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_back(engine):
+def test_a_full_queue_is_a_429_with_retry_after(engine):
     with running(engine) as server:
         scheduler = engine.components.core.scheduler
         limit = scheduler._args.max_queued_requests

@@ -95,7 +95,7 @@ def stored_rows(num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [10, INLINE_BYTES])
-def test_rows_to_fetch_are_encoded_once_to_tell_of_them(server, seen, num_rows):
+def test_rows_to_fetch_are_encoded_once_for_their_headers(server, seen, num_rows):
     store, rows = server.state.store, stored_rows(num_rows)
     server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve("kept", owner="", choices=[0]), 0, rows))
     head = server.client.head("/v1/routing/kept")
@@ -122,7 +122,7 @@ def test_a_name_too_many_is_refused_at_once(server):
     assert server.post("/generate", body).status_code == 200
 
 
-def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
+def test_pauses_that_wait_block_no_other_thread(server, engine):
     """More of them than the shared pool has threads; what needs a thread is answered meanwhile, and one too many is
     told so."""
     answers = []

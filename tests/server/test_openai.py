@@ -62,7 +62,7 @@ def test_choices_are_those_of_the_seed(engine, server):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_says_what_the_answer_says_at_once(server, echo):
+def test_a_stream_joins_to_the_full_response(server, echo):
     body = {
         "prompt": [PROMPT, "The cat"],
         "n": 2,
@@ -237,7 +237,7 @@ def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
     assert chat(server, logprobs=False)["choices"][0]["logprobs"] is None
 
 
-def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
+def test_ids_of_prompt_and_answer_are_returned_on_request(engine, server):
     output = completion(server, return_token_ids=True)["choices"][0]
     expected = engine_text(engine, PROMPT)
     assert output["token_ids"] == expected["output_ids"] and output["prompt_token_ids"] == engine.tokenizer.encode(

@@ -73,7 +73,7 @@ def test_admin_routes_need_the_admin_key(guarded):
     assert guarded.client.get("/v1/models").status_code == 200
 
 
-def test_the_table_says_which_routes_are_for_admins():
+def test_the_table_marks_the_admin_routes():
     """By name, so that a route that loses its mark is noticed."""
     assert {entry.path for entry in TABLE if entry.admin} == ADMIN_PATHS
     for path in ADMIN_PATHS:
@@ -426,7 +426,7 @@ def test_while_it_starts_only_probes_answer():
         assert parse_error(server.client.get("/v1/models"), 503)
 
 
-def test_while_it_drains_nothing_new_is_taken(engine):
+def test_while_it_drains_no_request_is_accepted(engine):
     with running(engine) as server:
         server.state.set_draining()
         for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):

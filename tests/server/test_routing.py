@@ -81,7 +81,7 @@ def test_int32_is_where_rl_frameworks_look(server, records):
     assert np.array_equal(users_own, records[0])
 
 
-def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, records):
+def test_vllm_021_splits_prompt_and_generation_by_default(peers, records):
     output = peers["vllm021"].post("/v1/completions", {**SAMPLED, "n": 3}).json()
     prompt = np.array(output["prompt_routed_experts"])
     for choice, expected in zip(output["choices"], records, strict=True):
@@ -311,7 +311,7 @@ def test_weights_of_the_routing_are_an_unknown_field_in_either_place(server, whe
     assert (error["code"], error["param"]) == ("unknown_field", name)
 
 
-def test_rows_are_streamed_where_the_sampling_parameters_say_so(server):
+def test_rows_are_streamed_by_sampling_parameters(server):
     sampling = {"max_new_tokens": 4, "ignore_eos": True, "routed_experts_stream": True}
     chunks = stream(server, "/generate", {"text": PROMPT, "sampling_params": sampling, "return_routed_experts": True})
     assert len([chunk for chunk in chunks if "routed_experts" in chunk["meta_info"]]) > 1

@@ -51,7 +51,7 @@ def test_counts_are_those_of_the_rows(server, record):
         assert output["dead_experts"][layer] == sum(count == 0 for count in load[layer])
 
 
-def test_metrics_say_the_same(server, record, engine):
+def test_metrics_give_the_same(server, record, engine):
     output = server.client.get("/v1/routing/stats").json()
     lines = server.client.get("/metrics").text.splitlines()
     metrics = {
@@ -88,7 +88,7 @@ def test_a_reader_learns_that_nothing_has_changed(server, record):
     )
 
 
-def test_where_nothing_is_recorded_there_is_nothing_to_tell(engine_factory):
+def test_without_capture_there_is_nothing_to_report(engine_factory):
     with engine_factory() as plain, running(plain) as server:
         assert parse_error(server.client.get("/v1/routing/stats"), 400)["code"] == "capture_disabled"
         assert parse_error(server.client.post("/v1/routing/reset"), 400)["code"] == "capture_disabled"

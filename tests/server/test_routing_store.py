@@ -69,7 +69,7 @@ def test_the_oldest_finished_make_room_and_live_ones_stay():
     assert store.get("two", 0, owner="") and store.get("three", 0, owner="") and store.get("live", 0, owner="")
 
 
-def test_rows_that_cannot_fit_are_not_kept():
+def test_rows_that_cannot_fit_are_not_stored():
     store = new_store(max_bytes=stored_rows().nbytes, clock=Clock())
     entry = store.reserve("big", owner="", choices=range(1))
     store.fill(entry, 0, stored_rows(rows=100))
@@ -91,7 +91,7 @@ def test_a_request_without_an_answer_leaves_nothing():
     assert store.get("done", 0, owner="")
 
 
-def test_an_owner_is_the_key_that_asked():
+def test_an_owner_is_the_key_of_the_request():
     store = new_store(max_bytes=10_000, clock=Clock())
     entry = store.reserve("a", owner="me", choices=range(1))
     store.fill(entry, 0, stored_rows(owner="me"))
@@ -114,7 +114,7 @@ def test_an_id_that_is_used_again_belongs_to_the_newer_call():
     assert store.get("a", 0, owner="").record.num_rows == 7
 
 
-def test_rows_go_when_their_time_is_over_though_nobody_asks():
+def test_rows_expire_without_a_request_for_them():
     clock, timers = Clock(), []
     store = new_store(max_bytes=10_000, clock=clock, call_later=lambda seconds, call: timers.append((seconds, call)))
     store.fill(store.reserve("a", owner="", choices=[0]), 0, stored_rows())
@@ -132,7 +132,7 @@ def test_rows_go_when_their_time_is_over_though_nobody_asks():
     assert store.nbytes == stored_rows().nbytes and len(timers) == 2, "what has not ended waits for its end"
 
 
-def test_only_expected_choices_are_kept_and_end_the_request():
+def test_only_expected_choices_are_stored_and_end_the_request():
     clock = Clock()
     store = new_store(max_bytes=10_000, clock=clock)
     store.fill(store.reserve("a", owner="", choices=[1]), 1, stored_rows())

@@ -10,7 +10,7 @@ PROMPT = "the router scores every expert"
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize("max_tokens", [0, 7])
-def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
+def test_the_last_token_has_its_row_if_requested(server, path, max_tokens):
     options = {"return_routed_experts": True, "routed_experts_include_last": True}
     body = {"prompt": PROMPT, "max_tokens": max_tokens, "n": 2, "seed": 11, "ignore_eos": True}
     if path == "/generate":

@@ -64,7 +64,7 @@ def test_rows_of_some_prompts_only(server):
     assert parse_error(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
 
 
-def test_of_refs_only_those_asked_for_are_kept(server):
+def test_only_requested_refs_are_stored(server):
     body = {
         "text": ["a", "b"],
         "sampling_params": GREEDY,
@@ -225,7 +225,7 @@ def test_tokens_and_text_go_both_ways(engine, server):
         assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
 
 
-def test_a_server_says_what_it_is(server):
+def test_a_server_reports_what_it_is(server):
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == 512
     assert model["moe"] == {"num_layers": 4, "moe_layer_ids": [1, 2, 3], "num_experts": 16, "top_k": 4}

@@ -118,7 +118,7 @@ def test_padding_rows_are_zero_and_need_no_expert(path, num_valid):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
-def test_poison_in_padding_rows_reaches_nobody(path, poison):
+def test_nan_in_padding_rows_reaches_no_valid_row(path, poison):
     call = random_call(6, STANDARD)
     valid = np.asarray(call.valid)
     x, weights = np.array(call.x), np.array(call.weights)
