@@ -15,7 +15,7 @@ inline vf row_part(const float* scores, int64_t v, int64_t vocabulary, float bey
   return part;
 }
 
-// Equal scores go to the lower id. A row with NaN gives its last id, as plain code does, and a logprob of NaN.
+// Equal scores go to the lower id. A row with NaN gives its last id, as the array code does, and a logprob of NaN.
 inline void argmax_row(const float* scores, int64_t vocabulary, int32_t* token, float* logprob) {
   vf tops = vf{} - INFINITY;
   vi lanes, places = {}, broken = {};

@@ -1,5 +1,5 @@
 // Softmax attention over a paged pool [L*P, page, 2G, C]: row 2g of a slot holds the keys of kv head g, row 2g+1 its values.
-// Only slots that some query of the piece may see are read: what a request does not own may be NaN.
+// Only slots that some query of the piece may see are read: slots of other requests may be NaN.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@ namespace rex {
 constexpr int64_t kKeys = 64;       // keys of a block
 constexpr int64_t kQueries = 128;   // query tokens of a piece of work
 constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, values are read in place; more of them pay for laying out a block
-constexpr float kNever = -1e30f;    // a score that no softmax sees
+constexpr float kNever = -1e30f;    // masks a score
 
 struct AttentionShape {
   int64_t tokens, heads, groups, dim, requests, pages, page, row;  // row: numbers of a pool's row, C or more
@@ -46,10 +46,10 @@ inline std::vector<QueryPiece> query_pieces(const AttentionShape& s, const Paged
   return pieces;
 }
 
-// What a row (kv head, token, head of the group) knows of the keys so far: online softmax (Milakov and Gimelshein 2018).
+// State of a row (kv head, token, head of the group) over the keys so far: online softmax (Milakov and Gimelshein 2018).
 struct Mix {
   Scratch query_scratch, score_scratch, key_scratch, value_scratch, top_scratch, total_scratch, mixed_scratch;
-  float *queries, *scores, *keys, *values, *top, *total, *mixed;  // keys, turned, and values: of a block of a kv head
+  float *queries, *scores, *keys, *values, *top, *total, *mixed;  // keys (transposed) and values of a block of a kv head
 
   void start(int64_t rows, int64_t dim) {
     queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys);
@@ -58,7 +58,7 @@ struct Mix {
     std::fill(top, top + rows, kNever);
   }
 
-  // Turn the scores of `keys` keys, of which the row sees the first `seen`, into weights.
+  // Convert the scores of `keys` keys into weights; only the first `seen` keys are visible to the row.
   void weigh(int64_t row, int64_t keys, int64_t seen, int64_t dim) {
     float* line = scores + row * kKeys;
     vf most = vf{} + top[row];
@@ -87,7 +87,7 @@ inline void sixteen(int64_t first, int64_t keys, const T* const* slots, const T*
   for (int64_t i = 0; i < kLanes; i++) lines[i] = slots[std::min(first + i, keys - 1)];
 }
 
-// Count numbers of 16 lines from `at` on, turned: vector i holds number at + i of each.
+// Count numbers of 16 lines from `at` on, transposed: vector i holds number at + i of each.
 template <int Count, class T>
 inline void turn(const T* const* lines, int64_t at, int count, vf (&square)[kLanes]) {
   for (int i = 0; i < kLanes; i++) square[i] = Count == kLanes ? load(lines[i] + at) : load(lines[i] + at, count);
@@ -110,9 +110,9 @@ inline void score_square(const AttentionShape& s, const float* queries, int64_t 
   }
 }
 
-// Queries times keys, for all kv heads of a piece. The sums are those of `mix_many` by a bit: how many tokens of a request a step holds must
-// not change what a row says. A slot is touched from end to end before its keys are used: processors fetch ahead of who reads in order, not
-// of who skips the values.
+// Queries times keys, for all kv heads of a piece. The sums are bitwise those of `mix_many`: the number of tokens of a request in a step must
+// not change a row's result. A slot is touched from end to end before its keys are used: hardware prefetchers follow sequential reads, not
+// reads that skip the values.
 template <class T>
 void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
   for (int64_t t = 0; t < keys; t += kLanes) {
@@ -178,7 +178,7 @@ void blend_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, 
     });
 }
 
-// A block of one kv head for many rows: its keys turned around, and its values side by side, so that tiles multiply with them.
+// A block of one kv head for many rows: its keys transposed and its values contiguous, so that tiles multiply with them.
 template <class T>
 void lay(const AttentionShape& s, Mix& mix, int64_t keys, const T* const* slots) {
   for (int64_t t = 0; t < keys; t += kLanes) {

@@ -96,7 +96,7 @@ class Signal {
   };
 
   bool use_word(int (*operation)(CudaDriver::Stream, CudaDriver::Address, uint32_t, unsigned), std::atomic<uint32_t>* flag) const {
-    constexpr unsigned kDefault = 0;  // a wait: at least, in cyclic order; a write: behind a memory barrier
+    constexpr unsigned kDefault = 0;  // a wait: at least, in cyclic order; a write: after a memory barrier
     return !queue_.uses_callbacks.load() && operation(stream_, device_address(flag), ticket_, kDefault) == 0;
   }
   bool use_callback(void (*body)(const Callback&)) const {

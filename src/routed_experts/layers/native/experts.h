@@ -98,7 +98,7 @@ struct ExpertRun {
     for (int64_t i = 0; i < count; i++) gate(both + i * step, part, hidden + (piece.begin + i) * s.width + begin);
   }
 
-  // Columns begin..end of what the expert gives.
+  // Columns begin..end of the expert's output.
   void down_part(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;

@@ -1,4 +1,4 @@
-// What the XLA FFI handlers share: buffers as typed memory, and the C++ type that stands for a dtype.
+// What the XLA FFI handlers share: buffers as typed memory, and the C++ type of a dtype.
 #pragma once
 #include <string>
 
@@ -21,7 +21,7 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
 // Nothing is converted on the way in: what a handler reads as one type must have it.
 inline ffi::Error mismatch(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
 
-// Call `body` with a value of the C++ type that stands for `dtype`.
+// Call `body` with a value of the C++ type of `dtype`.
 template <class Body>
 ffi::Error dispatch_dtype(ffi::DataType dtype, Body&& body) {
   switch (dtype) {

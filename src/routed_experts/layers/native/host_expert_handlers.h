@@ -1,5 +1,5 @@
 // Submit and wait as XLA FFI handlers, on the CPU and on an NVIDIA GPU. They order the program: `submit` returns x, the same memory, to
-// what runs beside the job, and `wait` returns what it runs after.
+// the operations that run in parallel with the job; `wait` returns the operand that later operations use.
 #pragma once
 #include <cstring>
 
@@ -10,7 +10,7 @@ namespace rex {
 
 constexpr const char* kNoNumbers = "an expert id is outside 0..experts-1, or the layer outside its store";
 
-// How a platform moves the bytes of jobs and signals them. Each call returns success, or names what failed.
+// How a platform moves the bytes of jobs and signals them. Each call returns success, or names the failed operation.
 struct CpuTransfer {
   HostExpertQueue& queue;
 

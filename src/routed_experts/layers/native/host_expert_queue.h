@@ -4,7 +4,7 @@
 //   leader                  inputs `arrived`: it runs the job with its thread pool -> `done`
 //
 // A job runs some experts of a layer, or copies their weights to where the accelerator fetches them. Jobs run in the order of submission.
-// Up to kStagingBuffers of them may be outstanding: submitted, and not yet waited for. Who submits a job raises `arrived` once its inputs
+// Up to kStagingBuffers of them may be outstanding: submitted, and not yet waited for. The submitter raises `arrived` once the inputs
 // are in the staging buffer. Between the jobs of a step the threads stay awake; without a job for a while they sleep.
 #pragma once
 #include <atomic>
@@ -21,7 +21,7 @@
 namespace rex {
 
 constexpr auto kAwake = std::chrono::milliseconds(2);  // a step's jobs come sooner than that
-constexpr int kPoolSpinLimit = 1 << 16;  // some milliseconds: yielding a core is a system call, and jobs are shorter than many of them
+constexpr int kPoolSpinLimit = 1 << 16;  // some milliseconds: yielding a core is a system call, and a job is shorter than many of those
 constexpr int kStagingBuffers = 3;  // at once: a layer's job, its deferred job, and the deferred job of the layer before
 
 // All experts of some layers, in the host's memory, which the queue's owner keeps alive.
@@ -125,7 +125,7 @@ class HostExpertQueue {
     wake_.notify_one();
   }
 
-  // The oldest outstanding job of a kind, outstanding no more; its ticket is 0 where there is none. Hold `submitting`.
+  // Remove the oldest outstanding job of a kind; its ticket is 0 where there is none. Hold `submitting`.
   Job take_outstanding(JobKind kind) {
     Job* oldest = nullptr;
     for (Buffer& buffer : buffers_)
@@ -144,7 +144,7 @@ class HostExpertQueue {
   struct Buffer {
     std::byte* memory = nullptr;
     size_t bytes = 0;
-    Job job{};  // the last one that was given this buffer
+    Job job{};  // the last job of this buffer
   };
 
   void lead() {
@@ -173,7 +173,7 @@ class HostExpertQueue {
   // A job that does not run cannot report an error to its program, so its outputs are no numbers: all bits set is NaN in every dtype.
   static void fill_nan(const Job& job) { std::memset(job.out, 0xff, job.out_bytes); }
 
-  // The next job; false when none has come for a while.
+  // The next job; false after some time without one.
   bool pop(Job& job) {
     const auto until = std::chrono::steady_clock::now() + kAwake;
     for (int spins = 0; num_queued_.load(std::memory_order_acquire) == 0;) {
@@ -233,7 +233,7 @@ class HostExpertQueue {
     return true;
   }
 
-  std::vector<Store> stores_;  // the leader reads it behind `mutex_`, by which it took its job
+  std::vector<Store> stores_;  // the leader reads it after it took its job under `mutex_`
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Job> jobs_;
@@ -246,8 +246,8 @@ class HostExpertQueue {
   std::thread leader_;
 };
 
-// Open queues by number. Programs name a queue by its number; a number is reused once its queue is closed, so that engines alike compile
-// alike programs.
+// Open queues by number. Programs name a queue by its number; a number is reused once its queue is closed, so that equal engines compile
+// equal programs.
 class QueueTable {
  public:
   static QueueTable& all() {

@@ -76,7 +76,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   });
 }
 
-// `cache` comes back as `written`, the same memory.
+// `cache` is returned as `written`, the same memory.
 ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
                        ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
                        ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> valid,
@@ -115,7 +115,7 @@ ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::R
   return ffi::Error::Success();
 }
 
-// `block` comes back as `written`, the same memory.
+// `block` is returned as `written`, the same memory.
 ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
                                 ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids,
                                 ffi::Result<ffi::Buffer<ffi::F32>> weights,

@@ -75,7 +75,7 @@ class Team {
     std::atomic<const void*> body{nullptr};
     std::atomic<void (*)(const void*, int64_t)> call{nullptr};
 
-    // Take items until none is left; false once the team is over.
+    // Take items until none is left; false once the team has ended.
     bool work() {
       for (;;) {
         uint64_t now = turn.load(std::memory_order_acquire);

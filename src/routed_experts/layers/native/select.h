@@ -112,10 +112,10 @@ class RemainingCapacity {
   Keys row_;
 };
 
-// Fill the empty slots of a token with its best experts that it does not hold, whatever their room.
+// Fill the empty slots of a token with its best experts that it does not hold, ignoring capacities.
 inline void overflow_slots(const SelectShape& s, const SelectInput& in, const RemainingCapacity& rooms, int64_t token, const SelectOutput& out) {
   int32_t *ids = out.ids + token * s.top_k, *instances = out.instances + token * s.top_k;
-  if (ids[s.top_k - 1] >= 0) return;  // who finds no room once finds none later
+  if (ids[s.top_k - 1] >= 0) return;  // room only shrinks: a token without room once finds none later
   Keys row(s.experts);
   std::transform(in.scores + token * s.experts, in.scores + (token + 1) * s.experts, row.begin(), key_of);
   for (int64_t r = 0; r < s.top_k; r++) {

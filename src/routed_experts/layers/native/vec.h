@@ -168,12 +168,12 @@ inline void exchange_all(vf (&rows)[kLanes]) {
     if ((i & S) == 0) exchange<S>(rows[i], rows[i + S]);
 }
 
-// A square of lanes, turned: row i becomes column i.
+// Transpose a square of lanes: row i becomes column i.
 inline void transpose(vf (&rows)[kLanes]) {
   exchange_all<8>(rows), exchange_all<4>(rows), exchange_all<2>(rows), exchange_all<1>(rows);
 }
 
-// Floats of a thread, grown when more are wanted and never given back; a line of the cache begins at the first.
+// Floats of a thread, grown on demand and never freed; the first is aligned to a cache line.
 class Scratch {
  public:
   float* floats(int64_t count) {
@@ -204,8 +204,8 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Scratch for one call, of whichever thread, kept for a later one. Megabytes that are asked of malloc for every call may go back to the
-// system after each, to be zeroed page by page in the next: 2 % of a step of 1,024 tokens.
+// Scratch for one call on any thread, kept for later calls. malloc may return megabytes to the
+// system after each call, and the next call zeroes them page by page: 2 % of a step of 1,024 tokens.
 class LentScratch {
  public:
   LentScratch() {
@@ -233,14 +233,14 @@ class LentScratch {
   std::unique_ptr<Scratch> mine_;
 };
 
-// Ask for memory that will be read soon; any address may be named. Always inlined: GCC takes a function of nothing else for one that does
-// nothing, and drops its calls.
+// Prefetch memory that will be read soon; any address is allowed. Always inlined: GCC treats a function with no other effect as
+// empty and drops its calls.
 template <class T>
 [[gnu::always_inline]] inline void prefetch(const T* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
 }
 
-// Read a number of each line of the cache, and forget it.
+// Read one number of each cache line and discard it.
 template <class T>
 inline void touch(const T* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) (void)*reinterpret_cast<const volatile char*>(p + i);
