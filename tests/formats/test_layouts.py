@@ -105,9 +105,6 @@ def test_tunix_says_it_where_the_caller_knows_that_it_is_heard():
     rows = formats.tunix.encode(record, missing="gate")
     assert np.all(rows[7] == -1) and np.all(rows[-1] == -1) and np.count_nonzero(rows == -1) == 2 * rows[0].size
     assert formats.tunix.decode(rows, routing_info(record)) == record
-    for layout in (formats.tunix, formats.megatron, formats.nemo_rl):
-        with pytest.raises(RoutingFormatError, match="missing='zero' is unknown; choose error or gate"):
-            layout.encode(record, missing="zero")
 
 
 def test_maxtext_takes_the_ids_of_a_live_forward_for_rows_that_are_not_known():

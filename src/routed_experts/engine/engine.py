@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from jaxtyping import Float64
@@ -363,8 +363,7 @@ class Engine:
         program is compiled when a shape is first met. Rows are returned where the engine records them; to request them
         (True) or to replay elsewhere raises CaptureDisabledError. Raises InvalidRequestError for ids that are none,
         PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer. With
-        experts= the host's experts run on threads of the score's own, and
-        none is deferred."""
+        experts= the host's experts run on threads of the score's own, and none is deferred."""
         outputs = self._scores.score(token_ids, routed=routed, return_routed_experts=return_routed_experts)
         return outputs if is_nested(token_ids) else outputs[0]
 
@@ -584,7 +583,8 @@ def _path_text(path: str | os.PathLike[str] | None) -> str | None:
 
 def _list_as_tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Padded sizes as ServerArgs takes them; it refuses what is no list and no tuple."""
-    return tuple(sizes) if isinstance(sizes, list) else sizes  # pyright: ignore[reportReturnType]
+    value: Any = sizes
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

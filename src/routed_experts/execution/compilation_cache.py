@@ -21,7 +21,7 @@ def enable_compilation_cache() -> Path | None:
     try:
         folder = Path.home() / ".cache" / "routed-experts" / "jax"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         logger.warning("compiled programs are not kept: %s; every start compiles anew", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))

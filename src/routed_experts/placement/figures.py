@@ -40,9 +40,8 @@ def draw_plans(
     `devices` the simulated loads, by name; `residents` marks a number of them, None leaves residency out.
     Raises ConfigError where matplotlib is missing."""
     panels = len(devices) + (residents is not None)
-    figure = _library("matplotlib.figure").Figure(
-        figsize=(_WIDTH, _PANEL + 0.9), facecolor="white", layout="constrained"
-    )
+    library = import_optional("matplotlib.figure", purpose="pictures", extra="plot")
+    figure = library.Figure(figsize=(_WIDTH, _PANEL + 0.9), facecolor="white", layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     layer_ids = records[0].layer_ids
     top = max((float((load / load.mean(axis=1, keepdims=True)).max()) for load in devices.values()), default=1.0)
@@ -108,7 +107,3 @@ def _hit_curve(counts: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, " E1"]:
     """Mean share of the slots of the first n columns, for n of 0 to E."""
     share = np.cumsum(counts, axis=1) / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return np.concatenate([[0.0], share.mean(axis=0)])
-
-
-def _library(name: str) -> Any:
-    return import_optional(name, purpose="pictures", extra="plot")

@@ -21,7 +21,7 @@ WINDOWS = (10, 100, 1000)  # steps of each balancedness window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Balance:
+class DeviceBalance:
     """How evenly devices were loaded by the last `num_steps` steps, or by all there were. `balancedness`: mean over
     layers of mean / max device load (SGLang's); `weighted`: sum of the means / sum of the maxima (vLLM's);
     `max_over_mean`: of each MoE layer."""
@@ -73,7 +73,7 @@ class ExpertLoadMonitor:
         before, last, self._window = self._window, self._in_flight[1], self._nothing()
         return lambda: before + np.asarray(last)
 
-    def balance(self) -> dict[int, Balance]:
+    def balance(self) -> dict[int, DeviceBalance]:
         """Balance by window of steps; empty before the first load. Any thread."""
         samples = self._samples
         return {steps: balance for steps in WINDOWS if (balance := _balance(_last(samples, steps))) is not None}
@@ -116,13 +116,13 @@ def _last(samples: tuple[_Sample, ...], num_steps: int) -> tuple[_Sample, ...]:
     return samples[first:]
 
 
-def _balance(samples: Iterable[_Sample]) -> Balance | None:
+def _balance(samples: Iterable[_Sample]) -> DeviceBalance | None:
     """Balance of the samples; None without a load."""
     loads = [(sample, device_load(sample.load, sample.placement)) for sample in samples]
     devices = sum(load for _, load in loads)
     if isinstance(devices, int) or not devices.any():
         return None
-    return Balance(
+    return DeviceBalance(
         num_steps=sum(sample.num_steps for sample, _ in loads),
         balancedness=eplb_balancedness(devices),
         weighted=eplb_balancedness_weighted(devices),

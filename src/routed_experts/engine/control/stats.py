@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.engine.control.expert_load_monitor import Balance
+from routed_experts.engine.control.expert_load_monitor import DeviceBalance
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.placement.cost_model import MoveEstimate
@@ -30,8 +30,8 @@ class PlacementStats:
     copies: int = 0
     rerouted_slots: int = 0
     dropped_slots: int = 0
-    balance: Mapping[int, Balance] = dataclasses.field(default_factory=dict[int, Balance])
-    layer_ids: tuple[int, ...] = ()  # hidden layers of a Balance
+    balance: Mapping[int, DeviceBalance] = dataclasses.field(default_factory=dict[int, DeviceBalance])
+    layer_ids: tuple[int, ...] = ()  # hidden layers of a DeviceBalance
     move_estimate: MoveEstimate | None = None
     last_move_s: float | None = None
 

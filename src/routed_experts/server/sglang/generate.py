@@ -42,7 +42,7 @@ _FIELDS = MappingProxyType({"prompt": "text"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
+class ResponseOptions:
     """What a call is beside its requests. `single`: the response is no list."""
 
     request_id: str
@@ -84,7 +84,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             num_bytes=body.num_bytes,
         )
     requests = _enable_routing(requests, _enabled_by_prompt(call))
-    options = CallOptions(
+    options = ResponseOptions(
         request_id=rid,
         owner=request_owner(request),
         single=len(requests) == 1 and _is_single_prompt(call),
@@ -98,7 +98,7 @@ class SGLangHandler(GenerationHandler):
     """One call of /generate. Event loop only."""
 
     def __init__(
-        self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput], options: CallOptions
+        self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput], options: ResponseOptions
     ) -> None:
         super().__init__(
             server,
