@@ -51,14 +51,14 @@ def on_gpu() -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """On a GPU only files with tests marked `gpu` are imported: the others may need packages that are not there."""
+    """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing."""
     if on_gpu() and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the tests marked `gpu` are deselected, and the summary says so."""
+    """Without a GPU the tests marked `gpu` are deselected, and the summary reports it."""
     if on_gpu():
         return
     deselected = [item for item in items if item.get_closest_marker("gpu")]

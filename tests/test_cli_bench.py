@@ -1,4 +1,4 @@
-"""`bench`: what its tables say is there and adds up. No figure is judged: speed lives in no test."""
+"""`bench`: its tables are complete and consistent. No figure is judged: tests measure no speed."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Commands that read, check, copy and convert: run in this process, against what the library says of the same model."""
+"""Commands that read, check, copy and convert: run in this process, against the library's results for the same
+model."""
 
 import io
 import json

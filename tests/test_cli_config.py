@@ -1,4 +1,5 @@
-"""`serve --config FILE`: the file says what the command line may, the command line wins, and what is wrong is named."""
+"""`serve --config FILE`: the file takes the flags of the command line, the command line wins, and errors name the file
+and the key."""
 
 import argparse
 import json

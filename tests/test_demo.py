@@ -22,7 +22,7 @@ MODELS = ["tiny", "packaged"] if PACKAGED.exists() else ["tiny"]
 
 
 def run_demo(folder, *flags, **environ):
-    """Programs are kept where those of the other tests are."""
+    """Programs are cached where those of the other tests are."""
     cache = jax.config.jax_compilation_cache_dir or str(folder / "jax")
     env = {
         **os.environ,

@@ -112,7 +112,7 @@ def test_generate_reports_a_full_disk_at_the_end(tmp_path, monkeypatch, capsys):
     (tmp_path / "out.jsonl").write_text("yesterday's")
     sizes = [word for name, sizes in SMALL.items() for word in (f"--{name.replace('_', '-')}", *map(str, sizes))]
     with monkeypatch.context() as fault:
-        fault.setattr(os, "fsync", full)  # where a disk over the network says so
+        fault.setattr(os, "fsync", full)  # where a network disk reports it
         flags = ["--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "4", *sizes]
         code = main(["generate", str(folder), "--prompt", "The cat", *flags])
     err = capsys.readouterr().err.splitlines()[-1]

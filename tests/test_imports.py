@@ -1,4 +1,4 @@
-"""What importing the package costs: no device, no optional library, and no JAX for those who read a record."""
+"""What importing the package costs: no device, no optional library, and no JAX to read a record."""
 
 import subprocess
 import sys

@@ -70,7 +70,7 @@ def called_names(source: Source) -> Iterator[tuple[int, str]]:
 
 def find_undescribed_modules(source: Source) -> Iterator[tuple[int, str]]:
     docstring = ast.get_docstring(source.tree, clean=False)
-    if source.tree.body and not (docstring or "").split("\n")[0].strip():  # an empty __init__.py has nothing to say
+    if source.tree.body and not (docstring or "").split("\n")[0].strip():  # an empty __init__.py needs no docstring
         yield 1, "the first line of the module's docstring says what the file is for"
 
 

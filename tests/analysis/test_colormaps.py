@@ -1,4 +1,4 @@
-"""Colours against matplotlib's tables and the contrast that WCAG asks for."""
+"""Colours against matplotlib's tables and WCAG contrast."""
 
 import itertools
 

@@ -1,5 +1,5 @@
-"""Pictures: every character of a text has its place, strange text is drawn without a warning, and matplotlib is asked
-for by name."""
+"""Figures: every character of a text has a cell, strange text is drawn without a warning, and a missing matplotlib is
+named."""
 
 import subprocess
 import sys

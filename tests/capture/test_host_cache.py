@@ -16,7 +16,7 @@ SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS)
 
 
 def packed(rows, num_experts):
-    """Rows packed by hand: ids as bytes, the lowest first, zeros up to a whole word."""
+    """Rows packed in a loop: ids as little-endian bytes, padded with zeros to a whole word."""
     size = 1 if num_experts <= 256 else 2
     of_rows = [b"".join(int(expert).to_bytes(size, "little") for expert in row) for row in rows]
     words = [

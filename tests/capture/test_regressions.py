@@ -91,7 +91,7 @@ def test_every_registered_backend_fills_every_row(backend):
     assert_margin_rule(testbed.oracle, [(req.tokens, drive.outputs[req.rid].end.routed_experts.ids) for req in reqs])
 
 
-# --- stale rows on slot reuse: rows keyed by slot, nobody clears
+# --- stale rows on slot reuse: rows keyed by slot, never cleared
 
 
 def test_reused_slot_never_shows_the_last_tenant(testbed):
@@ -108,7 +108,7 @@ def test_reused_slot_never_shows_the_last_tenant(testbed):
 
 
 def test_first_writer_wins_over_reprefill(testbed):
-    """The request keeps the rows of its first pass; the page carries those of the second, for whoever reads it next."""
+    """The request keeps the rows of its first pass; the page carries those of the second, for its next reader."""
     drive, prompt = testbed.drive(), random_prompt(make_rng(3), 24)
     drive.add(request("first", prompt, 12))
     while drive.reqs["first"].num_output < 4:
@@ -153,7 +153,7 @@ def test_retracted_and_aborted_requests_keep_their_rows(testbed):
 # --- prefix hit without rows: keys and values are known, rows are not
 
 
-def test_reader_checks_what_the_writer_did_not(testbed):
+def test_a_reader_may_request_rows_when_the_writer_did_not(testbed):
     drive, prompt = testbed.drive(), random_prompt(make_rng(5), 40)
     drive.run(request("writer", prompt, 8, asks=False))
     drive.run(request("reader", prompt, 8))
@@ -178,7 +178,7 @@ def test_layer_ids_name_the_hidden_layer(dense, columns):
         assert_margin_rule(testbed.oracle, [(req.tokens, record.ids)])
 
 
-# --- flag off, request asks: the server dies
+# --- flag off, request with rows: the server dies
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -195,7 +195,8 @@ def test_asking_without_the_flag_is_a_typed_error_and_the_engine_lives(tokenizer
 
 
 def test_late_read_back_delays_only_its_request(engine, oracle):
-    """A caller who does not take what it is told (its thread waits on an event) holds up nobody, and loses nothing."""
+    """A caller that does not read its outputs (its thread waits on an event) blocks no other caller and loses
+    nothing."""
     started, may_go_on = threading.Event(), threading.Event()
 
     def slow_reader():
@@ -410,7 +411,7 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     drive.add(request("across", prompt, 20))
     drive.steps(6)
     version = drive.update_weights(other_weights(1), cache=cache)
-    assert drive.core.scheduler.pages.cache.num_cached == 0  # what "across" still reads is its own, and for nobody else
+    assert drive.core.scheduler.pages.cache.num_cached == 0  # what "across" still reads belongs to it alone
     drive.run(request("new", prompt, 8))
     assert drive.core.scheduler.namespace(drive.reqs["new"]) != drive.core.scheduler.namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))

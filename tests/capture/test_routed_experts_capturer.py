@@ -21,7 +21,7 @@ def build_capturer(num_slots=32):
 
 
 def token_row(token, salt=0):
-    """Distinct experts that say which token they belong to."""
+    """Distinct experts that identify the token."""
     return np.array([token % 8, (token + 1 + salt) % 8, (token + 2) % 8, (token + 3 + salt) % 8], np.uint8)
 
 
@@ -212,7 +212,7 @@ def test_rows_outside_held_pages_are_detected():
     assert "1 of 6" in violation.detail
 
 
-def test_the_cors_header_is_absent_until_it_is_set():
+def test_the_global_capturer_is_off_until_it_is_set():
     def script():
         assert not get_global_experts_capturer().enabled
         capturer = build_capturer()

@@ -89,7 +89,7 @@ def test_links_modes_devices_and_folders(tmp_path):
 
 @pytest.fixture
 def unprivileged():
-    """A folder of a user to whom modes apply: root becomes another for the test."""
+    """A folder of a user to whom modes apply: root changes its user for the test."""
     with tempfile.TemporaryDirectory() as folder:
         was = os.geteuid()
         if was == 0:
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch):
     assert (names(tmp_path), target.read_text()) == (["a.json"], "new")
 
 
-def test_fields_without_a_layout_slot_are_retained_and_named(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_renamed_stays_and_is_named(tmp_path, monkeypatch):
     refuse_renames(monkeypatch, errno.EACCES)
     with pytest.raises(WriteError) as caught, atomic_write(tmp_path / "a.json") as part:
         part.write_text("new")

@@ -59,7 +59,7 @@ def test_a_step_beyond_the_largest_shape_is_a_mistake_of_the_scheduler():
 
 @given(requests=SIZES, more_tokens=SIZES, prefill=st.integers(1, 90), data=st.data())
 def test_no_shape_is_compiled_that_no_step_can_take(requests, more_tokens, prefill, data):
-    """A step holds at most a token of every running request and the prompt tokens that one step may take in."""
+    """A step holds at most one token of every running request and the prefill limit of prompt tokens."""
     tokens = tuple(requests[-1] + size for size in more_tokens)
     limit = data.draw(st.sampled_from(("max_prefill_tokens", "chunked_prefill_size")))
     args = ServerArgs(precompile_bs_paddings=requests, precompile_token_paddings=tokens, **{limit: prefill})

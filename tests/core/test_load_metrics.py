@@ -1,4 +1,5 @@
-"""Load metrics of even and uneven loads, computed by hand.
+"""Load metrics of even and uneven loads against worked numbers. Balancedness of placements:
+tests/placement/test_match_devices.py; of records: tests/analysis/test_metrics.py.
 
 Balancedness of placements: tests/placement/test_match_devices.py; of records: tests/analysis/test_metrics.py."""
 

@@ -154,7 +154,7 @@ def test_who_stays_keeps_the_slot(num_resident, seed):
         assert all(aligned.slot_of[layer, expert] == old.slot_of[layer, expert] for expert in stay)
         assert (aligned.experts[layer] != old.experts[layer]).sum() == num_resident - len(stay)
         left = {int(old.slot_of[layer, expert]) for expert in set(old.experts[layer]) - stay}
-        for expert in set(new.experts[layer]) - stay:  # where it wished to be, if that is left
+        for expert in set(new.experts[layer]) - stay:  # the slot of the new map, if it is free
             assert (
                 aligned.slot_of[layer, expert] == new.slot_of[layer, expert]
                 or int(new.slot_of[layer, expert]) not in left

@@ -72,7 +72,7 @@ def test_what_is_counted_step_by_step_is_what_the_records_hold(monkeypatch):
                 record.start + low + np.arange(len(rows)), np.array([record.num_prompt_tokens]), of_row
             )
             live = None if record.valid is None else record.valid[low : low + 7]
-            padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # what pads a step is nobody's
+            padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # padding of a step
             capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, origins)
         capturer.host_cache.flush()
     stats, expected = capturer.routing_stats(reset=True), RoutingStats.from_records(records)

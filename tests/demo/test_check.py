@@ -33,7 +33,7 @@ def score(model, tokens, routed):
 
 
 def demo_output(model, tokens, length, prompt, *, ids=None):
-    """What an engine would have answered to the first `prompt` of `tokens`: causal, so a longer pass tells of a shorter
+    """The engine's output for the first `prompt` of `tokens`: causal, so a longer pass gives the values of a shorter
     one."""
     known = np.full((1, len(tokens)), ids is not None)
     forced = np.zeros((1, len(tokens), 3, 4), np.uint8) if ids is None else ids[None]

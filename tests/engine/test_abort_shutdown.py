@@ -1,5 +1,4 @@
-"""Ends that nobody asked the model for: abort, shutdown, death. Each request ends once, with what it has, and its
-rows."""
+"""Abort, shutdown and death: each request ends once, with the output so far and its rows."""
 
 import asyncio
 import concurrent.futures
@@ -109,7 +108,7 @@ def test_an_abort_at_any_step_keeps_the_output_and_its_rows(engine, num_steps, s
 
     (result,) = play(engine, kwargs | {"routed_experts_start_len": start}, script)
     assert result["meta_info"]["finish_reason"] == ABORTED
-    assert len(result["output_ids"]) == max(0, num_steps - 4)  # four chunks; a step is told one step later
+    assert len(result["output_ids"]) == max(0, num_steps - 4)  # four chunks; outputs arrive one step later
     assert_row_law(result, whole)
 
 
@@ -173,7 +172,7 @@ def test_abort_of_one_choice_leaves_the_others(engine):
     assert [result["output_ids"] for result in results[1:]] == [result["output_ids"] for result in whole[1:]]
 
 
-# --- abort by its door
+# --- abort through the engine's API
 
 
 class Background:
@@ -234,7 +233,7 @@ def test_abort_all_ends_everything_and_keeps_rows(engine):
     assert_idle(engine)
 
 
-def test_abort_requires_what_it_ends(engine):
+def test_abort_requires_one_of_its_two_arguments(engine):
     for kwargs in ({}, {"rid": "x", "abort_all": True}):
         with pytest.raises(InvalidRequestError, match="give one of them"):
             engine.abort(**kwargs)
@@ -281,7 +280,7 @@ def test_shutdown_ends_every_caller_with_what_it_has(folder):
 
 
 def assert_dead(engine, cause):
-    """Every door says so."""
+    """Every entry point raises it."""
 
     async def ask():
         return await engine.async_generate("the cat")
@@ -316,7 +315,7 @@ def test_a_failed_start_leaves_no_thread(tmp_path):
 
 
 class Poison:
-    """Experts that work until they are told to fail."""
+    """Experts that run until they are told to fail."""
 
     def __init__(self) -> None:
         self.armed = False
@@ -361,7 +360,7 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
 
 
 def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its_cause(folder, monkeypatch):
-    """Whoever drains a step is not to blame for it: the requests in it, and all later calls, hear what happened."""
+    """The thread that drains a failing step is not at fault: its requests and all later calls get the cause."""
     engine = build(folder, enable_return_routed_experts=True)
     core = engine.components.core
     drain = core.drain

@@ -1,5 +1,4 @@
-"""Bad input: one typed error in one line each, at the door; nothing is touched, and whoever runs beside it does not
-notice."""
+"""Bad input: one typed error in one line each, raised before any state changes; running requests are unaffected."""
 
 import itertools
 import json

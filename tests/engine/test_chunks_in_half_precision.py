@@ -1,5 +1,5 @@
-"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it, nor whether
-tokens are decoded one by one or scored together."""
+"""In bfloat16 too, the CPU's kernels give the same bits however a prompt is cut into steps, and whether tokens are
+decoded or scored."""
 
 import numpy as np
 import pytest

@@ -55,7 +55,8 @@ def test_no_row_is_wrong_after_any_event(testbed, event):
 
 
 def test_a_continued_rollout_equals_an_uninterrupted_one(tmp_path):
-    """By the door: noise depends on seed and position alone, so the parts join to the whole, tokens and rows."""
+    """Through Engine.generate: noise depends on seed and position alone, so the parts join to the whole, tokens and
+    rows."""
     folder = write_tiny_checkpoint(tmp_path)
     prompt = np.random.default_rng(8).integers(3, 313, 25).tolist()
     params = {"temperature": 1.0, "seed": 12, "ignore_eos": True}

@@ -65,7 +65,7 @@ def num_steps(engine):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
-    """Tokens and rows are those of a run that nobody paused; a request that comes in meanwhile waits."""
+    """Tokens and rows are those of a run without a pause; a request submitted meanwhile waits."""
     whole = ask(engine)
     engine.flush_cache()
     calls = begun(engine, PROMPT)
@@ -273,8 +273,8 @@ def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released
 
 
 def test_a_version_set_meanwhile_waits_for_its_promised_weights(engine):
-    """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays
-    are served."""
+    """Arrays are donated under a version; a concurrent rename of the served weights is second, and the arrays are
+    served."""
     version, started, renamed = next_version(engine), threading.Event(), threading.Event()
 
     class Slow(dict):
@@ -345,7 +345,7 @@ def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
 
 
 def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
-    """Prompts of several chunks beside decoding requests, and requests that ask for no rows."""
+    """Prompts of several chunks beside decoding requests, and requests without rows."""
     engine.flush_cache()
     engine.reset_routing_stats()
     prompts = [

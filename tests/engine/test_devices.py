@@ -332,7 +332,7 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
 
 
 def held_is(engine, placement, folder):
-    """Every device holds, layer by layer, the experts that the placement says, whole."""
+    """Every device holds, layer by layer, the experts of the placement, whole."""
     source = ModelFolder.open(folder)
     whole = nnx.split(source.load(source.dtype("auto")))[1]
     experts = {

@@ -1,4 +1,4 @@
-"""A model that does not fit is refused before a weight is loaded; started again with what the error says, it serves."""
+"""A model that does not fit is refused before a weight is loaded; with the values of the error, it serves."""
 
 import gc
 

@@ -47,7 +47,7 @@ class Cell:
 
 
 ALL_CELLS = [Cell(*values) for values in itertools.product(BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES)]
-# A request that runs alone is never sent back: with batch 1 a cell and its preempted twin are one run, so 30 of the 300
+# A request that runs alone is never retracted: with batch 1 a cell and its preempted twin are one run, so 30 of the 300
 # are left out.
 GRID = [cell for cell in ALL_CELLS if not (cell.batch == 1 and cell.preempt)]
 SAMPLE = [GRID[index] for index in np.random.default_rng(3).permutation(len(GRID))[:24]]
@@ -85,7 +85,7 @@ def choice_request(index, choice, prompts):
 
 
 def exact_outputs(drive):
-    """Tokens, logprobs (of prompts too, as text that tells every bit) and rows."""
+    """Tokens, logprobs (of prompts too, as exact text) and rows."""
     return {
         rid: (
             output.tokens,
@@ -186,7 +186,7 @@ def default_world():
 
 
 def served_in_company(drive, count, seed):
-    """Many short requests, some with a beginning in common, some sent back."""
+    """Many short requests, some with a common prefix, some retracted."""
     rng = np.random.default_rng(seed)
     shared, reqs = random_prompt(rng, 24), []
     for index in range(count):

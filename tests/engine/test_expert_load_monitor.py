@@ -1,4 +1,4 @@
-"""ExpertLoadMonitor: windows of steps, over a runner that counts what it is told; loops over steps are the measure."""
+"""ExpertLoadMonitor: windows of steps, over a runner with given counts, against loops over steps."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ PLACEMENTS = [ExpertPlacement.identity(LAYERS, EXPERTS, num_devices) for num_dev
 
 
 class Late:
-    """Counts that hold the step in flight: whoever reads them before it has ended waits for it."""
+    """Counts that include the step in flight: reading them waits for its end."""
 
     def __init__(self, counts, runner):
         self._counts, self._runner, self._ready = counts, runner, len(runner.steps) + 1
@@ -42,7 +42,7 @@ class Counting:
 
 @pytest.mark.parametrize("every", [10**6, 1, 7, 10, 25])
 def test_windows_are_the_last_steps_and_nothing_is_lost(every):
-    """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they
+    """A load balancer takes a window every `every` steps: it has each step once, and the gauges cover the steps they
     name."""
     rng, runner = np.random.default_rng(every), Counting()
     watch, readers = ExpertLoadMonitor(runner), []

@@ -1,4 +1,4 @@
-"""`generate` at once: how it is called, what comes back, where it stops. Greedy unless said, so that answers can be
+"""`generate` without a stream: arguments, results, stop conditions. Greedy by default, so that answers can be
 compared."""
 
 import re
@@ -148,7 +148,7 @@ def test_temperature_1_is_the_default_and_calls_without_a_seed_differ(engine):
     assert len({tuple(call["output_ids"]) for call in calls}) == 3
 
 
-# --- what comes back
+# --- results
 
 
 def test_the_answer_has_exactly_its_keys(engine):

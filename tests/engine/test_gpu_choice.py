@@ -1,4 +1,4 @@
-"""Who runs on the GPU's kernels, and that nobody else loads them."""
+"""Which models use the GPU kernels, and that no other model loads them."""
 
 import subprocess
 import sys

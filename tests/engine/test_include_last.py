@@ -88,7 +88,7 @@ def test_retraction_every_third_step_changes_no_row(testbed):
 
 
 def test_retraction_while_the_last_token_is_fed_changes_no_row(testbed):
-    """Before each step, where one request only waits for the row of its last token."""
+    """Before each step in which a request waits only for the row of its last token."""
     drive, reqs = testbed.drive(), requests(3, stop_token_ids=range(0, 313, 5))
     retracted = []
 

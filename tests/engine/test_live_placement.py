@@ -117,7 +117,7 @@ def assert_idle_but_for_cache(engine):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What one device says, where nothing is placed."""
+    """The answers of one device without a placement."""
     with Engine(folder, enable_return_routed_experts=True, **(HOW | dict(tp_size=1, ep_size=1))) as engine:
         return engine.generate(input_ids=PROMPTS, return_routed_experts=True, **ASK)
 
@@ -225,7 +225,7 @@ def assert_as_defined(notes, factor, num_instances, *, overflows):
 
 
 def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
-    """Factors change while it serves, and compile nothing; every answer says what was changed, and so do the counts."""
+    """Factors change while it serves, and compile nothing; every answer and the counts report the rerouting."""
     before = rerouting.placement_stats()
     with compile_events() as compiled:
         by_factor = {}
@@ -421,7 +421,7 @@ def test_balancedness_is_that_of_the_rows(following):
 
 
 def test_released_memory_is_no_failure(following):
-    """A plan that would pay comes when there is nothing to move: it is neither a move nor an error."""
+    """A plan with a gain that moves nothing is neither a move nor an error."""
     follower, runner = following.components.rebalancer, following.components.core.runner
     with holding_still(following):
         following.release_memory_occupation(("kv_cache",))

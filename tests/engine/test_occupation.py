@@ -82,7 +82,7 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
 
 
 def test_the_pool_is_freed_and_the_weights_are_let_go():
-    """The engine holds no more arrays than it says; a module that the caller holds too stays whole."""
+    """The engine holds no more arrays than it reports; a module that the caller also holds stays whole."""
     with Engine(
         model=build_model(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL
     ) as engine:

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undivided(folder):
-    """What the engine says that has all experts on the accelerator."""
+    """The answers of an engine with all experts on the accelerator."""
     with Engine(str(folder), experts=ExpertOffloadConfig(), **SIZES) as engine:
         assert type(engine.components.core.runner) is ModelRunner  # off: as if there were no such config
         with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
@@ -298,7 +298,7 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
 def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, cache):
-    """Tokens that it had are prefilled anew, or kept; each row is of the version that its span says."""
+    """Existing tokens are prefilled anew, or kept; each row is of the version in its span."""
     version = weight_version(engine)
     how = dict(sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=40, return_routed_experts=True)
     stream = engine.generate(input_ids=PROMPTS[1], stream=True, **how)

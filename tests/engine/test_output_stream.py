@@ -1,5 +1,4 @@
-"""Engine.stream: outputs that come as they are generated join to what `generate` says at once, rows and logprobs among
-them."""
+"""Engine.stream: streamed outputs join to the result of `generate`, with rows and logprobs."""
 
 import asyncio
 

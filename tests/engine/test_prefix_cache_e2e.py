@@ -1,4 +1,4 @@
-"""The prefix cache from outside: answers are those of an engine without one, rows too, and what is cached is said."""
+"""The prefix cache end to end: answers and rows are those of an engine without one, and cached tokens are reported."""
 
 import concurrent.futures
 
@@ -65,7 +65,7 @@ def test_warm_cold_and_without_a_cache_are_one_answer(engine, plain, length):
 
 
 def test_turns_hit_the_prefix_of_earlier_turns(engine, plain):
-    """Each turn sends the whole conversation and asks only for the rows it has not had."""
+    """Each turn sends the whole conversation and requests only the rows it does not have."""
     history, rows = tokens(20), []
     for turn in range(4):
         start = (

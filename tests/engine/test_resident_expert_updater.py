@@ -46,7 +46,7 @@ def engine(folder):
 
 @contextlib.contextmanager
 def recorded_looks(engine, monkeypatch):
-    """What the follower is told at each look."""
+    """The statistics that the updater reads each time."""
     capturer, looks = engine.components.core.capturer, []
     read_stats = capturer.routing_stats
 
@@ -61,7 +61,7 @@ def recorded_looks(engine, monkeypatch):
 
 
 def followed(state, looks):
-    """What the policy makes of what it was told."""
+    """The maps that the policy makes of these statistics."""
     before, tokens = 0, 0
     for load, num_tokens in looks:
         state = state.observe(load - before, num_tokens - tokens, num_steps=8)
@@ -70,8 +70,7 @@ def followed(state, looks):
 
 
 def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypatch):
-    """Each look is told of the first rows of the requests, counted; the map is the one that the policy makes of
-    these."""
+    """Each read has the counted first rows of the requests; the map is the one that the policy makes of these."""
     start = engine.residency()[0]
     with recorded_looks(engine, monkeypatch) as looks:
         answers = [
@@ -123,7 +122,7 @@ def test_a_map_applied_by_a_caller_is_the_new_start(engine):
 
 
 def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
-    """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
+    """Of a swap that stops half way, the copies before it hold, and the other residents stay."""
     runner, answer = engine.components.core.runner, engine.generate(input_ids=PROMPT, **SAID)
     worst = ResidencyMap.from_experts(
         np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=50

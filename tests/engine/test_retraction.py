@@ -41,7 +41,7 @@ def requests(seed, count=16, max_tokens=24, **options):
 
 
 def all_outputs(drive):
-    """What each request was told, in comparable form."""
+    """Outputs of each request, in comparable form."""
     return {
         rid: (
             output.tokens,

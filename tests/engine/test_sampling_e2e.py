@@ -93,7 +93,7 @@ def test_each_penalty_changes_the_output(engine):
 
 
 def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engine, oracle):
-    """Slots are handed on: what the last tenant of a slot has said must not be held against the next."""
+    """Slots are reused: tokens of a slot's last request must not affect the next."""
     kinds = [{}, {"presence": 1.5}, {"frequency": 1.2}, {"repetition": 1.5}]
     expected = [decode_by_hand(oracle, [*PROMPT, 60 + i], 12, **kinds[i % 4]) for i in range(8)]
 

@@ -23,7 +23,7 @@ def test_the_keywords_of_an_engine_are_the_fields_of_server_args_with_their_defa
     for name, field in fields.items():
         assert params[name].default == field.default, name
     same = fields.keys() - {"model_path", "tokenizer_path", "precompile_bs_paddings", "precompile_token_paddings"}
-    for name in same:  # the others also take a path, or a list
+    for name in same:  # these also take a path, or a list
         assert params[name].annotation == fields[name].type, name
 
 

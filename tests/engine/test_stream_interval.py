@@ -1,5 +1,5 @@
-"""News of streams are told once an interval of the clock: tokens share them, and nothing is lost, late at the end, or
-slow at the start."""
+"""Stream outputs are sent once an interval of the clock: tokens share them, none is lost, and the first and the last do
+not wait."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 
 def run(clock, interval, *, rows=False, **options):
-    """What a stream was told at which time: (seconds since the first token, tokens)."""
+    """Outputs of a stream and their times: (seconds since the first token, output)."""
     drive = tiny_testbed(moe_backend="probed").drive()
     req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True, **options)
     routed = dataclasses.replace(req.source.routed_experts, stream=rows)
@@ -60,7 +60,7 @@ def test_without_an_interval_each_token_is_emitted(clock):
 def test_tokens_of_an_interval_share_an_output_and_the_first_and_the_last_do_not_wait(clock):
     _, alone = run(clock, 0.0)
     drive, received = run(clock, 6.0)
-    first = clock.now - 19  # of the last step, which told the last of 20 tokens
+    first = clock.now - 19  # of the last step, which emitted the last of 20 tokens
     moments = [second for second in range(1, 19) if (first + second) % 6 == 0]  # multiples of the interval on the clock
     assert [when for when, _ in received] == [0.0, *moments, 19.0] and len(moments) == 3
     assert [len(out.new_token_ids) for _, out in received] == [1, *np.diff([0, *moments, 19])]

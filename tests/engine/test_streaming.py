@@ -221,7 +221,7 @@ def test_a_refused_request_does_not_abort_the_holder_of_its_id(engine):
 
 
 def test_an_id_may_be_used_again_as_soon_as_its_stream_is_closed(engine):
-    """Abort and new request come in between the same two steps: the end of the first is not told to the second."""
+    """Abort and new request arrive between the same two steps: the end of the first does not reach the second."""
     stream = engine.generate("once upon a time", LONG, rid="again", stream=True)
     next(stream)
     blocked, go = threading.Event(), threading.Event()

@@ -59,7 +59,7 @@ def test_an_abort_reaches_submissions_that_are_being_batched(engine_factory):
                 async_engine.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100
             )
             accepted = asyncio.create_task(call.submit())
-            await asyncio.sleep(0)  # it waits for company
+            await asyncio.sleep(0)  # it waits for more submissions
             async_engine.flush_submissions()
             aborted = await asyncio.to_thread(engine.abort, "x")
             await accepted
@@ -94,7 +94,7 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in(engine_factory)
         async def run():
             async_engine = AsyncEngine(engine)
             leaving, staying = (asyncio.create_task(answer(async_engine, prompt)) for prompt in PROMPTS[:2])
-            await asyncio.sleep(0)  # both wait for company
+            await asyncio.sleep(0)  # both wait for more submissions
             leaving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await leaving

@@ -1,4 +1,4 @@
-"""Tokenizer files of a checkpoint: what they say, what is refused, and that a template can do nothing but text."""
+"""Tokenizer files of a checkpoint: their meaning, what is refused, and that a template can only render text."""
 
 import json
 import random

@@ -1,5 +1,5 @@
-"""A token whose numbers are none (NaN, as bad weights or an overflow leave them) spoils its own request from there on,
-and nothing else: not its neighbours in a step, not the tokens before it, not who uses its pages and its slot next."""
+"""A token with non-finite values (NaN from bad weights or an overflow) spoils its own request from there on, and
+nothing else: no neighbour in a step, no earlier token, no later user of its pages and its slot."""
 
 import jax.numpy as jnp
 import numpy as np

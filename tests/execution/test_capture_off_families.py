@@ -69,7 +69,7 @@ def decoder(name):
 
 
 def lowered_without_rows(name, shape, kernels, attention, *, capture):
-    """The text of a forward program whose rows, if it has any, nobody reads; and how many outputs it had."""
+    """The text of a forward program whose rows, if any, are not read; and the number of its outputs."""
     config, cache = decoder(name), decoder(name).cache
     graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)))
     spec = programs.ProgramSpec(

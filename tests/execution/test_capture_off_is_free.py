@@ -203,7 +203,7 @@ def build_from(model_text, programs_text):
 
 @functools.cache
 def never():
-    """The build that never heard of the feature."""
+    """The build without the feature."""
     return build_from(without(qwen3_moe, MODEL_NAMES), without(programs, PROGRAM_NAMES))
 
 

@@ -1,4 +1,4 @@
-"""Compile counts survive a library that removes the listeners of all others, and then say that they are incomplete."""
+"""Compile counts survive a library that removes all other listeners, and then report that they are incomplete."""
 
 import jax
 import jax.monitoring

@@ -108,7 +108,7 @@ def by_hand(demand, **change):
 
 
 def one_step_back(name, value, demand):
-    """The value that lies next to an advised one, towards the one that was given."""
+    """The value next to an advised one, towards the given one."""
     page = demand.args.page_size
     steps = {"mem_fraction_static": -0.001, "max_running_requests": 1, "max_total_tokens": page, "context_length": page}
     return value + steps[name]

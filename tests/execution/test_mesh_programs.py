@@ -27,7 +27,7 @@ from support.tpu_programs import SMALL, program_name, whole_pool_operations
 pytestmark = pytest.mark.tpu_aot
 
 CHIPS, MIB = ["v5e", "v6e"], 1 << 20
-KINDS = {"width": False, "experts": True}  # what of the experts is dealt out
+KINDS = {"width": False, "experts": True}  # the sharded arrays of the experts
 # One kv head a chip: two rows a token. Pages of 150 MiB on each, more than its VMEM.
 POOL = dataclasses.replace(SMALL.runner.pool, num_kv_heads=1, num_pages=1200)
 RUNNER = dataclasses.replace(SMALL.runner, pool=POOL, num_request_slots=33)

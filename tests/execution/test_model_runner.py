@@ -1,5 +1,4 @@
-"""The runner against the model in NumPy: what a step says is where it should be, steps overlap, weights change under
-way.
+"""The runner against the model in NumPy: results stand at their positions, steps overlap, weights change in between.
 
 The oracle is float64 and knows no pages; the columns of a step are compared with it, so a column that is read as
 another is seen."""

@@ -100,7 +100,7 @@ def ask_everything(engine, *, capture):
 
 
 def ask_for_rows(engine):
-    """The forms in which rows are asked for."""
+    """The formats in which rows are requested."""
     how = [{}, {"routed_experts_start_len": 3}, {"routed_experts_format": "npy"}, {"routed_experts_layers": "moe"}]
     for kwargs in how:
         engine.generate(PROMPT, {"temperature": 0.0}, max_new_tokens=4, return_routed_experts=True, **kwargs)

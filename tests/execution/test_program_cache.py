@@ -1,4 +1,4 @@
-"""A start keeps its programs where nobody has said otherwise, and leaves alone what somebody has."""
+"""A start caches its programs in the default folder, unless the user has configured another."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""A whole step on the TPU's backends, interpreted, against the plain ones: the same ids, the same hidden states, the
-same pool. And their choice: by platform, by name, and refused where there is no TPU."""
+"""A whole step on the TPU's backends, interpreted, against the plain ones: the same ids, hidden states and pool. Their
+selection: by platform, by name, and refused without a TPU."""
 
 import functools
 
@@ -48,7 +48,7 @@ def program(mode, backends, capture):
 
 
 def two_steps(backends, *, capture=True):
-    """Prefill two prompts, then feed each one token more. Places that nobody owns are NaN."""
+    """Prefill two prompts, then feed each one token more. Slots without an owner are NaN."""
     runner = shared_runner()
     pool = jnp.full(runner.config.pool.abstract.shape, jnp.nan, jnp.float32)
     last = jnp.zeros(runner.config.num_request_slots, jnp.int32)

@@ -119,7 +119,7 @@ def test_programs_after_the_forward_pass_are_the_same_with_and_without_capture(n
 def test_capture_adds_no_operation_to_a_layer_and_four_to_a_step(chip, name):
     on, off = (compiled(chip, name, capture=capture) for capture in (True, False))
     added = operations(on) - operations(off)
-    # A step: the carry is made, the ids are narrowed and turned, and may be copied to where the host reads them.
+    # A step: the carry is made, the ids are narrowed and transposed, and may be copied to where the host reads them.
     assert added.once <= 4 and added.in_loops <= 0 and added.scalar <= 0, added
     memory_on, memory_off = on.memory_analysis(), off.memory_analysis()
     added_temp = memory_on.temp_size_in_bytes - memory_off.temp_size_in_bytes
@@ -158,7 +158,7 @@ def test_the_router_compiles_for_any_size_with_rows_to_replay(chip, shape):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_projections_of_a_run_are_read_where_they_lie(chip):
-    """160 MiB of matrices, of which XLA alone makes another, turned."""
+    """160 MiB of matrices, of which XLA alone makes a transposed copy."""
     weights, x = jax.ShapeDtypeStruct((8, 2048, 5120), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), jnp.bfloat16)
 
     def run(x, weights):

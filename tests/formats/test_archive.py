@@ -1,4 +1,4 @@
-"""Files of many answers: every record, token and field comes back; what is no such file is refused."""
+"""Files of many answers: every record, token and field round-trips; any other file is refused."""
 
 import json
 

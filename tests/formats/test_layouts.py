@@ -100,7 +100,7 @@ def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
     )
 
 
-def test_tunix_says_it_where_the_caller_knows_that_it_is_heard():
+def test_tunix_marks_unknown_rows_on_request():
     record = with_gap(build_record(), 7)
     rows = formats.tunix.encode(record, missing="gate")
     assert np.all(rows[7] == -1) and np.all(rows[-1] == -1) and np.count_nonzero(rows == -1) == 2 * rows[0].size
@@ -314,7 +314,7 @@ def test_a_batch_is_a_routed_batch_and_a_record_a_record():
     )
 
 
-# --- by hand, from the description of the wire
+# --- worked examples, from the description of the wire
 
 INT32_TEXT = (
     "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"  # from the description of the wire, section 5

@@ -64,7 +64,7 @@ def example(**changes):
 
 
 def listed(record, layers="moe"):
-    """Form (c), made here by hand: the prompt's rows apart from the choice's."""
+    """Form (c), worked out here: the prompt's rows apart from the choice's."""
     ids = record.ids.astype(np.int16)
     if layers == "all":
         ids = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int16)

@@ -1,4 +1,4 @@
-"""Slots of one table: equal to a loop over tokens in NumPy; a slot of nobody is 0 whatever stands in the weights, and
+"""Slots of one table: equal to a loop over tokens in NumPy; an unassigned slot gives 0 whatever the weights hold, and
 two tables add up to the layer."""
 
 import jax

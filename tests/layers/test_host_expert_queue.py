@@ -247,7 +247,7 @@ def driver(tmp_path_factory):
 
 
 def open_queue(driver, store):
-    """A queue of the library's over a store, both kept by the caller, who closes it."""
+    """A queue of the library over a store, both owned by the caller, who closes them."""
     arrays = [np.asarray(array) for array in (store.gate_up, store.down)]
     pointers, dtypes = np.array([array.ctypes.data for array in arrays], np.uintp), np.array([11], np.int32)
     sizes = np.array([EXPERTS, LAYERS * EXPERTS, HIDDEN, WIDTH], np.int64)

@@ -80,7 +80,7 @@ def test_a_row_of_experts_is_its_own(dtype, shape):
     call, rng = expert_call(dtype, shape), np.random.default_rng(4)
     expected = bits(EXPERT_SUMS(call))
     for rows in groups():
-        order = rng.permutation(ROWS)  # where they stand; the others are padding
+        order = rng.permutation(ROWS)  # their positions; the others are padding
         arrays = {name: np.asarray(vars(call)[name])[rng.permutation(ROWS)] for name in ("x", "ids", "weights")}
         for name, array in arrays.items():
             array[order[: rows.size]] = np.asarray(vars(call)[name])[rows]
@@ -274,8 +274,8 @@ extern "C" void multiply(
 
 
 def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
-    """Compiled without the instruction, where there is one to leave out: each number's products are added one after the
-    other."""
+    """Compiled without the instruction, where there is one to leave out: products of each number are added in
+    sequence."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
     source.write_text(GEMM_ALONE)
     without = ["-mno-avx512bf16"] if platform.machine() == "x86_64" else []

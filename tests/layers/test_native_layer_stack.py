@@ -175,7 +175,7 @@ def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
 
 
 def test_a_run_is_updated_in_place():
-    """The pool is neither copied nor kept twice: its output is its input, and temporaries are smaller than it."""
+    """The pool is neither copied nor held twice: its output is its input, and temporaries are smaller than it."""
     case = build_case()
     pool = jnp.tile(case.pool, (20, 1, 1, 1))
     compiled = jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, pool, case.block).compile()

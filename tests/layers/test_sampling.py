@@ -42,7 +42,7 @@ def take(batch: SamplingBatch, rows) -> SamplingBatch:
 
 
 def kept_by_loop(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """One row, float64, one token at a time: the order of the docstring, ties kept or dropped together."""
+    """One row, float64, one token at a time: the order of the docstring, ties retained or dropped together."""
     scaled = logits.astype(np.float64) / temperature
     mask = np.isfinite(scaled)
     if 0 < top_k < len(scaled):

@@ -1,4 +1,4 @@
-"""Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own account says what was
+"""Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own report names what was
 moved."""
 
 import ctypes
@@ -31,8 +31,8 @@ def whole_pages(low, high):
 
 
 def assert_on_large_pages(array):
-    """All of it that can be: a page is large where one mapping holds it whole (NumPy asks for large pages under its own
-    arrays, and so parts the heap into several)."""
+    """All of it that can be: a page is large where one mapping holds it whole (NumPy requests large pages under its own
+    arrays, and so splits the heap into several)."""
     (low,) = buffer_pointers(array)
     held = mappings(low, low + array.nbytes)
     assert held
@@ -52,7 +52,7 @@ def asked_for(array):
 
 def test_arrays_keep_address_and_contents_and_the_kernel_reports_what_was_moved():
     array = jnp.arange(5 * LARGE // 4, dtype=jnp.int32)
-    if asked_for(array):  # a kernel before 6.1 and one that is told never to refuse
+    if asked_for(array):  # a kernel before 6.1 and one that never refuses
         assert_on_large_pages(array)
 
 

@@ -101,7 +101,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return None if pages is None else pages.tolist()
 
     def unlock(self, holder: Holder) -> None:
-        """The holder has left `self.holders`: pages come back only if flushed and held by nobody else."""
+        """The holder has left `self.holders`: pages are freed only if flushed and held by no other request."""
         still_held = self.flushed_pages_held()
         flushed = holder.pages[: holder.locked] if holder.generation != self.generation else []
         pages = self.cache.unlock(holder.node)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is refused and how it is named, and that every number lands where the table says."""
+"""Checkpoints: what is refused and how it is named, and that every number lands where the table maps it."""
 
 import json
 import sys

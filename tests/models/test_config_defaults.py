@@ -18,7 +18,7 @@ NAMES = [name for name in CASES if name != "BailingMoeV2"]  # transformers has n
 
 
 class RecordingDict(dict):
-    """Notes which keys are asked for."""
+    """Records which keys are read."""
 
     def __init__(self, values):
         super().__init__(values)

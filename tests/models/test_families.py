@@ -186,7 +186,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         for prompt, result in zip(prompts, results, strict=True):
             compare(oracle, prompt, result, tally, prompt_logprobs=True)
         assert results[1]["output_ids"] == oracle.generate(prompts[1], NEW_TOKENS)
-        longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
+        longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # the previous output, and a new turn
         hit = engine.generate(input_ids=longer, **kwargs)
         if name in NO_PREFIX_CACHE:
             assert hit["meta_info"]["cached_tokens"] == 0 and not engine.get_server_info()["prefix_cache"]

@@ -1,5 +1,5 @@
-"""Folders of every family: what is refused and how it is told, layouts that hold the same numbers, and what a config
-makes of layers."""
+"""Folders of every family: what is refused and the error's words, layouts that hold the same numbers, and the layers of
+a config."""
 
 import dataclasses
 import functools

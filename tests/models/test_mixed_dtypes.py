@@ -96,7 +96,7 @@ def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe
     ) as caught:
         build_engine(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
     assert "\n" not in str(caught.value)
-    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))  # as the error says
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))  # as the error advises
     build_engine(ServerArgs(moe_backend="reference", **ENGINE), model=model)
 
 

@@ -1,4 +1,4 @@
-"""From a folder to a model: what is refused and how it is told, and that the loaded module holds the checkpoint's
+"""From a folder to a model: what is refused and the error's words, and that the loaded module holds the checkpoint's
 numbers."""
 
 import json
@@ -126,7 +126,7 @@ def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(
 
 
 def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
-    """The oracle joins and transposes by hand, without the table of names."""
+    """The oracle joins and transposes in its own code, without the table of names."""
     config = tiny_config(**{**SMALL, "num_hidden_layers": 4, "mlp_only_layers": [1]})
     tensors = tiny_tensors(config)
     arrays = load_arrays(save(tmp_path, config, tensors))
@@ -204,7 +204,7 @@ def test_progress_ends_at_the_size_of_the_checkpoint(tmp_path):
 
 
 def test_opening_reads_headers_and_loading_names_what_is_damaged(tmp_path):
-    """A file cut short inside the last tensor has good headers in front; safetensors tells it when the folder is
+    """A file cut short inside the last tensor has good headers in front; safetensors reports it when the folder is
     opened."""
     folder = write_tiny_checkpoint(tmp_path, **PLAIN)
     file = folder / "model.safetensors"

@@ -34,7 +34,7 @@ WITH_A_SMALL_DISK = "import resource, signal\nresource.setrlimit(resource.RLIMIT
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Repositories by id; counts what is asked for."""
+    """Repositories by id; counts requests."""
 
     daemon_threads = True
 
@@ -263,7 +263,7 @@ def test_without_a_network_only_a_whole_cache_will_do(hub, find):
 
 
 def test_a_connection_that_ends_early_is_resumed_where_it_ended(hub, find):
-    weights = bytes(range(256)) * (24 << 12)  # 24 MiB: more than the library takes in at once
+    weights = bytes(range(256)) * (24 << 12)  # 24 MiB: more than the library reads at once
     hub.repositories["org/shards"]["model-00002-of-00002.safetensors"] = weights
     hub.cut_at = 15 << 20
     folder = Path(find("org/shards"))

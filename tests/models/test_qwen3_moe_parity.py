@@ -57,7 +57,8 @@ PROMPT_LENGTHS = (1, 5, 70, 17, 33, 32)  # one longer than two buckets of 32, mo
 
 @dataclasses.dataclass
 class Judged:
-    """What transformers says of one sequence: next-token logits, and router scores and choices of every MoE layer."""
+    """The results of transformers for one sequence: next-token logits, and router scores and choices of every MoE
+    layer."""
 
     logits: np.ndarray  # [S, V]
     scores: np.ndarray  # [S, M, E], softmax
@@ -126,7 +127,7 @@ def compare_tokens(judged, prompt, answer, tally):
 
 
 def compare_logprobs(judged, entries, tokens, first, tally):
-    """`told` holds [value, token, text] for tokens[first:]; the first token of a sequence has no value."""
+    """`entries` holds [value, token, text] for tokens[first:]; the first token of a sequence has no value."""
     assert [entry[1] for entry in entries] == list(tokens[first : first + len(entries)])
     for position, (value, token, _) in enumerate(entries, start=first):
         assert (value is None) == (position == 0)
@@ -186,7 +187,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
             assert len(result["output_ids"]) == NEW_TOKENS
             compare(model, prompt, result, tally)
         assert results[1]["output_ids"] == generate(model, prompts[1])
-        longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
+        longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # the previous output, and a new turn
         hit = engine.generate(input_ids=longer, **kwargs)
         assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(model, longer, hit, tally, prompt_logprobs=False)

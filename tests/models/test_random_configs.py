@@ -1,5 +1,5 @@
-"""Configs by chance against transformers: a few of those that tests/oracles/random_configs.py draws, which goes on for
-as long as asked."""
+"""Random configs against transformers: a few of those that tests/oracles/random_configs.py draws, which runs for as
+long as requested."""
 
 import pytest
 

@@ -39,7 +39,7 @@ def write_case(tmp_path_factory):
 
 
 def refusal(folder):
-    """What the engine says instead of starting; a start that goes on says so, and ends."""
+    """The engine's error instead of a start; a start that succeeds is reported, and ends."""
     try:
         Engine(str(folder), skip_tokenizer_init=True, max_total_tokens=64, context_length=32).shutdown()
     except CheckpointError as error:

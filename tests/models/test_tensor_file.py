@@ -1,5 +1,5 @@
 """Reading a safetensors file: every box of every dtype is what NumPy cuts, nothing is mapped, and a file that shrinks
-is told."""
+is reported."""
 
 import itertools
 import tracemalloc
@@ -72,7 +72,7 @@ def test_a_dtype_without_an_equal_in_numpy_is_named(tmp_path):
 
 
 def test_one_large_matrix_is_loaded_in_parts_that_fit_the_bound(tmp_path):
-    """16 MiB, turned and not, through 1 MiB of host memory."""
+    """16 MiB, transposed and not, through 1 MiB of host memory."""
     whole = np.arange(4096 * 1024, dtype=np.float32).reshape(4096, 1024)
     checkpoint = Checkpoint(save(tmp_path, {}, {"w": whole}))
     for transpose in (False, True):

@@ -186,7 +186,7 @@ class Drive:
         self._take(self.core.drain())
 
     def retract_victim(self):
-        """Retract the request that was admitted last; False if there is none."""
+        """Retract the request that was admitted last; False if none is running."""
         self.drain()
         victim = self.core.scheduler.preemption_victim()
         if victim is not None:
@@ -244,7 +244,7 @@ def expected_ids(drive, rid, start, end):
 
 def assert_faithful(drive, rid):
     """The record of an ended request equals what the probe recorded, row by row, version by version. It keeps the row
-    law: S - 1 rows, or S where the last token was asked for too and the request was not aborted."""
+    law: S - 1 rows, or S where the last token was requested too and the request was not aborted."""
     req, output = drive.reqs[rid], drive.outputs[rid]
     assert output.end is not None and output.end.error is None, (rid, output.end)
     assert output.tokens == req.output_ids.tolist()

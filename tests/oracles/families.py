@@ -49,8 +49,8 @@ class Case:
 
 @dataclasses.dataclass
 class Judged:
-    """What transformers says of one sequence; `choice` [S, M, E] and `groups` [S, M], the margin between kept and other
-    groups."""
+    """The results of transformers for one sequence; `choice` [S, M, E] and `groups` [S, M], the margin between selected
+    and other groups."""
 
     logits: np.ndarray
     ids: np.ndarray
@@ -65,7 +65,7 @@ class Judged:
 
 
 class Oracle:
-    """A model of transformers in float32 and what is asked of it."""
+    """A model of transformers in float32 and what is read of it."""
 
     def __init__(self, case, folder):
         import torch

@@ -24,7 +24,7 @@ class Difference:
 
 def differences(oracle, tokens, ids):
     """Compare rows ids [R, M, K] of the first R tokens. Returns the differences, and the last judgement: that of the R
-    tokens and, where there is one, of the next, with every differing row forced."""
+    tokens and, if it exists, of the next, with every differing row forced."""
     tokens = np.asarray(tokens)[: len(ids) + 1]
     flips, num_forced = [], 0
     while True:

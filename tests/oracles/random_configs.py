@@ -20,7 +20,7 @@ import numpy as np
 from oracles.families import CASES
 from oracles.variations import compare
 
-NAMES = tuple(name for name in CASES if name != "BailingMoeV2")  # that one is written by hand, not by transformers
+NAMES = tuple(name for name in CASES if name != "BailingMoeV2")  # its config class is defined here, not by transformers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PER_TOKEN = ("num_experts_per_tok", "moe_k")
 HEADS_THAT_FILL = ("Olmoe", "GraniteMoe", "Llama", "DeepseekV2", "DeepseekV3")  # no head_dim of their own

@@ -23,7 +23,7 @@ class Case:
 
     @property
     def weights(self):
-        """Scores for weights that say which expert they belong to."""
+        """Scores for weights that identify their expert."""
         return (1 + np.arange(self.scores.size, dtype=np.float32) % 97).reshape(self.scores.shape)
 
 

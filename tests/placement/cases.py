@@ -1,4 +1,4 @@
-"""Loads and slow oracles for the tests of placement/: plain loops, and every placement there is."""
+"""Loads and slow oracles for the tests of placement/: plain loops, and enumeration of all placements."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""EPLB against the published example, a serial oracle, and the best placement there is."""
+"""EPLB against the published example, a serial oracle, and the best of all placements."""
 
 import re
 
@@ -89,7 +89,7 @@ def test_a_refined_placement_is_whole_within_its_limits_and_no_worse(case):
 
 
 def test_balancedness_is_within_one_percent_of_the_best_placement():
-    """216 cases: every placement there is, for loads of three laws."""
+    """216 cases: all placements, for loads of three distributions."""
     rng, ratios = np.random.default_rng(0), {True: [], False: []}
     for num_experts, num_instances, num_devices in SMALL:
         popular = rng.permuted(np.tile(np.arange(1, num_experts + 1) ** -1.2, (4, 1)), axis=1)
@@ -107,7 +107,7 @@ def test_balancedness_is_within_one_percent_of_the_best_placement():
         refined.size == 216 and max(refined.max(), greedy.max()) < 1 + 1e-9
     )  # the oracle is no weaker than what it judges
     assert refined.min() >= 0.99, refined.min(axis=1)
-    assert np.count_nonzero(greedy < 0.99) > 80 and greedy.min() < 0.75  # the cases are hard enough to tell
+    assert np.count_nonzero(greedy < 0.99) > 80 and greedy.min() < 0.75  # the cases are hard enough to distinguish
 
 
 def test_a_layer_without_load_is_placed_as_if_all_experts_had_the_same():

@@ -1,5 +1,5 @@
-"""Residency: the most used are kept, an adaptive map follows a load that moves, coverage is that of caches that were
-run."""
+"""Residency: the most used experts stay, an adaptive map follows a load that moves, coverage is that of simulated
+caches."""
 
 import dataclasses
 import re

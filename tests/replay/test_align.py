@@ -215,7 +215,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_unknown_layout_options_are_refused(kind):
+def test_inconsistent_align_arguments_are_refused(kind):
     kwargs, text = WORDS[kind]
     with pytest.raises(RoutingAlignmentError, match=text):
         align(**dict(samples=[Sample(None, 10)], layout="pad_right", seq_len=12, spec=SPEC) | kwargs)

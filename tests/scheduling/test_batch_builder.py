@@ -46,8 +46,8 @@ def running(builder, table, *, prompt_len=6, generated=0, pages=None, asks=True,
 
 @st.composite
 def row_plans(draw):
-    """(prompt length, generated, start, count, pending) of up to LIMIT rows; a pending row feeds a token nobody has
-    read."""
+    """(prompt length, generated, start, count, pending) of up to LIMIT rows; a pending row feeds a token that the host
+    has not read."""
     plans = []
     for _ in range(draw(st.integers(1, LIMIT))):
         prompt_len, generated = draw(st.integers(1, 16)), draw(st.integers(0, 7))

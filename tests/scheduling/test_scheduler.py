@@ -1,4 +1,4 @@
-"""Who goes next: single facts of the policy, without a device. The random life of many requests is
+"""Scheduling order: single facts of the policy, without a device. Random schedules of many requests:
 test_scheduler_machine.py."""
 
 import numpy as np
@@ -158,7 +158,7 @@ def test_a_request_too_large_for_now_is_not_overtaken():
 
 
 def test_a_page_is_left_for_each_that_runs_before_another_comes_in():
-    """Or the newcomer would be sent back as soon as they grow."""
+    """Or the new request would be retracted as soon as they grow."""
     bench = Bench(pages=6)
     runs = bench.add(source(prompt(8), rid="runs", max_tokens=8))
     bench.step()

@@ -176,7 +176,7 @@ class Machine:
 
 
 def build_sources(index, arrival):
-    """The requests of one arrival, and what each must say."""
+    """The requests of one arrival, and the expected output of each."""
     _, common, own, max_tokens, choices, stops, penalised = arrival
     prompt = [*range(common), *((index * 7 + i) % VOCAB for i in range(own))]
     everything = says(prompt, max_tokens)

@@ -1,4 +1,4 @@
-"""A choice of /v1 says that it is not the model's own where it is not, and says nothing of it elsewhere."""
+"""A choice of /v1 reports that it is not the model's own where it is not, and has no such field elsewhere."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""A client that leaves takes its request along: queued, in prefill, in decode, streamed or not, politely or by reset.
+"""A client that leaves ends its request: queued, in prefill, in decode, streamed or not, by close or by reset. A client
+that stays but does not read, or takes too long, harms no other.
 
 And one that stays but does not read, or takes too long, harms nobody."""
 
@@ -48,7 +49,7 @@ def accepted(engine):
 
 
 def wait_accepted(engine, count):
-    """Until the engine has taken in `count` requests; each look waits for a step."""
+    """Until the engine has accepted `count` requests; each look waits for a step."""
     while accepted(engine) < count:
         continue
 
@@ -138,7 +139,7 @@ def slow_reader(server):
 
 
 def num_bytes_left(wire):
-    """How much there is to read until the end, which may be a reset."""
+    """Bytes to read until the end, which may be a reset."""
     count = 0
     with contextlib.suppress(ConnectionResetError):
         while chunk := wire.recv(65536):
@@ -283,7 +284,7 @@ def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(eng
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         lost = on_engine_thread(
             engine, lambda core: core.scheduler.pages.allocator.allocate(1)
-        )  # a page that nobody owns
+        )  # a page without an owner
         try:
             server.state.integrity._next_check = 0  # a second has gone by
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

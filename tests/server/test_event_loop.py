@@ -17,7 +17,7 @@ from routed_experts.server.routing.store import StoredRows
 from support.engines import on_engine_thread
 from support.http_server import parse_error, stream
 
-FILLER = {"user": "x" * INLINE_BYTES}  # a body of this size is large, whatever else it says
+FILLER = {"user": "x" * INLINE_BYTES}  # a body of this size is large, whatever its other fields
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_a_name_too_many_is_refused_at_once(server):
 
 
 def test_pauses_that_wait_block_no_other_thread(server, engine):
-    """More of them than the shared pool has threads; what needs a thread is answered meanwhile, and one too many is
-    told so."""
+    """More of them than the shared pool has threads; other calls are answered meanwhile, and one too many is
+    refused."""
     answers = []
 
     def pause():

@@ -157,7 +157,7 @@ def test_50_flushes_and_50_pauses_under_load(server, engine):
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0, 315_360_000.0])
 def test_a_clock_that_jumps_ends_nothing(server, engine, monkeypatch, jump_s):
-    """The wall clock of the machine is set, by a day or ten years, while requests run and rows are kept."""
+    """The wall clock of the machine is set, by a day or ten years, while requests run and rows are stored."""
     url = server.post("/generate", {**SHORT, "routed_experts_format": "ref"}).json()["meta_info"]["routed_experts_ref"]
     calls = begun(server, engine, [LONG] * 4)
     real = time.time

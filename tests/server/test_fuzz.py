@@ -1,5 +1,5 @@
-"""Bytes and bodies that nobody meant: no 5xx, nothing hangs, and the engine is whole afterwards. Seeded, so a failure
-comes again."""
+"""Random bytes and bodies: no 5xx, nothing hangs, and the engine is whole afterwards. Seeded, so a failure is
+repeatable."""
 
 import json
 import random

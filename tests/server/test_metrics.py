@@ -1,5 +1,4 @@
-"""What /metrics counts: every name that API promises, each outcome once, and nothing compiled once the server is
-ready."""
+"""What /metrics counts: every name in API.md, each outcome once, and nothing compiled once the server is ready."""
 
 import threading
 

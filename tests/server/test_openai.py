@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: what comes over HTTP is what the engine says, in OpenAI's form."""
+"""/v1/completions and /v1/chat/completions: responses hold the engine's output, in OpenAI's form."""
 
 import math
 from itertools import chain

@@ -1,5 +1,4 @@
-"""Who may pass and what is refused: keys, limits, malformed bodies, and the classes of weakness known from serving
-engines."""
+"""Access and refusals: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
 import contextlib
 import json

@@ -29,7 +29,7 @@ def records(engine):
 
 @pytest.fixture(scope="module")
 def peers(engine):
-    """Servers that speak as vLLM 0.21 and vLLM 0.33 do."""
+    """Servers in the dialects of vLLM 0.21 and vLLM 0.33."""
     with (
         running(engine, routed_experts_dialect="vllm021") as old,
         running(engine, routed_experts_dialect="vllm") as new,

@@ -1,4 +1,4 @@
-"""/v1/routing/stats: what was counted is what the records say, and metrics say the same of it."""
+"""/v1/routing/stats: counts are those of the records, and metrics give the same."""
 
 import threading
 

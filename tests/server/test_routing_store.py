@@ -1,4 +1,4 @@
-"""The store of kept rows: bytes and seconds bound it, live requests are untouched, and nobody gets short rows."""
+"""The store of rows: bytes and seconds bound it, live requests are untouched, and no reader gets short rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows beyond the usual: that of the last token, and parts of what is kept for fetching."""
+"""Rows beyond the usual: that of the last token, and byte ranges of stored rows."""
 
 import pytest
 

@@ -81,7 +81,7 @@ class DevicesPlugin:
 
 
 def num_devices(item: pytest.Item) -> int | None:
-    """How many devices a test asks for; None where it does not say."""
+    """Number of devices that a test requires; None without a mark."""
     marker = item.get_closest_marker("devices")
     return None if marker is None else int(marker.args[0])
 

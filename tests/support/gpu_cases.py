@@ -63,7 +63,7 @@ def random_ids(rng, rows, experts, top_k, kind) -> np.ndarray:
 
 
 def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
-    """Three layers; the two that are not asked for are NaN, and so are the rows of padding."""
+    """Three layers; the two others are NaN, and so are the rows of padding."""
     rows, top_k, experts, dim, width = shape
 
     def run(interpret: bool) -> Outcome:
@@ -157,8 +157,8 @@ def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype) -> Cas
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Requests of a step: (keys in the pool before it, new tokens) each. Pages are scattered; what nobody owns is
-    NaN."""
+    """Requests of a step: (keys in the pool before it, new tokens) each. Pages are scattered; slots without an owner
+    are NaN."""
 
     spans: tuple[tuple[int, int], ...]
     padding: int = 0  # more tokens, of no request

@@ -40,7 +40,7 @@ def says(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
 def source(
     prompt, *, rid="r", max_tokens=4, group=None, choice=0, stops=(), logprob_start=None, extra_key=None, **sampling
 ):
-    """A request that has passed the door."""
+    """A validated request."""
     params = SamplingParams(max_tokens=max_tokens, **sampling).resolve()
     return TokenizedGenerateReqInput(
         rid=rid,

@@ -1,4 +1,4 @@
-"""A compiled ModelRunner of the tiny MoE, and steps written out by hand for it.
+"""A compiled ModelRunner of the tiny MoE, and explicit steps for it.
 
 Pages are the test's own choice: what a request has fed must stand in the pages that its rows name. Dims: N, B, W as in
 ForwardBatch."""
@@ -45,8 +45,8 @@ def oracle():
 
 
 def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggyback_rows=False, model=None):
-    """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their
-    tokens."""
+    """An uncompiled runner of the tiny MoE, or of another `model`; with `piggyback_rows`, rows of decode steps leave
+    with their tokens."""
     model = model or build_model(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
@@ -75,8 +75,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, piggybac
 
 @functools.cache
 def compiled():
-    """A compiled runner with capture on, which all tests of a process share: what they leave in it, nobody may count
-    on."""
+    """A compiled runner with capture on, which all tests of a process share: no test may rely on its contents."""
     runner = build()
     runner.compile()
     runner.poison()
@@ -98,8 +97,7 @@ class Fed:
 
 
 def build_step(*fed, mode=ForwardMode.EXTEND, sampling_mode=SamplingMode.GREEDY, targets=None):
-    """The batch of a step, one token at a time; `targets` are the tokens that follow, where prompt logprobs are asked
-    for."""
+    """The batch of a step, one token at a time; `targets` are the following tokens, for prompt logprobs."""
     shape = SHAPES[mode]
     tokens, rows = shape.num_tokens, shape.num_requests
     per_token = {name: np.zeros(tokens, np.int32) for name in ("token_ids", "positions", "token_rows")}

@@ -1,4 +1,4 @@
-"""Cheap programs are cheap where they were asked for, and nowhere else."""
+"""Fast compilation applies where a test requests it, and nowhere else."""
 
 import jax
 import jax.numpy as jnp

@@ -110,8 +110,7 @@ _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 @functools.cache
 def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> Jobs:
-    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code
-    alone."""
+    """The runner's table, with weights placed on one abstract `chip`; `plain`: on the backends of array code alone."""
     config = world.config
     sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))

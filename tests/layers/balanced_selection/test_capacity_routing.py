@@ -52,7 +52,7 @@ def batch(name, seed):
     logits = (rng.normal(size=(TOKENS, EXPERTS)) + 2 * rng.normal(size=EXPERTS)).astype(np.float32)
     logits[rng.random(TOKENS) < 0.2] = (
         np.round(logits[0]) + 0.0
-    )  # no -0.0, which is below 0.0; ties, and many tokens that want the same
+    )  # no -0.0, which is below 0.0; ties, and many tokens that prefer the same experts
     valid = np.arange(TOKENS) < TOKENS - seed % 5
     bias = rng.normal(size=EXPERTS).astype(np.float32) * 0.1 if SPECS[name].biased else None
     return logits, valid, bias, replica_table(rng, EXPERTS, INSTANCES, 3)

@@ -29,8 +29,7 @@ def test_compiled_kernel_equals_plain_code(case):
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_logits_that_are_no_numbers_still_choose_distinct_experts(replays):
-    """Whatever the experts then run, an id must lie in the weights: only rows with broken logits may differ from plain
-    code."""
+    """An id must always be a valid index of the weights: only rows with broken logits may differ from plain code."""
     spec, rng = RouterSpec(num_experts=13, top_k=4, renormalize=True), np.random.default_rng(0)
     logits = rng.standard_normal((6, 13)).astype(np.float32)
     logits[1], logits[3, 5], logits[4, 2] = np.nan, np.nan, np.inf

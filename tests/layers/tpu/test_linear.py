@@ -32,7 +32,7 @@ def test_a_projection_is_the_product_with_its_layers_matrix(num_tokens, inputs, 
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.03 if result == jnp.bfloat16 else 1e-5)
 
 
-def test_an_array_of_one_layer_is_multiplied_in_place():
+def test_a_transposed_array_of_one_layer_is_multiplied():
     rng = np.random.default_rng(1)
     x, table = rng.standard_normal((4, 8)).astype(np.float32), rng.standard_normal((11, 8)).astype(np.float32)
     out = RUN(jnp.asarray(x), jnp.asarray(table).T[None], 0, jnp.float32)

@@ -43,7 +43,7 @@ def oracle(logits, spec, replayed=None, valid=None):
 
 
 def numbered_block(spec, num_tokens):
-    """A block in which every place says where it is."""
+    """A block in which every entry is its own index."""
     rows = LAYERS * spec.top_k
     return np.arange(1000, 1000 + rows * num_tokens, dtype=np.int32).reshape(rows, num_tokens)
 
