@@ -1,4 +1,4 @@
-"""What capture costs: throughput with capture off (twice), on and not asked, on and asked, step by step in one
+"""What capture costs: throughput with capture off (twice), on without rows, on with rows, step by step in one
 process.
 
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
@@ -71,7 +71,7 @@ class RareWork:
 
     @property
     def seconds(self) -> float:
-        """So far; waits for the worker."""
+        """Counts until now; waits for the worker."""
         if self._counts is not None:
             self._counts._worker.submit(lambda: None).result()
         return sum(self._taken.values())

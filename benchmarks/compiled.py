@@ -160,7 +160,9 @@ def forward_text(device: jax.Device, config: Qwen3MoeConfig, batch: int, *, capt
         num_pages=PAGES,
         raw_logprobs=False,
     )
-    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh):  # kernels ask which card it is
+    with jax.sharding.use_abstract_mesh(
+        Mesh(np.array([device]), ("x",)).abstract_mesh
+    ):  # kernels query the compute capability
         return lowerings(state, spec, sizes)["forward", shape]().compile().as_text()
 
 

@@ -1,5 +1,4 @@
-"""One model on one device and dealt out to several: are tokens and routes the same, how far apart are logprobs, how
-fast is it.
+"""One model on one device and sharded over several: equality of tokens and routes, difference of logprobs, and speed.
 
     python benchmarks/devices.py [--tp 2] [--config CONFIG.json] [--layers N] [--dtype float32] [--batch 16] [--prompt
     128] [--new 64]
@@ -73,7 +72,7 @@ def spare_instances(records: list[RoutedExperts | None], devices: int) -> Expert
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class First:
-    """What one device said: the measure of the others."""
+    """Results of one device: the reference of the others."""
 
     answers: list[list[int]]
     sequences: list[list[int]]
@@ -107,7 +106,7 @@ def options() -> argparse.Namespace:
 
 
 def build_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The config with as many layers as were asked for."""
+    """The config with `--layers` layers."""
     whole = (
         QWEN3_30B_A3B
         if args.config is None
@@ -119,8 +118,7 @@ def build_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def look(engine: Engine, prompts: list[list[int]], new: int, first: First | None) -> tuple[First, dict[str, object]]:
-    """Let an engine answer and score; what it says, and a row of how it compares (with itself, where it is the
-    first)."""
+    """Let an engine answer and score; its results, and a row that compares them (with itself, if it is the first)."""
     answers, rate = serve(engine, prompts, new)
     sequences = (
         [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]

@@ -112,7 +112,7 @@ def latencies(server: Server, count: int = 20) -> list[float]:
 
 
 def slow_readers() -> Row:
-    """50 streams whose readers take nothing: each ends as an abort, the others are served meanwhile."""
+    """50 streams that are not read: each ends as an abort, other requests are served meanwhile."""
     with serving("--stream-interval", "0") as server:
         alone, among = latencies(server), []
         body = {**LONG, "stream": True, "return_logprob": True}
@@ -133,8 +133,8 @@ def slow_readers() -> Row:
 
 
 def slow_headers() -> Row:
-    """50 connections that send half a head and no more, or a byte now and then: closed after 10 s, the others are
-    served meanwhile."""
+    """50 connections that send half a header, or a byte now and then: closed after 10 s, other requests are served
+    meanwhile."""
     with serving() as server:
         start, half = time.monotonic(), b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Ty"
         wires = [server.connect(half) for _ in range(50)]
@@ -208,7 +208,7 @@ KINDS: dict[str, Callable[[], Row]] = {
 
 
 def main() -> int:
-    """Run all kinds; a failure is told and the others run all the same."""
+    """Run all kinds; a failure is reported and the other kinds still run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=KINDS, action="append")
     chosen = parser.parse_args().only or list(KINDS)

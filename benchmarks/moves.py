@@ -61,7 +61,7 @@ class Bench:
 
     @property
     def first(self) -> ExpertPlacement:
-        """One expert in eight twice, those of a load that is nobody's."""
+        """One expert in eight twice, those of an arbitrary load."""
         experts, layers, devices = (
             int(self.config["num_experts"]),
             int(self.config["num_hidden_layers"]),

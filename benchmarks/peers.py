@@ -1,13 +1,12 @@
-"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and
-waits for its turn.
+"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process and runs in turn.
 
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
-without --peer, transformers of this environment. Ours runs with capture on and asked for by every request. Prefill
+without --peer, transformers of this environment. This engine runs with capture on and rows in every request. Prefill
 is a run of one new token, and decode what the whole run takes more, for all alike. Rounds alternate, with half a
 second between two turns; a ratio is that of one round; medians are given. `same` is the share of greedy tokens
-before the first difference that equal ours: a peer that computes something else would be no peer."""
+before the first difference that equal those of this engine: a low share means that the peer computes something else."""
 
 import argparse
 import dataclasses

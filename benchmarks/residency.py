@@ -1,5 +1,5 @@
-"""Who should be resident: first N, by frequency, adaptive, at several numbers of residents, on prompts whose domain
-changes half way.
+"""Policies of resident experts: first N, by frequency, adaptive, at several numbers of residents, on prompts whose
+domain changes half way.
 
     python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9]
     python benchmarks/residency.py --small      # CPU, a small model in float32

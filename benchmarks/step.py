@@ -109,7 +109,7 @@ def drive(
 
 
 def experts_a_step(run: Run, prompt: int) -> np.ndarray:
-    """Distinct experts of each decode step and layer, from the rows of requests that asked."""
+    """Distinct experts of each decode step and layer, from the rows of requests with routing."""
     rows = np.stack(
         [out.routed_experts.ids[prompt:] for out in run.outs if out.routed_experts is not None]
     )  # [B, steps, M, K]

@@ -1,7 +1,7 @@
 """Install real clients, run each against a server of the demo model, and write docs/compatibility.md. Called by
 scripts/compat.
 
-A client that fails, or cannot be installed, is told so in the table and makes the exit code 1. Each has a folder of its
+A client that fails, or cannot be installed, is marked in the table and makes the exit code 1. Each has a folder of its
 own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
 
 import argparse
@@ -28,7 +28,7 @@ PROGRAMS = ROOT / "scripts" / "compat_clients"
 INSTALL_S, CI_INSTALL_S, RUN_S, START_S = 1200, 240, 300, 180
 LATE = 124  # the exit code of a command that was ended at its limit
 TRIES = 3  # of an installation: registries have bad moments
-TORCH = "torch==2.13.0"  # for those that want one: the build that the tests use
+TORCH = "torch==2.13.0"  # for clients that need one: the build of the tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Client:
 
     @property
     def needs_what_is_missing(self) -> bool:
-        """Is it for node, where there is none."""
+        """True if it needs node, and there is none."""
         return self.is_node and (shutil.which("npm") is None or shutil.which("node") is None)
 
 
@@ -139,7 +139,7 @@ def main() -> int:
     results = [ended[client.name] for client in chosen]
     if options.only is None and not options.ci:
         (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
-    # Without node some clients cannot run. Where a person asks for the quick ones, that is told and no more; in CI it
+    # Without node some clients cannot run. With --ci outside of CI, that is only reported; in CI it
     # is a failure.
     forgiven = ("pass", "not run") if options.ci and not os.environ.get("CI") else ("pass",)
     return 0 if all(client.verdict in forgiven for client in results) else 1

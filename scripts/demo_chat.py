@@ -236,7 +236,7 @@ def article(noun: str) -> str:
 
 
 def story(rng: random.Random, animal: str | None = None) -> str:
-    """Tell a small story of eight or nine sentences about an animal and a child."""
+    """Write a small story of eight or nine sentences about an animal and a child."""
     hero, friend, thing = animal or rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(THINGS)
     words = {
         "hero": hero,

@@ -82,7 +82,7 @@ def trace_chat(model: Path, out: Path) -> None:
 
 
 def wait_ready(url: str) -> None:
-    """Ask until the server is ready."""
+    """Poll until the server is ready."""
     until = time.monotonic() + READY_S
     while time.monotonic() < until:
         try:

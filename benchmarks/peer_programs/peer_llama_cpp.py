@@ -83,7 +83,7 @@ class Batch:
         self.raw = llama_cpp.llama_batch_init(size, 0, 1)
 
     def fill(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """(token, position, sequence, wants logits) each."""
+        """(token, position, sequence, with logits) each."""
         self.raw.n_tokens = len(entries)
         for i, (token, position, sequence, with_logits) in enumerate(entries):
             self.raw.token[i], self.raw.pos[i], self.raw.n_seq_id[i] = token, position, 1

@@ -22,7 +22,7 @@ OUT = _own_output()
 
 
 def serve(name: str, version: str, run: Callable[[list[list[int]], int], tuple[float, float, list[list[int]]]]) -> None:
-    """Say hello, then answer requests until standard input ends."""
+    """Announce the peer, then answer requests until standard input ends."""
     print(json.dumps({"name": name, "version": version}), file=OUT, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

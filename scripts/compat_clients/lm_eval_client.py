@@ -1,4 +1,4 @@
-"""lm-eval: a multiple choice by logprobs of echoed prompts, ids and the tokenizer asked of the server; and text by
+"""lm-eval: a multiple choice by logprobs of echoed prompts, with ids and tokenizer from the server; and text by
 chat."""
 
 import json
@@ -38,7 +38,7 @@ metric_list: [{metric: exact_match}]
 
 
 def evaluate(folder, task, kind, path, *more):
-    """Run one task; its results, and what the model said to each sample, in order."""
+    """Run one task; its results, and the model's response to each sample, in order."""
     args = f"model={model},base_url={url}{path},num_concurrent=2,max_retries=1"
     command = [
         Path(sys.executable).parent / "lm_eval",

@@ -1,11 +1,10 @@
-"""What a request is told on the kernels that a CPU takes by itself hangs on that request alone, to the last bit: not on
-who runs beside it, on who comes in between, on how its prompt is cut, on what the prefix cache held, nor on the padded
+"""With the default kernels of a CPU, the output of a request depends on that request alone, to the last bit: not on
+other requests of a step, on arrivals, on how its prompt is cut, on the contents of the prefix cache, nor on the padded
 sizes.
 
 In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as
-around a dense layer, is fused otherwise in every program, which float32 shows in its last bits and bfloat16 rounds
-away. Requests of a step are sampled alike: the choice of greedy steps is a kernel of its own, and says logprobs with
-another rounding."""
+around a dense layer, is fused differently in every program, which float32 shows in its last bits and bfloat16 rounds
+away. Requests of a step are sampled by one kernel: greedy steps have another, whose logprobs are rounded differently."""
 
 import tempfile
 

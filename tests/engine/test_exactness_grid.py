@@ -1,4 +1,4 @@
-"""The grid of deterministic mode (RELIABILITY I8): ids, tokens and logprobs to the last bit, whatever the company.
+"""The grid of deterministic mode (RELIABILITY I8): ids, tokens and logprobs to the last bit, whatever the batch.
 
 Each cell is a way to run the same requests: how many at once, in chunks of what size, with a prefix cache or none or a
 warm one, retracted or not, one choice or four, in shuffled order. Each is compared with every request alone: one at a

@@ -1,4 +1,4 @@
-"""An engine with experts on the host says what the engine says that has all of them on the accelerator: scores, long
+"""An engine with experts on the host gives the answers of an engine with all of them on the accelerator: scores, long
 steps that stream the host's experts, steps that defer some. Here device and host are one CPU; with two devices:
 test_offload_two_devices.py."""
 

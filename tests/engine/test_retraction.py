@@ -1,5 +1,6 @@
-"""Retraction: a request that is sent back and starts anew says what it would have said, with the rows of its first
-pass.
+"""Retraction: a request that is retracted and restarted gives the output of an uninterrupted run, with the rows of its
+first pass. Deterministic mode makes this exact: an uninterrupted run in an unlimited pool is the oracle, and the MoE
+probe judges the rows.
 
 Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle,
 and the MoE probe judges the rows."""

@@ -1,6 +1,6 @@
 """Capture on, without its output, is capture off, for the decoder that most families are made of. JAX's own dead code
-elimination takes away what only the rows need; what is left must lower to the same text. (For Qwen3-MoE, which has a
-module of its own, test_capture_off_is_free.py compares with a source that never heard of the feature.)"""
+elimination removes what only the rows need; the rest must lower to the same text. (For Qwen3-MoE, which has a
+module of its own, test_capture_off_is_free.py compares with a source without the feature.)"""
 
 import functools
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What the native kernels promise beyond their registry's contract (test_moe, test_attention): every dtype and odd size
-against float64 loops, rows that do not depend on one another by a bit, weights that are read in place, and what a
-machine without a compiler is told."""
+"""Guarantees of the native kernels beyond their registry's contract (test_moe, test_attention): every dtype and odd
+size against float64 loops, batch-invariant rows, weights that are read in place, and the error on a machine without a
+compiler."""
 
 import dataclasses
 import re

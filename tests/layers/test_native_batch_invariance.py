@@ -1,7 +1,7 @@
-"""What the native kernels say of a row hangs on that row and the weights alone, by a bit: not on how many rows stand
-beside it, on which ones, on their order, on how a prompt is cut into steps, nor on how many threads there are; in every
-dtype. Rows that meet weights of bfloat16 are rounded to that, once, and multiplied as pairs, against float64; routers
-round nothing."""
+"""The native kernels are batch-invariant: a row's result depends on that row and the weights alone, bitwise, in every
+dtype. It does not depend on the number of other rows, their values or order, the cuts of a prompt into steps, or the
+number of threads. Rows against bfloat16 weights are rounded to bfloat16 once and multiplied in pairs, compared with
+float64; routers round nothing."""
 
 import ctypes
 import dataclasses
@@ -114,8 +114,7 @@ def run_job(queue, x, ids, weights):
 
 
 class Served:
-    """A run of two layers over 64 requests, who have up to 48 tokens each: what each token's row is, and who is asked
-    for what."""
+    """A run of two layers over 64 requests of up to 48 tokens each: rows of every token."""
 
     PAGE, WIDTH, TOKENS = 8, 6, 96
 

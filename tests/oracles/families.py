@@ -195,9 +195,8 @@ QWEN_NEXT = dict(
 
 
 def as_bailing_moe_v2(folder):
-    """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, half of it
-    turned); what differs is what things are called, and that queries, keys and values are one tensor. Names from
-    inclusionAI's published files."""
+    """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, rotary on half
+    of it); names differ, and queries, keys and values are one tensor. Names from inclusionAI's published files."""
     tensors = load_file(folder / "model.safetensors")
     for at in sorted({name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}):
         parts = [tensors.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"]

@@ -1,6 +1,6 @@
-"""What a family's config may say beside the case that stands for it: groups, dense layers first, shared experts, tied
-embeddings, parts of a head that turn, scaled positions, windows, odd ratios of heads. Each is compared with
-transformers over whole sequences.
+"""Variations of a family's config beside its standard case: groups, dense layers first, shared experts, tied
+embeddings, partial rotary dims, scaled positions, windows, odd ratios of heads. Each is compared with transformers over
+whole sequences.
 
     PYTHONPATH=src:tests python tests/oracles/variations.py [part of a name ...]
 

@@ -1,7 +1,5 @@
 """A client that leaves ends its request: queued, in prefill, in decode, streamed or not, by close or by reset. A client
-that stays but does not read, or takes too long, harms no other.
-
-And one that stays but does not read, or takes too long, harms nobody."""
+that stays but does not read, or takes too long, harms no other."""
 
 import contextlib
 import json

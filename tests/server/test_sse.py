@@ -11,8 +11,8 @@ from routed_experts.server.sse import DONE, EventStream, event
 
 
 def send_all(chunks, *, fail_on=None, hold=False):
-    """The messages of a stream of these chunks; `fail_on`: sending bytes that begin so raises; `hold`: the last chunk
-    waits for that."""
+    """The messages of a stream of these chunks; `fail_on`: sending bytes with this prefix raises; `hold`: the last
+    chunk waits for that event."""
     sent = []
 
     async def run():

@@ -1,7 +1,7 @@
 """A device in NumPy: runs the batches of a scheduler with a rule instead of a model.
 
 Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through
-its page table, so one page that is wrong, shared wrongly or overwritten changes what is said; the rule itself needs no
+its page table, so one page that is wrong, shared wrongly or overwritten changes the output; the rule itself needs no
 pages. Dims: N padded tokens, B padded requests, V vocabulary."""
 
 import numpy as np

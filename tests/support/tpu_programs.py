@@ -1,7 +1,7 @@
-"""The engine's own table of programs, compiled for a TPU that is not there, and what can be read off the result.
+"""The engine's own table of programs, compiled for an abstract TPU, and readings of the result.
 
-The functions, their donations and their inputs are those of `lowerings`: only the devices that the weights are said
-to lie on differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those
+The functions, their donations and their inputs are those of `lowerings`: only the devices of the
+weights differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those
 that an engine picks."""
 
 import collections
