@@ -4,7 +4,8 @@ sizes.
 
 In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as
 around a dense layer, is fused differently in every program, which float32 shows in its last bits and bfloat16 rounds
-away. Requests of a step are sampled by one kernel: greedy steps have another, whose logprobs are rounded differently."""
+away. Requests of a step are sampled by one kernel: greedy steps have another, whose logprobs are rounded
+differently."""
 
 import tempfile
 

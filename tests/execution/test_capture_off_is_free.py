@@ -1,9 +1,10 @@
 """Capture off is the build without the feature; capture on is that build with one output more.
 
-"Without the feature" means here: the model, the programs and the runner's table are read as source, every name of
-the feature is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and
-what is left is run as modules of its own. That source holds no name of the feature, so a trace of capture that the real
-build leaves in its lowered StableHLO cannot be in both texts. The same test fails on a build that does leave a trace. What the TPU compiler makes of both: test_tpu_programs.py."""
+"Without the feature" means here: the model, the programs and the runner's table are read as source, every name of the
+feature is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and what is
+left is run as modules of its own. That source holds no name of the feature, so a trace of capture that the real build
+leaves in its lowered StableHLO cannot be in both texts. The same test fails on a build that does leave a trace. What
+the TPU compiler makes of both: test_tpu_programs.py."""
 
 import ast
 import collections
