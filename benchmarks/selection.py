@@ -33,7 +33,7 @@ from routed_experts.layers.native.toolchain import unavailable_reason
 
 TOKENS, TOP_K, INSTANCES, DEVICES = 512, 8, 384, 32
 REGIMES = [(0.5, 4), (0.5, 2), (0.5, 1.25), (1, 2), (1, 1.25), (2, 2), (2, 1.25)]  # spread, capacity factor
-PLACES = [(288, 32), (384, 128)]
+WATERFILL_SIZES = [(288, 32), (384, 128)]
 
 top_k = jax.jit(lambda inputs: jax.lax.top_k(inputs.scores, TOP_K))
 targets = jax.jit(lambda inputs, room: choose_by_rounds(inputs.scores, room, inputs.valid, TOP_K))
@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = [selection_row(spread, factor, args.repeats) for spread, factor in REGIMES]
     print_table(rows)
-    fills = [waterfill_row(instances, devices, args.repeats) for instances, devices in PLACES]
+    fills = [waterfill_row(instances, devices, args.repeats) for instances, devices in WATERFILL_SIZES]
     print_table(fills)
     print(write_result(f"selection_{jax.default_backend()}", rows, waterfill=fills, repeats=args.repeats))
 

@@ -79,7 +79,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Workspace:
     """Where clients are installed and logged, and how long an installation may take."""
 
     folder: Path
@@ -117,11 +117,11 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = (options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        workspace = Place(folder, CI_INSTALL_S if options.ci else INSTALL_S)
+        workspace = Workspace(folder, CI_INSTALL_S if options.ci else INSTALL_S)
         early = ThreadPoolExecutor(1)
         stack.callback(early.shutdown, cancel_futures=True)
         begun = {
-            client.name: early.submit(installed, client, workspace)
+            client.name: early.submit(install, client, workspace)
             for client in chosen
             if options.ci and not client.needs_what_is_missing
         }
@@ -180,16 +180,16 @@ def serving(log: Path) -> Iterator[str]:
             process.terminate()
 
 
-def try_client(client: Client, workspace: Place, url: str, begun: Future[str] | None) -> Result:
+def try_client(client: Client, workspace: Workspace, url: str, begun: Future[str] | None) -> Result:
     """Install a client, or wait for its installation that has begun, and run its program; a line on it is printed."""
     began, log = time.monotonic(), workspace.log(client)
     if client.needs_what_is_missing:
         verdict, detail = "not run", "there is no node with npm on this machine: install node 18 or newer"
-    elif detail := installed(client, workspace) if begun is None else begun.result():
+    elif detail := install(client, workspace) if begun is None else begun.result():
         verdict = "not installed"
     else:
         began = time.monotonic()
-        verdict, detail = ran(client, workspace, url)
+        verdict, detail = run_client(client, workspace, url)
     result = Result(client, verdict, detail, time.monotonic() - began)
     shown = {"pass": "PASS", "not run": "NOT RUN"}.get(verdict, "FAIL")
     print(f"{shown} {client.name}: {detail}" + ("" if shown == "PASS" else f" ({verdict})"), flush=True)
@@ -198,7 +198,7 @@ def try_client(client: Client, workspace: Place, url: str, begun: Future[str] | 
     return result
 
 
-def installed(client: Client, workspace: Place) -> str:
+def install(client: Client, workspace: Workspace) -> str:
     """Install a client's packages unless they are there; why that cannot be, or nothing."""
     folder, expected, log = workspace.folder / client.name, " ".join(client.requirements), workspace.log(client)
     stamp, output = folder / "installed", ""
@@ -235,7 +235,7 @@ def installed(client: Client, workspace: Place) -> str:
     return last_line(output, folder)
 
 
-def ran(client: Client, workspace: Place, url: str) -> tuple[str, str]:
+def run_client(client: Client, workspace: Workspace, url: str) -> tuple[str, str]:
     """Run a client's program; the verdict and its last line."""
     folder, program, log = workspace.folder / client.name, PROGRAMS / client.program, workspace.log(client)
     if client.is_node:  # node looks for packages beside the program

@@ -223,7 +223,7 @@ FUNCTIONS = [
         "        if item == wanted:\n            return i\n    return -1",
     ),
 ]
-WHO = [
+SELF_DESCRIPTIONS = [
     "I am a very small language model. I have thirty-two experts in each layer, and four of them work on every token.",
     "I am a tiny mixture-of-experts model, trained on a CPU in a few minutes. "
     "I know some stories, some sums and a little Python.",
@@ -313,8 +313,8 @@ def _hello(rng: random.Random) -> tuple[str, str]:
     )
 
 
-def _who(rng: random.Random) -> tuple[str, str]:
-    return rng.choice(["Who are you?", "What are you?", "Tell me about yourself."]), rng.choice(WHO)
+def _self_description(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(["Who are you?", "What are you?", "Tell me about yourself."]), rng.choice(SELF_DESCRIPTIONS)
 
 
 def _function(rng: random.Random) -> tuple[str, str]:
@@ -347,7 +347,7 @@ TURNS: list[tuple[int, Callable[[random.Random], tuple[str, str]]]] = [
     (2, _count),
     (2, _spell),
     (2, _hello),
-    (1, _who),
+    (1, _self_description),
     (2, _function),
     (4, _tale),
     (1, _thanks),

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
-SAID = (
+OPTIONS = (
     "--endpoint-type chat --streaming --request-count 8 --concurrency 2 "
     "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --extra-inputs ignore_eos:true --use-server-token-count "
     "--ui none"
@@ -27,7 +27,7 @@ def main():
             "--artifact-dir",
             name,
         ]
-        subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *SAID.split()], check=True)
+        subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *OPTIONS.split()], check=True)
         report = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
         assert report["completed_request_count"]["avg"] == 8 and report["request_error_rate"]["avg"] == 0, report[
             "error_summary"

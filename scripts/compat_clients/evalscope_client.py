@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
-SAID = (
+OPTIONS = (
     "--api openai --dataset random --min-prompt-length 16 --max-prompt-length 32 "
     "--prefix-length 0 --min-tokens 8 --max-tokens 8 --stream"
 )
@@ -25,7 +25,7 @@ def main():
             model,
         ]
         command += [
-            *SAID.split(),
+            *OPTIONS.split(),
             "--number",
             "8",
             "--parallel",

@@ -7,7 +7,14 @@ from langchain_openai import ChatOpenAI, OpenAI
 from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
-SAID = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 8, "temperature": 0, "max_retries": 0}
+CLIENT_OPTIONS = {
+    "model": model,
+    "base_url": f"{url}/v1",
+    "api_key": "none",
+    "max_tokens": 8,
+    "temperature": 0,
+    "max_retries": 0,
+}
 QUESTION = "What is the capital of France?"
 
 
@@ -22,7 +29,7 @@ class ChatWithRows(ChatOpenAI):
 
 
 def main():
-    chat = ChatOpenAI(**SAID, stream_usage=True)
+    chat = ChatOpenAI(**CLIENT_OPTIONS, stream_usage=True)
     whole = chat.invoke(QUESTION)
     usage = whole.usage_metadata
     assert (
@@ -36,7 +43,7 @@ def main():
     assert all(details[name] == usage[name] for name in ("input_tokens", "output_tokens"))
     assert chat.invoke([HumanMessage(content=[{"type": "text", "text": QUESTION}])]).content == whole.content
     details = (
-        ChatOpenAI(**SAID, logprobs=True, top_logprobs=2, seed=None)
+        ChatOpenAI(**CLIENT_OPTIONS, logprobs=True, top_logprobs=2, seed=None)
         .invoke(QUESTION)
         .response_metadata["logprobs"]["content"]
     )
@@ -45,8 +52,8 @@ def main():
         len(item["top_logprobs"]) == 2 and item["logprob"] == max(top["logprob"] for top in item["top_logprobs"])
         for item in details
     )
-    asking = ChatWithRows(**SAID, n=2, extra_body={"return_routed_experts": True})
-    results = [asking.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
+    with_rows = ChatWithRows(**CLIENT_OPTIONS, n=2, extra_body={"return_routed_experts": True})
+    results = [with_rows.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
     row_lists = [
         decode_rows(item.message.response_metadata, usage["total_tokens"]) for result in results for item in result
     ]
@@ -54,7 +61,7 @@ def main():
         "greedy: two choices, twice, the same rows"
     )
     assert all(item.message.content == whole.content for result in results for item in result)
-    text = OpenAI(**SAID)
+    text = OpenAI(**CLIENT_OPTIONS)
     assert (reply := text.invoke("The sea")) and "".join(text.stream("The sea")) == reply
     print(
         "ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) "

@@ -8,7 +8,7 @@ from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
-SAID = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
+CLIENT_OPTIONS = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
 
 
 def main():
@@ -16,7 +16,7 @@ def main():
     first, second = (chat(route) for route in ("openai", "hosted_vllm"))
     assert first == second, "two routes, one server: the same text and the same rows"
     text = litellm.text_completion(
-        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, logprobs=1, **SAID
+        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, logprobs=1, **CLIENT_OPTIONS
     )
     logprobs = text.choices[0].logprobs
     assert (
@@ -25,7 +25,7 @@ def main():
         and "".join(logprobs.tokens) == text.choices[0].text
     )
     chunks = litellm.text_completion(
-        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, stream=True, **SAID
+        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, stream=True, **CLIENT_OPTIONS
     )
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == text.choices[0].text
     try:
@@ -42,7 +42,7 @@ def main():
 
 def chat(route):
     """Text and rows by one route; the rows in every way that litellm hands them on."""
-    kwargs = {**SAID, "model": f"{route}/{model}", "messages": MESSAGES, "max_tokens": 8}
+    kwargs = {**CLIENT_OPTIONS, "model": f"{route}/{model}", "messages": MESSAGES, "max_tokens": 8}
     rows_asked = {"extra_body": {"return_routed_experts": True}}
     whole = litellm.completion(**kwargs, logprobs=True, top_logprobs=2, **rows_asked)
     (choice,) = whole.choices

@@ -13,7 +13,7 @@ def unknown(name, known):
     return ConfigError(f"{name} is none of {', '.join(known)}")
 
 
-class Door:
+class Endpoint:
     @refuse_unknown(unknown)
     def enter(self, first, *, second=2):
         """Enter."""
@@ -26,20 +26,20 @@ class Door:
 
 
 def test_known_keywords_pass_and_an_unknown_one_is_named():
-    assert Door().enter(1) == (1, 2) and Door().enter(first=1, second=3) == (1, 3)
+    assert Endpoint().enter(1) == (1, 2) and Endpoint().enter(first=1, second=3) == (1, 3)
     with pytest.raises(ConfigError, match="third is none of first, second"):
-        Door().enter(1, third=3)
+        Endpoint().enter(1, third=3)
     with pytest.raises(TypeError, match="positional"):
-        Door().enter(1, 2)
+        Endpoint().enter(1, 2)
 
 
 def test_a_coroutine_function_stays_one_and_raises_when_it_is_awaited():
-    assert inspect.iscoroutinefunction(Door.wait) and asyncio.run(Door().wait(first=4)) == 4
-    wrong = Door().wait(frist=4)
+    assert inspect.iscoroutinefunction(Endpoint.wait) and asyncio.run(Endpoint().wait(first=4)) == 4
+    wrong = Endpoint().wait(frist=4)
     with pytest.raises(ConfigError, match="frist is none of first"):
         asyncio.run(wrong)
 
 
 def test_the_signature_and_the_docstring_are_those_of_the_function():
-    assert list(inspect.signature(Door.enter).parameters) == ["self", "first", "second"]
-    assert Door.enter.__doc__ == "Enter."
+    assert list(inspect.signature(Endpoint.enter).parameters) == ["self", "first", "second"]
+    assert Endpoint.enter.__doc__ == "Enter."

@@ -151,8 +151,8 @@ def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
     results = play(engine, kwargs, script)
     assert [item["meta_info"]["finish_reason"]["type"] for item in results] == ["length", "abort"]
     assert 8 <= len(results[1]["output_ids"]) <= 12
-    for result, unhurried in zip(results, whole, strict=True):
-        assert_row_law(result, unhurried)
+    for result, complete in zip(results, whole, strict=True):
+        assert_row_law(result, complete)
 
 
 def test_abort_of_one_choice_leaves_the_others(engine):

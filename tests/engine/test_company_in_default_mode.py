@@ -20,7 +20,7 @@ from routed_experts.models.model_folder import ModelFolder
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))
-GIVEN = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)
+REQUEST_PROMPTS = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)
 WORLDS = {"bfloat16": {}, "float32": {"mlp_only_layers": []}}
 TEMPERATURES = 0.0, 1.0
 CELLS = [
@@ -41,14 +41,14 @@ def testbed(request):
 
 def sampled_request(index, temperature):
     how = {"prompt_logprobs_from": 0} if index % 2 else {}
-    return request(f"p{index}", GIVEN[index], 24, seed=index, temperature=temperature, **how)
+    return request(f"p{index}", REQUEST_PROMPTS[index], 24, seed=index, temperature=temperature, **how)
 
 
 @pytest.fixture(scope="module")
 def alone(testbed):
     outputs = {}
     for temperature in TEMPERATURES:
-        for index in range(len(GIVEN)):
+        for index in range(len(REQUEST_PROMPTS)):
             drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
             drive.run(sampled_request(index, temperature))
             outputs[temperature] = outputs.get(temperature, {}) | exact_outputs(drive)
@@ -61,13 +61,13 @@ def test_each_sequence_in_a_batch_equals_itself_alone(testbed, alone, cell, temp
     drive = testbed.drive(
         max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
     )
-    order = np.random.default_rng(1).permutation(len(GIVEN))
+    order = np.random.default_rng(1).permutation(len(REQUEST_PROMPTS))
     if cell.radix == "warm":
-        drive.run(*(request(f"warm{index}", GIVEN[index], 1) for index in order), check=False)
+        drive.run(*(request(f"warm{index}", REQUEST_PROMPTS[index], 1) for index in order), check=False)
         drive.outputs.clear()
-    meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
-    drive.run(*(sampled_request(index, temperature) for index in order), before_step=meddle, check=False)
-    assert len(drive.outputs) == len(GIVEN)
+    retract = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
+    drive.run(*(sampled_request(index, temperature) for index in order), before_step=retract, check=False)
+    assert len(drive.outputs) == len(REQUEST_PROMPTS)
     for rid, output in exact_outputs(drive).items():
         assert output == alone[temperature][rid], rid
 

@@ -227,7 +227,7 @@ def test_retraction_is_alike_on_every_mesh(qwen3):
 
 def test_a_device_holds_its_share_of_weights_and_pages(qwen3, engines):
     """Of four devices or two: its share of what is sharded, and all of the rest."""
-    whole, pool = _held(qwen3.alone)
+    whole, pool = _device_bytes_held(qwen3.alone)
     same = sum(array.nbytes for path, array in _arrays(qwen3.alone) if path.endswith(("norm", "router")))
     repeated = (
         sum(array.nbytes for path, array in _arrays(qwen3.alone) if path.endswith("qkv")) // 2
@@ -237,7 +237,7 @@ def test_a_device_holds_its_share_of_weights_and_pages(qwen3, engines):
         devices = MESHES[name][0]
         heads = min(devices, 2)  # a kv head is not cut: four devices hold each of the two twice
         expected = same + (whole - same - repeated) // devices + repeated // heads
-        assert _held(bench) == (expected, pool // heads), name
+        assert _device_bytes_held(bench) == (expected, pool // heads), name
 
 
 def _arrays(bench):
@@ -245,7 +245,7 @@ def _arrays(bench):
     return [("".join(str(part) for part in path).removesuffix(".value").rstrip("']"), leaf) for path, leaf in flat]
 
 
-def _held(bench):
+def _device_bytes_held(bench):
     """Bytes of weights and of pages on a device; all hold as much."""
     sizes = [[shard.data.nbytes for shard in array.addressable_shards] for _, array in _arrays(bench)]
     assert all(len(set(of_array)) == 1 for of_array in sizes)
@@ -306,12 +306,12 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
                 replicated.flush_cache()
                 alike(expected, replicated.generate(**ask))
             assert not compiled, compiled
-            held_is(replicated, next_one, qwen3.folder)
+            assert_experts_held(replicated, next_one, qwen3.folder)
         scored = [engine.score(qwen3.prompts[2]) for engine in (alone, replicated)]
         np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
         for engine in (alone, replicated):
             engine.update_weights_from_disk(qwen3.other, version=1)
-        held_is(replicated, third, qwen3.other)
+        assert_experts_held(replicated, third, qwen3.other)
         alike(alone.generate(**ask), replicated.generate(**ask))
         runner = replicated.components.core.runner
         replicated.thread.run_drained(
@@ -319,9 +319,9 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
         )  # a change that stops half way
         for engine in (alone, replicated):
             engine.update_weights_from_disk(qwen3.folder, version=2)
-        held_is(replicated, third, qwen3.folder)
+        assert_experts_held(replicated, third, qwen3.folder)
         assert replicated.apply_placement(second) > 0
-        held_is(replicated, second, qwen3.folder)
+        assert_experts_held(replicated, second, qwen3.folder)
         alike(alone.generate(**ask), replicated.generate(**ask))
         with pytest.raises(PlacementError, match="max_replicas"):
             replicated.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
@@ -331,7 +331,7 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
         Engine(str(qwen3.folder), tp_size=2, ep_size=2, placement=first, **args)
 
 
-def held_is(engine, placement, folder):
+def assert_experts_held(engine, placement, folder):
     """Every device holds, layer by layer, the experts of the placement, whole."""
     source = ModelFolder.open(folder)
     whole = nnx.split(source.load(source.dtype("auto")))[1]

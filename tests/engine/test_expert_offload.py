@@ -18,8 +18,8 @@ from engine.test_offload_two_devices import (
     ask,
     assert_same,
     compile_events,
+    offload_engine,
     read_metrics,
-    shared_out,
 )
 from routed_experts import ConfigError, Engine, ExpertOffloadConfig
 from routed_experts.engine.control import expert_offload
@@ -46,7 +46,7 @@ def undivided(folder):
 @pytest.fixture(scope="module")
 def engine(folder):
     """Two residents; a step of nine tokens streams the other experts."""
-    with shared_out(folder, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
+    with offload_engine(folder, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
         yield engine
 
 

@@ -228,7 +228,7 @@ def test_any_mixture_of_events_keeps_every_row(testbed, seed):
             drive.add(request(f"r{arrived}-{choice}", prompt, **options, **more))
         arrived += 1
 
-    def meddle(step):
+    def interfere(step):
         if arrived < 14 and rng.random() < 0.4:
             arrive()
         event = rng.random()
@@ -242,10 +242,10 @@ def test_any_mixture_of_events_keeps_every_row(testbed, seed):
             drive.update_weights(other_weights(int(rng.integers(1, 3))), cache=("flush", "keep")[rng.integers(2)])
 
     arrive()
-    drive.run(before_step=meddle)
+    drive.run(before_step=interfere)
     while arrived < 14:
         arrive()
-        drive.run(before_step=meddle)
+        drive.run(before_step=interfere)
     assert assert_all_faithful(drive) > 300
     assert drive.core.request_table.accepted == sum(drive.core.request_table.finished.values())
 

@@ -92,12 +92,12 @@ def test_retraction_while_the_last_token_is_fed_changes_no_row(testbed):
     drive, reqs = testbed.drive(), requests(3, stop_token_ids=range(0, 313, 5))
     retracted = []
 
-    def meddle(step):
+    def interfere(step):
         ending = [req for req in drive.core.scheduler.running if req.pending_finish is not None]
         if ending and len(retracted) < 4:
             retracted.append(drive.retract_victim())
 
-    drive.run(*reqs, before_step=meddle)
+    drive.run(*reqs, before_step=interfere)
     assert any(retracted)
     assert assert_all_faithful(drive) == num_rows(reqs)
 

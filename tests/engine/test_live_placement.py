@@ -45,7 +45,7 @@ WITH_SPARES = rebalance(
 SIZES = dict(
     page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512
 )
-HOW = dict(tp_size=2, ep_size=2, skip_tokenizer_init=True, **SIZES)
+ENGINE_KWARGS = dict(tp_size=2, ep_size=2, skip_tokenizer_init=True, **SIZES)
 PROMPTS = [
     np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist() for seed, length in enumerate((30, 5, 17, 1))
 ]
@@ -105,7 +105,9 @@ def folder(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(folder, placement, **changed):
-    with Engine(folder, placement=placement, **({"enable_return_routed_experts": True} | HOW | changed)) as engine:
+    with Engine(
+        folder, placement=placement, **({"enable_return_routed_experts": True} | ENGINE_KWARGS | changed)
+    ) as engine:
         yield engine
         assert_idle_but_for_cache(engine)
 
@@ -118,7 +120,7 @@ def assert_idle_but_for_cache(engine):
 @pytest.fixture(scope="module")
 def alone(folder):
     """The answers of one device without a placement."""
-    with Engine(folder, enable_return_routed_experts=True, **(HOW | dict(tp_size=1, ep_size=1))) as engine:
+    with Engine(folder, enable_return_routed_experts=True, **(ENGINE_KWARGS | dict(tp_size=1, ep_size=1))) as engine:
         return engine.generate(input_ids=PROMPTS, return_routed_experts=True, **ASK)
 
 
@@ -473,7 +475,7 @@ def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, following, tmp_path):
     def build(placement, **args):
         with assert_nothing_allocated():
-            Engine(folder, placement=placement, **(HOW | args))
+            Engine(folder, placement=placement, **(ENGINE_KWARGS | args))
 
     bounded = dict(plan=ONE_EACH, mode="reroute", capacity_factor=1)
     with pytest.raises(ConfigError, match="deterministic=True with placement="):

@@ -164,7 +164,7 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
         for i in range(5)
     ]
 
-    def meddle(step):
+    def interfere(step):
         if step % 5 == seed + 1 and step < 35:
             drive.drain()
             drive.core.release_memory(frozenset({"kv_cache", "weights"} if step % 2 else {"kv_cache"}))
@@ -173,6 +173,6 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
             drive.core.resume_memory()
             drive.bench.runner.poison()
 
-    drive.run(*reqs, before_step=meddle)
+    drive.run(*reqs, before_step=interfere)
     assert assert_all_faithful(drive) == sum(req.num_known - 1 for req in reqs)
     assert max(len(output.end.routed_experts.version_spans) for output in drive.outputs.values()) > 1

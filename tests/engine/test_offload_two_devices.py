@@ -45,7 +45,7 @@ SIZES = dict(
     enable_return_routed_experts=True,
 )
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [100, 3, 200, 17, 9], [4]]
-ASKED = {
+REQUEST_KWARGS = {
     "return_logprob": True,
     "logprob_start_len": 0,
     "top_logprobs_num": 5,
@@ -93,7 +93,7 @@ def engine(folder, most_bytes):
     """Two of six experts on the accelerator."""
     before = device_bytes()
     how = {"on_load": lambda done, total: most_bytes.append(device_bytes() - before)}
-    with shared_out(folder, how, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
+    with offload_engine(folder, how, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
         yield engine
 
 
@@ -105,14 +105,14 @@ def device_bytes():
 
 
 @contextlib.contextmanager
-def shared_out(folder, how=MappingProxyType({}), **experts):
+def offload_engine(folder, how=MappingProxyType({}), **experts):
     with Engine(str(folder), experts=ExpertOffloadConfig(**experts), **SIZES, **how) as engine:
         yield engine
         assert_idle(engine)
 
 
 def ask(engine):
-    return [engine.generate(input_ids=ids, sampling_params={"temperature": 0.0}, **ASKED) for ids in PROMPTS]
+    return [engine.generate(input_ids=ids, sampling_params={"temperature": 0.0}, **REQUEST_KWARGS) for ids in PROMPTS]
 
 
 def all_logprobs(answer):
@@ -206,7 +206,7 @@ def test_any_number_of_residents_gives_the_same_answers(folder, undivided, other
         if num_resident % 2
         else {"kt_num_gpu_experts": num_resident}
     )
-    with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
+    with offload_engine(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
         residency, hits = engine.residency()
         core, host = engine.components.core, engine.components.core.runner.host
@@ -398,7 +398,7 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
 
 def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, tmp_path):
     other = write_tiny_checkpoint(tmp_path / "other", seed=3, tokenizer=False, **MODEL)
-    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
+    with offload_engine(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
         runner = engine.components.core.runner
         (stored,), (table,) = runner.model.host.values(), runner.tables.values()
         router = runner.model.layers[runner.layers[1].group]["router"]

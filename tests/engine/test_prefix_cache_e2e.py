@@ -10,7 +10,7 @@ from support.engines import assert_idle, on_engine_thread
 
 PAGE = 16
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-ASKED = {"return_logprob": True, "logprob_start_len": -1, "return_routed_experts": True}
+REQUEST_KWARGS = {"return_logprob": True, "logprob_start_len": -1, "return_routed_experts": True}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,9 @@ def tokens(length, seed=0):
 
 
 def ask(engine, prompt, *, max_new_tokens=12, **kwargs):
-    return engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=max_new_tokens, **(ASKED | kwargs))
+    return engine.generate(
+        input_ids=prompt, sampling_params=GREEDY, max_new_tokens=max_new_tokens, **(REQUEST_KWARGS | kwargs)
+    )
 
 
 def cached(result):
@@ -108,7 +110,7 @@ def test_a_flush_forgets_and_returns_the_number_of_pages(engine, plain):
 def test_a_flush_under_running_requests_leaves_them_their_pages(engine, plain):
     prompt = tokens(40)
     ask(engine, prompt)
-    stream = engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=60, stream=True, **ASKED)
+    stream = engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=60, stream=True, **REQUEST_KWARGS)
     for _ in range(5):
         next(stream)
     engine.flush_cache()
@@ -129,9 +131,9 @@ def test_choices_share_their_prompt(engine):
 def test_penalised_requests_read_nothing_from_the_cache_and_leave_their_pages(engine, plain):
     prompt, penalised = tokens(40), GREEDY | {"frequency_penalty": 1.0, "max_tokens": 12}
     ask(engine, prompt)
-    result = engine.generate(input_ids=prompt, sampling_params=penalised, **ASKED)
+    result = engine.generate(input_ids=prompt, sampling_params=penalised, **REQUEST_KWARGS)
     assert cached(result) == 0
-    assert_same(result, plain.generate(input_ids=prompt, sampling_params=penalised, **ASKED))
+    assert_same(result, plain.generate(input_ids=prompt, sampling_params=penalised, **REQUEST_KWARGS))
     assert cached(ask(engine, prompt)) == 32
 
 

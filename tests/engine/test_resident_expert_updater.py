@@ -24,7 +24,7 @@ SIZES = {
     "disable_radix_cache": True,
 }
 PROMPT = np.random.default_rng(0).integers(3, 313, 20).tolist()
-SAID = {
+REQUEST_KWARGS = {
     "sampling_params": {"temperature": 0.0, "ignore_eos": True},
     "max_new_tokens": 80,
     "return_routed_experts": True,
@@ -50,12 +50,12 @@ def recorded_looks(engine, monkeypatch):
     capturer, looks = engine.components.core.capturer, []
     read_stats = capturer.routing_stats
 
-    def noted(**how):
+    def recording(**how):
         stats = read_stats(**how)
         looks.append((stats.load, stats.num_tokens.sum()))
         return stats
 
-    monkeypatch.setattr(capturer, "routing_stats", noted)
+    monkeypatch.setattr(capturer, "routing_stats", recording)
     yield looks
     monkeypatch.undo()
 
@@ -74,7 +74,7 @@ def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypa
     start = engine.residency()[0]
     with recorded_looks(engine, monkeypatch) as looks:
         answers = [
-            engine.generate(input_ids=PROMPT, **SAID) for _ in range(2)
+            engine.generate(input_ids=PROMPT, **REQUEST_KWARGS) for _ in range(2)
         ]  # counts come late: the second one sees the first one's
     answer, rows = answers[0], np.concatenate([record_from_meta_info(answer).ids for answer in answers])
     assert len(looks) == 20  # steps: the prompt and 79 tokens, twice
@@ -85,7 +85,7 @@ def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypa
     assert residency.epoch == state.residency.epoch > 0
     assert (residency.slot_of == state.residency.slot_of).all() and (residency.slot_of != start.slot_of).any()
     with Engine(folder, enable_return_routed_experts=True, **SIZES) as undivided:
-        plain = undivided.generate(input_ids=PROMPT, **SAID)
+        plain = undivided.generate(input_ids=PROMPT, **REQUEST_KWARGS)
     for answer in answers:
         assert plain["output_ids"] == answer["output_ids"]
         assert record_from_meta_info(plain) == record_from_meta_info(answer)
@@ -100,7 +100,7 @@ def test_no_request_waits_for_counts(engine):
     blocked = engine.thread.run_between_steps(
         lambda: engine.components.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120)
     )
-    assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
+    assert len(engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)["output_ids"]) == 80
     assert not blocked.done()
     go_on.set()
     assert blocked.result()
@@ -112,7 +112,7 @@ def test_a_map_applied_by_a_caller_is_the_new_start(engine):
         np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=100
     )
     engine.apply_residency(worst)
-    answer = engine.generate(input_ids=PROMPT, **SAID)
+    answer = engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)
     residency, _ = engine.residency()
     assert residency.epoch > 100 and (residency.slot_of != worst.slot_of).any()
     busy = count_experts(record_from_meta_info(answer).ids, 16)
@@ -123,7 +123,7 @@ def test_a_map_applied_by_a_caller_is_the_new_start(engine):
 
 def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
     """Of a swap that stops half way, the copies before it hold, and the other residents stay."""
-    runner, answer = engine.components.core.runner, engine.generate(input_ids=PROMPT, **SAID)
+    runner, answer = engine.components.core.runner, engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)
     worst = ResidencyMap.from_experts(
         np.argsort(engine.thread.run_between_steps(expert_rates(engine)), axis=1)[:, :4], num_experts=16, epoch=50
     )
@@ -149,7 +149,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     )  # four copies, and one
     assert (runner.residency.experts[1, 1:] == before.experts[1, 1:]).all()
     assert (runner.num_swapped, runner.num_failed) == (swapped + 5, failed + 1)
-    assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
+    assert engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)["output_ids"] == answer["output_ids"]
 
     engine.apply_residency(worst)
 
@@ -159,7 +159,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     monkeypatch.setattr(type(runner), "apply_residency", fails)
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
-            assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
+            assert engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)["output_ids"] == answer["output_ids"]
     messages = [
         record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()
     ]
@@ -186,10 +186,10 @@ def followed_late(state, record):
 
 def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
     with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES) as unseen:
-        answer = unseen.generate(input_ids=PROMPT, **{**SAID, "return_routed_experts": False})
+        answer = unseen.generate(input_ids=PROMPT, **{**REQUEST_KWARGS, "return_routed_experts": False})
         residency, _ = unseen.residency()
         assert_idle(unseen)
-    recorded = engine.generate(input_ids=PROMPT, **SAID)
+    recorded = engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)
     state = followed_late(AdaptiveResidency.start(ResidencyMap.first_n(2, 16, 4)), record_from_meta_info(recorded))
     assert residency.epoch == state.residency.epoch > 0 and (residency.slot_of == state.residency.slot_of).all()
     assert answer["output_ids"] == recorded["output_ids"]

@@ -1,9 +1,6 @@
 """Retraction: a request that is retracted and restarted gives the output of an uninterrupted run, with the rows of its
 first pass. Deterministic mode makes this exact: an uninterrupted run in an unlimited pool is the oracle, and the MoE
-probe judges the rows.
-
-Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle,
-and the MoE probe judges the rows."""
+probe judges the rows."""
 
 import numpy as np
 import pytest
@@ -55,7 +52,7 @@ def all_outputs(drive):
     }
 
 
-def unhurried(testbed, reqs):
+def run_uninterrupted(testbed, reqs):
     drive = testbed.drive(disable_radix_cache=True)
     drive.run(*reqs)
     assert drive.core.scheduler.num_retracted == 0
@@ -70,7 +67,7 @@ def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room
     drive.run(*requests(seed))
     assert drive.core.scheduler.num_retracted > 0
     assert assert_all_faithful(drive) > 16 * 10
-    assert all_outputs(drive) == unhurried(testbed, requests(seed))
+    assert all_outputs(drive) == run_uninterrupted(testbed, requests(seed))
 
 
 @pytest.mark.parametrize("radix", [True, False])
@@ -80,14 +77,14 @@ def test_a_request_retracted_every_third_step_gives_the_same_output_once(testbed
     drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted > 10
     assert_all_faithful(drive)
-    assert all_outputs(drive) == unhurried(testbed, requests(20))
+    assert all_outputs(drive) == run_uninterrupted(testbed, requests(20))
 
 
 def test_a_pool_for_one_sequence_serves_all_in_turn(testbed):
     drive = testbed.drive(pages=16)
     drive.run(*requests(30, count=8))
     assert_all_faithful(drive)
-    assert all_outputs(drive) == unhurried(testbed, requests(30, count=8))
+    assert all_outputs(drive) == run_uninterrupted(testbed, requests(30, count=8))
 
 
 def test_choices_that_are_retracted_give_the_same_output(testbed):
@@ -99,20 +96,20 @@ def test_choices_that_are_retracted_give_the_same_output(testbed):
     drive.run(*choices())
     assert drive.core.scheduler.num_retracted > 0
     assert_all_faithful(drive)
-    assert all_outputs(drive) == unhurried(testbed, choices())
+    assert all_outputs(drive) == run_uninterrupted(testbed, choices())
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
 def test_weights_that_change_between_retractions_change_no_row_that_was_written(testbed, cache):
     drive = testbed.drive(chunked_prefill_size=16)
 
-    def meddle(step):
+    def interfere(step):
         if step % 3 == 2:
             drive.retract_victim()
         if step % 7 == 6:
             drive.update_weights(other_weights(1 + step % 2), cache=cache)
 
-    drive.run(*requests(40, count=10), before_step=meddle)
+    drive.run(*requests(40, count=10), before_step=interfere)
     assert assert_all_faithful(drive) > 100
     assert max(len(output.end.routed_experts.version_spans) for output in drive.outputs.values()) > 2
 
@@ -133,16 +130,16 @@ def test_a_request_aborted_while_retracted_keeps_its_output(testbed):
     drive, reqs = testbed.drive(pages=24), requests(50, count=8)
     aborted = []
 
-    def meddle(_):
+    def interfere(_):
         for req in tuple(drive.core.scheduler.waiting):
             if req.num_output > 2 and len(aborted) < 2:
                 assert drive.core.abort(req.rid)
                 aborted.append((req.rid, req.output_ids.tolist()))
 
-    drive.run(*reqs, before_step=meddle)
+    drive.run(*reqs, before_step=interfere)
     assert len(aborted) == 2
     assert_all_faithful(drive)
-    whole = unhurried(testbed, requests(50, count=8))
+    whole = run_uninterrupted(testbed, requests(50, count=8))
     for rid, tokens in aborted:
         output, (all_tokens, _, _, _, record) = drive.outputs[rid], whole[rid]
         assert output.end.finish_reason.type == "abort"

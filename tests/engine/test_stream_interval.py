@@ -38,11 +38,11 @@ def run(clock, interval, *, rows=False, **options):
     received = []
     take = drive._take
 
-    def noted(batch):
+    def recording(batch):
         received.extend((clock.now, out) for out in batch.outs)
         take(batch)
 
-    drive._take = noted
+    drive._take = recording
 
     def tick(step):
         clock.now += 1
@@ -113,12 +113,12 @@ def test_streams_are_sent_at_the_same_moments(clock):
     moments = {name: [] for name in reqs}
     take = drive._take
 
-    def noted(batch):
+    def recording(batch):
         for out in batch.outs:
             moments[out.rid].append(clock.now)
         take(batch)
 
-    drive._take = noted
+    drive._take = recording
 
     def tick(step):
         clock.now += 1

@@ -118,7 +118,7 @@ def make_module(name, text):
     return module
 
 
-def deaf(router):
+def without_capture(router):
     """A fused router that takes no block of ids and gives none."""
 
     def run(logits, routed, spec):
@@ -129,7 +129,7 @@ def deaf(router):
     return run
 
 
-def deaf_run(whole):
+def stack_without_capture(whole):
     """A run of layers that takes no block of ids and gives none."""
 
     def run(x, arrays, step, attend, cache, routed, offsets, spec):
@@ -158,10 +158,13 @@ class Build:
         feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
         kernels = KERNELS[moe].load()
         if not self.has_feature and kernels.router is not None:
-            kernels = dataclasses.replace(kernels, router=dataclasses.replace(kernels.router, run=deaf(kernels.router)))
+            kernels = dataclasses.replace(
+                kernels, router=dataclasses.replace(kernels.router, run=without_capture(kernels.router))
+            )
         if not self.has_feature and kernels.layer_stack is not None:
             kernels = dataclasses.replace(
-                kernels, layer_stack=dataclasses.replace(kernels.layer_stack, run=deaf_run(kernels.layer_stack))
+                kernels,
+                layer_stack=dataclasses.replace(kernels.layer_stack, run=stack_without_capture(kernels.layer_stack)),
             )
         backends = {"kernels": kernels, "attention": ATTENTION[attention].load()}
         return self.programs.ProgramSpec(

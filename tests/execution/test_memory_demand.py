@@ -57,7 +57,7 @@ def demands(draw):
     )
 
 
-NO_WAY_WAS_FOUND = MemoryDemand(  # one request at a time in the smallest steps fits, but 299 tokens of a prompt do not
+NO_FITTING_CONFIG = MemoryDemand(  # one request at a time in the smallest steps fits, but 299 tokens of a prompt do not
     args=ServerArgs(
         precompile_bs_paddings=(3,),
         precompile_token_paddings=(2, 300),
@@ -116,7 +116,7 @@ def one_step_back(name, value, demand):
 
 @settings(max_examples=80, deadline=None)
 @given(demand=demands())
-@example(demand=NO_WAY_WAS_FOUND)
+@example(demand=NO_FITTING_CONFIG)
 def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
     assert demand.fits == by_hand(demand)
     assume(not demand.fits)

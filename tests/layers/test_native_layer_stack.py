@@ -82,7 +82,7 @@ def test_capture_changes_no_bit():
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class StackCase:
     """What a run takes, of a step and of random weights."""
 
     x: jax.Array
@@ -134,7 +134,7 @@ def build_case(
     )
     batch = dataclasses.replace(made.batch, page_table=table)
     angles = jnp.asarray(rng.standard_normal((2, num_tokens, dim)), jnp.float32)
-    return Given(
+    return StackCase(
         x=jnp.asarray(rng.standard_normal((num_tokens, hidden)), dtype),
         arrays=arrays,
         step=StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid),

@@ -41,7 +41,7 @@ def take(batch: SamplingBatch, rows) -> SamplingBatch:
     return jax.tree.map(lambda leaf: leaf[rows], batch)
 
 
-def kept_by_loop(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+def mask_by_loop(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """One row, float64, one token at a time: the order of the docstring, ties retained or dropped together."""
     scaled = logits.astype(np.float64) / temperature
     mask = np.isfinite(scaled)
@@ -64,7 +64,7 @@ def kept_by_loop(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
 
 
 def expected_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    mask = kept_by_loop(logits, temperature, top_k, top_p, min_p)
+    mask = mask_by_loop(logits, temperature, top_k, top_p, min_p)
     weights = np.where(mask, np.exp((logits.astype(np.float64) - logits.max()) / temperature), 0.0)
     return weights / weights.sum()
 
@@ -171,7 +171,7 @@ def test_filters_keep_what_the_loop_keeps() -> None:
     temperature, top_k, top_p, min_p = (np.array(column) for column in list(zip(*cases, strict=True))[1:])
     batch = build_batch(len(cases), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     mask = np.isfinite(np.asarray(PROCESSED(jnp.asarray(logits), batch, SamplingMode.FILTERED)))
-    expected = np.stack([kept_by_loop(*case) for case in cases])
+    expected = np.stack([mask_by_loop(*case) for case in cases])
     np.testing.assert_array_equal(mask, expected)
     assert 300 < expected.sum() < 0.7 * expected.size
 

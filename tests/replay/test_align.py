@@ -190,7 +190,7 @@ def test_another_router_is_refused_and_a_hash_routed_layer_may_repeat():
     )
 
 
-WORDS = {
+BAD_ARGUMENTS = {
     "layout": (dict(layout="left"), "layout='left' is unknown; choose one of pad_right"),
     "width without": (dict(layout="pad_both"), "prompt_width=None with layout='pad_both'"),
     "width beside": (dict(prompt_width=3), "it belongs to pad_both"),
@@ -214,9 +214,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize("kind", BAD_ARGUMENTS)
 def test_inconsistent_align_arguments_are_refused(kind):
-    kwargs, text = WORDS[kind]
+    kwargs, text = BAD_ARGUMENTS[kind]
     with pytest.raises(RoutingAlignmentError, match=text):
         align(**dict(samples=[Sample(None, 10)], layout="pad_right", seq_len=12, spec=SPEC) | kwargs)
 

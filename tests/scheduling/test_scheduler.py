@@ -11,7 +11,7 @@ from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
-from support.numpy_device import VOCAB, NumpyDevice, expected_logprob, says, source
+from support.numpy_device import VOCAB, NumpyDevice, expected_logprob, expected_tokens, source
 
 PAGE = 4
 
@@ -58,7 +58,7 @@ def prompt(length, seed=0):
 def test_one_request_follows_the_rule():
     bench = Bench()
     req = bench.add(source(prompt(11), max_tokens=9))
-    assert bench.finish(req) == says(prompt(11), 9)
+    assert bench.finish(req) == expected_tokens(prompt(11), 9)
     assert req.finish_reason == FinishReason(type="length", length=9)
 
 
@@ -68,7 +68,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_samples_once():
     batches = [bench.step() for _ in range(3)]
     assert [batch.num_tokens for batch in batches] == [5, 5, 3]
     assert [batch.samples for batch in batches] == [(False,), (False,), (True,)]
-    assert req.output_ids.tolist() == says(prompt(13), 1)
+    assert req.output_ids.tolist() == expected_tokens(prompt(13), 1)
 
 
 def test_decode_tokens_come_before_prompt_chunks_and_share_the_step():
@@ -92,7 +92,7 @@ def test_a_token_that_the_host_has_not_read_is_taken_from_the_device():
     after = bench.device.run(batch)
     bench.commit(in_flight, pending)
     bench.commit(batch, after)
-    assert bench.finish(req) == says(prompt(5), 4)
+    assert bench.finish(req) == expected_tokens(prompt(5), 4)
 
 
 def test_no_step_is_dispatched_for_a_last_token():
@@ -109,7 +109,7 @@ def test_no_step_is_dispatched_for_a_last_token():
 
 
 def test_a_stop_token_ends_a_request_and_stays_in_the_output():
-    outputs = says(prompt(6), 12)
+    outputs = expected_tokens(prompt(6), 12)
     stop = outputs[4]
     bench = Bench()
     req = bench.add(source(prompt(6), max_tokens=12, stops=[stop]))
@@ -118,7 +118,7 @@ def test_a_stop_token_ends_a_request_and_stays_in_the_output():
 
 
 def test_a_stop_token_before_min_tokens_does_not_end_a_request():
-    outputs = says(prompt(6), 12)
+    outputs = expected_tokens(prompt(6), 12)
     bench = Bench()
     req = bench.add(source(prompt(6), max_tokens=12, min_tokens=12, stops=[outputs[0], outputs[-1]]))
     assert bench.finish(req) == outputs
@@ -197,7 +197,7 @@ def test_choices_go_on_when_the_first_is_aborted_before_its_prompt_was_read():
     first, second = bench.add(*(source(prompt(11), rid=str(i), group="g", choice=i) for i in range(2)))
     first.finish(FinishReason(type="abort"))
     bench.scheduler.release(first)
-    assert bench.finish(second) == says(prompt(11), 4)
+    assert bench.finish(second) == expected_tokens(prompt(11), 4)
 
 
 def test_a_second_request_finds_the_first_in_the_cache():
@@ -206,14 +206,14 @@ def test_a_second_request_finds_the_first_in_the_cache():
     req = bench.add(source([*prompt(10), 1], rid="b"))
     batch = bench.step()
     assert req.cached_tokens == 8 and batch.num_tokens == 3
-    assert bench.finish(req) == says([*prompt(10), 1], 4)
+    assert bench.finish(req) == expected_tokens([*prompt(10), 1], 4)
 
 
 def test_the_last_prompt_token_is_never_taken_from_the_cache():
     bench = Bench()
     bench.finish(bench.add(source(prompt(8), rid="a")))
     req = bench.add(source(prompt(8), rid="b"))
-    assert bench.finish(req) == says(prompt(8), 4) and req.cached_tokens == 4
+    assert bench.finish(req) == expected_tokens(prompt(8), 4) and req.cached_tokens == 4
 
 
 def test_other_keys_other_weights_and_penalties_find_nothing():
@@ -242,7 +242,7 @@ def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
         assert {position: value for position, (value, _) in req.input_logprobs.items() if position >= start} == expected
         assert req.cached_tokens <= max(start - 1, 0)
         assert req.output_logprobs == [
-            expected_logprob(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)
+            expected_logprob(tokens + expected_tokens(tokens, 4)[:i], expected_tokens(tokens, 4)[i]) for i in range(4)
         ]
 
 
@@ -257,7 +257,7 @@ def test_the_last_admitted_goes_back_first_and_to_the_head_of_the_queue():
         bench.scheduler.retract(victim, None)
     assert bench.scheduler.preemption_victim() is None  # never the only one
     assert list(bench.scheduler.waiting) == [reqs[1], reqs[2], waiting]
-    assert [bench.finish(req) for req in reqs] == [says(prompt(4, i), 8) for i in range(3)]
+    assert [bench.finish(req) for req in reqs] == [expected_tokens(prompt(4, i), 8) for i in range(3)]
 
 
 def test_a_retracted_request_keeps_its_tokens_and_is_prefilled_with_them():
@@ -266,10 +266,12 @@ def test_a_retracted_request_keeps_its_tokens_and_is_prefilled_with_them():
     for _ in range(4):
         bench.step()
     bench.scheduler.retract(second, None)
-    assert second.output_ids.tolist() == says(prompt(5, 1), 4) and second.num_pages == 0
+    assert second.output_ids.tolist() == expected_tokens(prompt(5, 1), 4) and second.num_pages == 0
     batch = bench.step()
     assert batch.num_tokens == 1 + 9  # a decode token, and prompt and output of the other anew
-    assert bench.finish(second) == says(prompt(5, 1), 9) and bench.finish(first) == says(prompt(4), 9)
+    assert bench.finish(second) == expected_tokens(prompt(5, 1), 9) and bench.finish(first) == expected_tokens(
+        prompt(4), 9
+    )
 
 
 def test_rows_of_a_request_that_ended_in_flight_are_not_live():
@@ -295,7 +297,7 @@ def test_pages_of_a_request_that_ended_in_flight_serve_the_next():
     following = bench.scheduler.schedule()
     bench.commit(batch, result)
     bench.commit(following, bench.device.run(following))
-    assert bench.finish(second) == says(prompt(6, 1), 2)
+    assert bench.finish(second) == expected_tokens(prompt(6, 1), 2)
 
 
 def test_an_idle_scheduler_has_nothing_to_run():

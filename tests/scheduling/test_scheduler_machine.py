@@ -1,9 +1,9 @@
-"""The random life of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new
+"""Random schedules of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new
 weights.
 
-One step is in flight while the next is scheduled, as in the engine. What a request says is known beforehand
-(numpy_device.says): any page that is shared, lost or overwritten wrongly changes it. Every step is looked at, and the
-whole state after it."""
+One step is in flight while the next is scheduled, as in the engine. The output of a request is known beforehand
+(numpy_device.expected_tokens): any page that is shared, lost or overwritten wrongly changes it. Every step is checked,
+and the whole state after it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from routed_experts.core.model_worker_batch import ALL_GENERATED
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
-from support.numpy_device import VOCAB, NumpyDevice, says, source
+from support.numpy_device import VOCAB, NumpyDevice, expected_tokens, source
 
 CONTEXT = 48
 
@@ -179,7 +179,7 @@ def build_sources(index, arrival):
     """The requests of one arrival, and the expected output of each."""
     _, common, own, max_tokens, choices, stops, penalised = arrival
     prompt = [*range(common), *((index * 7 + i) % VOCAB for i in range(own))]
-    everything = says(prompt, max_tokens)
+    everything = expected_tokens(prompt, max_tokens)
     stop = [everything[len(everything) // 2]] if stops else []
     penalty = {"presence_penalty": 1.0} if penalised else {}
     made = [
@@ -194,7 +194,7 @@ def build_sources(index, arrival):
         )
         for choice in range(choices)
     ]
-    return made, says(prompt, max_tokens, stops=stop)
+    return made, expected_tokens(prompt, max_tokens, stops=stop)
 
 
 @settings(max_examples=200)
@@ -253,4 +253,4 @@ def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache
         num_steps += 1
         assert num_steps < 16 * CONTEXT, "no progress"
     assert machine.scheduler.num_retracted > 0
-    assert [req.output_ids.tolist() for req in reqs] == [says(prompts[i], max_tokens[i]) for i in range(16)]
+    assert [req.output_ids.tolist() for req in reqs] == [expected_tokens(prompts[i], max_tokens[i]) for i in range(16)]

@@ -28,11 +28,11 @@ def seen(monkeypatch):
     def watch(owner, name):
         real = getattr(owner, name)
 
-        def noted(*args, **kwargs):
+        def recording(*args, **kwargs):
             calls.append((name, threading.get_ident()))
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recording)
 
     for name in ("encode", "decode", "token_string"):
         watch(Tokenizer, name)

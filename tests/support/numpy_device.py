@@ -27,7 +27,7 @@ def expected_logprob(tokens, following) -> float:
     return -float((next_token(tokens) * 7 + int(following)) % 13) / 4
 
 
-def says(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
+def expected_tokens(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
     """What a request must generate, by the rule alone."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
