@@ -80,7 +80,10 @@ REFUSED = {
         dict(rope_scaling={"factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 4.0}),
         ["factor=4.0", "2.0"],
     ),
-    "two bases": (dict(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), ["rope_theta=1000000.0", "beside it"]),
+    "two bases": (
+        dict(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}),
+        ["rope_theta=1000000.0", "at the top level"],
+    ),
     "a base for some layers": (
         dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}),
         ["full_attention", "all layers"],
@@ -103,7 +106,7 @@ REFUSED = {
     "a part where heads turn whole": (dict(part=None, partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
     "two trained lengths": (
         dict(rope_scaling=YARN, original_max_position_embeddings=32),
-        ["embeddings=64", "32, as beside"],
+        ["embeddings=64", "32, as at the top level"],
     ),
     "longrope of another head": (dict(rope_parameters=LONG | {"short_factor": [1.0]}), ["short_factor", "8 numbers"]),
     "an odd part": (dict(partial_rotary_factor=0.2), ["partial_rotary_factor=0.2", "head_dim=16"]),

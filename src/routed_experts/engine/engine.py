@@ -406,7 +406,7 @@ class Engine:
         self._memory.release(tags)
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
-        """Take back all that was released, with an empty pool, and continue with the queue.
+        """Allocate all that was released, with an empty pool, and continue with the queue.
 
         Released weights come from `state`, as `update_weights` takes it, under a `version` that rises, or have come by
         `update_weights` meanwhile. Without a release nothing happens. Raises InvalidRequestError where weights are
@@ -486,11 +486,11 @@ class Engine:
         return self.thread.run_between_steps(self.components.core.capturer.routing_stats)
 
     def reset_routing_stats(self) -> RoutingStats:
-        """Start to count anew; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
+        """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
         return self.thread.run_between_steps(lambda: self.components.core.capturer.routing_stats(reset=True))
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes; returns the pages freed. Running requests keep their pages."""
+        """Drop all cached prefixes; returns the pages freed. Running requests keep their pages."""
         return self.thread.run_between_steps(self.components.core.flush_cache)
 
     def check_integrity(self) -> list[Violation]:

@@ -1,7 +1,7 @@
 """Moves experts between devices: plans the transfers of one layer, and the program that runs them.
 
 In each round every device sends one of its experts to all, and each keeps the one it needs. So a move takes the memory
-of one layer's part of a device and of one expert of each device. Which experts are sent and kept are arguments: one
+of one layer's part of a device and of one expert of each device. The experts to send and keep are arguments: one
 program for all plans. Dims: I instances of a layer, V devices, L instances of a layer on one device, R layers of a
 block, T rounds at most."""
 

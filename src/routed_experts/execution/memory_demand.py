@@ -67,7 +67,7 @@ class MemoryDemand:
 
     @property
     def fitting_pages(self) -> int:
-        """Pages that fit beside the padding page; below 1 if none does."""
+        """Pages that fit next to the padding page; below 1 if none does."""
         left = self.limit - self.weights - self.penalties - self.capture_device - self.model.state_bytes
         return left // self.page_bytes - 1
 
@@ -93,7 +93,7 @@ class MemoryDemand:
 
 def fitting_configs(demand: MemoryDemand) -> tuple[FlagChange, ...]:
     """Changes of the arguments, each enough by itself: one flag, at the value nearest to its present one. Where no
-    single flag is enough: beside the largest fraction that is advised; then beside one request at a time in the
+    single flag is enough: with the largest advised fraction; then with one request at a time in the
     smallest steps, too. Empty: nothing helps."""
     largest = {"mem_fraction_static": max(MAX_FRACTION, demand.args.mem_fraction_static)}
     single = demand.with_flags({**largest, "max_running_requests": 1}).args

@@ -25,7 +25,7 @@ from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.sharding import DonatedBuffers, buffer_pointers
 
-MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
+MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ModelRunner:
         self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0
     ) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
-        self.exact = True  # the model's own numbers; False where some of them come late
+        self.exact = True  # the model's own numbers; False where some are added late
         self._owned = list[Array]()  # of the weights: those that were donated
         # leaves: dispatch time grows with leaves, and more with nodes of a tree
         self._weights, self._tree = jax.tree.flatten(state)
@@ -71,7 +71,7 @@ class ModelRunner:
         return jax.tree.unflatten(self._tree, self._weights)
 
     def compile(self, *, progress: Callable[[int, int], None] | None = None, threads: int = 2) -> int:
-        """Compile every program of the table; returns how many there are."""
+        """Compile every program of the table; returns their number."""
         jobs = self._jobs()
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}

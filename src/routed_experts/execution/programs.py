@@ -1,7 +1,7 @@
 """The jitted programs of a step, as pure functions of arrays.
 
 A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
-fresh array or behind the sampler's metadata) and the sampler's program, with penalties two (sampler.py). `score_prompt`
+fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py). `score_prompt`
 follows where a prompt's logprobs are requested. Capture off is None at trace time: the program is the one without the
 feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T
 top logprobs."""

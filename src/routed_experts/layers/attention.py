@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-MASK_VALUE = -1e30  # a score that no softmax sees; finite, because inf - inf is NaN
+MASK_VALUE = -1e30  # masks a score; finite, because inf - inf is NaN
 QUERY_TILE = 16
 KEY_BLOCK = 128
 DECODE_BLOCK = 64  # of every request at once: the gathered keys and values should stay in cache
@@ -41,8 +41,8 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedQKV:
-    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them:
-    norms of all layers of the run, and angles."""
+    """Queries, keys and values as projected (or S parts of the sums, in float32), with the norms of all layers of the
+    run and the rotary angles."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"]
@@ -55,9 +55,9 @@ class FusedQKV:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where
-    there is one, also does norms, rotation and the write to the pool: (projected, pool, layer,
-    batch, pages of a layer) -> (mixed values, pool)."""
+    """A kernel that attends to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`,
+    where there is one, also does norms, rotation and the write to the pool: (projected, pool, layer, batch, pages of a
+    layer) -> (mixed values, pool)."""
 
     name: str
     run: Callable[
@@ -73,7 +73,7 @@ class AttentionBackend:
     run_with_features: Callable[..., Float[Array, "N H V"]] | None = None
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
-        """The same backend with a way to attend by features, unless it brings its own."""
+        """The same backend with a default for attention with features, unless it has its own."""
         return self if self.run_with_features is not None else dataclasses.replace(self, run_with_features=run)
 
 
@@ -111,8 +111,8 @@ def attend_all(
 def mask_nonfinite(
     values: Float[Array, "... T C"], mask: Bool[Array, "... S T"]
 ) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
-    """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row
-    may, though a product of all rows with all values would multiply it by their weights of 0."""
+    """Values with 0 in place of nonfinite numbers, and the rows that attend to some of those. Those rows must become
+    NaN and no others, although a product of all rows with all values multiplies them by weights of 0."""
     finite = jnp.isfinite(values)
     broken = ~jnp.all(finite, axis=-1)
     return jnp.where(finite, values, 0.0), jnp.any(mask & broken[..., None, :], axis=-1)
@@ -121,9 +121,9 @@ def mask_nonfinite(
 def gather_pages(
     pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-    """Give the keys and values of the listed pages, page after page; of a pool that is wider than the heads, `head_dim`
-    numbers."""
-    # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before
+    """Return the keys and values of the listed pages, page after page; of a pool that is wider than the heads,
+    `head_dim` numbers."""
+    # As rows of C: else, with fewer than 4 kv heads, the TPU compiler transposes the whole pool in every layer before
     # it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
     both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])[..., :head_dim]
@@ -150,7 +150,7 @@ class OnlineSoftmax:
 
     @staticmethod
     def empty(shape: tuple[int, ...], head_dim: int) -> "OnlineSoftmax":
-        """Nothing seen yet."""
+        """The initial state."""
         zeros = jnp.zeros(shape, jnp.float32)
         return OnlineSoftmax(zeros + MASK_VALUE, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
 
@@ -160,7 +160,7 @@ class OnlineSoftmax:
         values: Float[Array, "... T C"],
         has_nonfinite: Bool[Array, "..."] | None = None,
     ) -> "OnlineSoftmax":
-        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two.
+        """Add one block of keys; batch axes of `values` are all axes of `scores` but its last two.
         `has_nonfinite` rows end as NaN."""
         row_max = jnp.maximum(self.row_max, jnp.max(scores, axis=-1))
         shrink, weights = jnp.exp(self.row_max - row_max), jnp.exp(scores - row_max[..., None])
@@ -171,14 +171,14 @@ class OnlineSoftmax:
         )
 
     def result(self) -> Float[Array, "... C"]:
-        """The attention output; rows that saw nothing are 0."""
+        """The attention output; rows without visible keys are 0."""
         return self.acc / jnp.maximum(self.row_sum, 1e-30)[..., None]
 
 
 def paged_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
-    """Walk over blocks of pages with an online softmax; work follows the tokens that are there, not the padding."""
+    """Walk over blocks of pages with an online softmax; work grows with real tokens, not with padding."""
     return (_decode_attention if batch.decode else _ragged_attention)(queries, pool, first_page, batch)
 
 

@@ -102,7 +102,7 @@ def causal_variant(
     segment_ids: Int[Array, "B S"] | None,
     features: AttentionFeatures,
 ) -> Float[Array, "B S H V"]:
-    """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for
+    """Whole sequences, each token over its visible keys; `values` None: latent. Differentiable; for
     training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
     values = keys[..., : features.latent] if values is None else values
@@ -221,7 +221,7 @@ def _by_group(features: AttentionFeatures, groups: int) -> Float[Array, "G R"] |
 
 
 def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | None) -> OnlineSoftmax:
-    """Nothing seen yet but the sinks, which bring weight and no value."""
+    """The initial state with the sinks, which have weight and no value."""
     empty = OnlineSoftmax.empty(shape, value_dim)
     if sinks is None:
         return empty
@@ -231,7 +231,7 @@ def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | 
 def _weights_and(
     values: Float[Array, "..."], scores: Float[Array, "... T"], state: OnlineSoftmax
 ) -> tuple[Float[Array, "... T"], Float[Array, "..."]]:
-    """Weights of all keys at once, beside what `state` has seen."""
+    """Weights of all keys at once, next to those of `state`."""
     row_max = lax.stop_gradient(jnp.maximum(state.row_max, jnp.max(scores, axis=-1)))
     weights = jnp.exp(scores - row_max[..., None])
     row_sum = state.row_sum * jnp.exp(state.row_max - row_max) + jnp.sum(weights, axis=-1)

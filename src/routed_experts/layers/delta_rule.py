@@ -39,7 +39,7 @@ class DeltaShape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
-    """What a layer computes of its tokens before they see one another."""
+    """Per-token values of a layer, before tokens are mixed."""
 
     mixed: Float[Array, "N Q"]  # before the convolution
     decay: Float[Array, "N H"]  # logarithms, at most 0
@@ -58,7 +58,7 @@ class DeltaState:
 
     @staticmethod
     def zeros(count: int, shape: DeltaShape, dtype: jnp.dtype) -> "DeltaState":
-        """Nothing seen yet."""
+        """The initial states."""
         conv = jnp.zeros((count, shape.width - 1, shape.channels), dtype)
         return DeltaState(conv, jnp.zeros((count, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
 
@@ -98,7 +98,7 @@ def delta_step(
 def delta_ragged(
     inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array, " B1"]
 ) -> tuple[Float[Array, "N H V"], DeltaState]:
-    """Tokens of B sequences, neighbours in order. Those of one token take it side by side; the others go chunk by
+    """Tokens of B sequences, neighbours in order. Sequences of one token run in one batch; the others run chunk by
     chunk. Sequences without a token keep their state; rows of no sequence give 0."""
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     num_tokens, shape = inputs.mixed.shape[0], inputs.shape
@@ -133,7 +133,8 @@ def delta_ragged(
 def delta_sequence(
     inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_sequences: int
 ) -> Float[Array, "N H V"]:
-    """Whole sequences from nothing; where the segment changes, a sequence starts anew. Differentiable; for training."""
+    """Whole sequences from the initial state; where the segment changes, a sequence starts anew. Differentiable; for
+    training."""
     shape, length = inputs.shape, inputs.mixed.shape[0] // num_sequences
     chunk = min(CHUNK, length)
     starts = jnp.zeros((num_sequences, length), jnp.int32)
@@ -183,8 +184,8 @@ def delta_chunk(
         u_t = beta_t (v_t - exp(G_t) S0^T k_t - sum_{i<t} exp(G_t - G_i) (k_t k_i) u_i)         a triangular system
         y_t = exp(G_t) S0^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t k_i) u_i
 
-    A token that is not finite spoils itself and those after it, as one after another would; none before it, and no
-    other sequence. `state` is that of this sequence, without the axis B."""
+    A nonfinite token makes itself and later tokens NaN, as in a sequential run; earlier tokens and other sequences
+    are unaffected. `state` is that of this sequence, without the axis B."""
     usable, spoiled, ends_spoiled = _usable(rows, state)
     window, queries, keys, values = _convolved(usable, state.conv, kernel, shape)
     places, segment = jnp.arange(rows.valid.shape[0]), rows.segment
@@ -208,8 +209,8 @@ def delta_chunk(
 
 
 def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Array, " C"], Bool[Array, ""]]:
-    """The chunk with 0 in place of tokens that are not there or not finite; whom those spoil; and whether the state
-    after it is."""
+    """The chunk with 0 in place of absent and nonfinite tokens; the tokens that a nonfinite one makes NaN; and whether
+    the state after it is NaN."""
     finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(
         axis=0
     )
@@ -250,7 +251,7 @@ def _convolved(
 
 
 def _dot(subscripts: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A product of float32 that no accelerator rounds: errors would add up along a sequence."""
+    """A float32 product in full precision: errors would add up along a sequence."""
     return jnp.einsum(subscripts, left, right, precision=lax.Precision.HIGHEST)
 
 

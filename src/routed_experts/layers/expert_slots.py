@@ -1,7 +1,7 @@
 """Runs the expert slots of a step whose experts are in one table; the others run elsewhere.
 
 A slot outside the table is no row of the backend's and costs no product. Its output is set to 0 before it is weighted,
-so that a NaN does not come through. Dims: N tokens, K experts per token, T experts of the table in one layer, R layers,
+so that a NaN does not propagate. Dims: N tokens, K experts per token, T experts of the table in one layer, R layers,
 D hidden, F expert width."""
 
 import dataclasses

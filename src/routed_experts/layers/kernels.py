@@ -18,9 +18,9 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to
     replay, block [MK N] or None, MoE layer, spec) -> (routing, block). Rows to replay come without weights. It must
-    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` tells
-    which laws it knows; routers of others run as plain array code. `linear`, where there is one, makes the logits
-    from the routers of the whole run."""
+    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` tells which
+    scoring functions it implements; other routers run as plain array code. `linear`, where there is one, makes the
+    logits from the routers of the whole run."""
 
     name: str
     run: Callable[
@@ -48,10 +48,10 @@ class FusedSteps:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own. `fused`
-    None: no shorter way for steps of few tokens. `whole` None: no kernel that runs all layers of a run at once.
-    `choose` gives the best token of each row of logits, as `best_token` does, and its logprob; None: plain array code.
-    `peers`: the devices that share the layers' work."""
+    """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own.
+    `fused_layer` None: no fused kernels for steps of few tokens. `layer_stack` None: no kernel that runs all layers of
+    a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
+    plain array code. `group`: the devices that share the layers' work."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
@@ -67,8 +67,8 @@ class Kernels:
         return row_parallel_linear(self.linear, self.group)
 
     def with_group(self, group: AxisGroup) -> "Kernels":
-        """The same kernels on one device's share of the weights. Those that run past the place where partial sums are
-        added up are left out."""
+        """The same kernels on one device's share of the weights. Kernels that span an all-reduce are
+        left out."""
         if group.count == 1:
             return self
         return dataclasses.replace(

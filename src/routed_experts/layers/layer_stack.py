@@ -18,7 +18,7 @@ from routed_experts.layers.routing import RouterSpec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackWeights:
-    """The weights of a run, layer axis first; `next_norm` is the norm of what follows the run."""
+    """The weights of a run, layer axis first; `next_norm` is the norm that follows the run."""
 
     input_norm: Float[Array, "R D"]
     post_norm: Float[Array, "R D"]
@@ -35,7 +35,7 @@ class StackWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What all layers of a step share."""
+    """Inputs shared by all layers of a step."""
 
     cos: Float[Array, "N C"]
     sin: Float[Array, "N C"]
@@ -44,7 +44,7 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackOffsets:
-    """Where the stack begins: its first layer in the pool, and its first MoE layer in the block of ids."""
+    """Offsets of the stack: its first layer in the pool, and its first MoE layer in the block of ids."""
 
     first_layer: int
     first_moe_layer: int
@@ -62,7 +62,7 @@ class RunRouting:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStackKernel:
     """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
-    None, places, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
+    None, offsets, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
     written. It decides as the layers one by one, up to rounding: where they round to a half precision, it may keep
     float32. `supports`: the routers that it implements; `attention`: the backend whose page layout it reads."""
 

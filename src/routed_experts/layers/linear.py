@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearBackend:
-    """A way to multiply: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32.
-    `takes_stacked`: it takes the weights of the whole run; otherwise it is given one layer's [1 D O] and layer 0."""
+    """A matrix product: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32.
+    `takes_stacked`: it takes the weights of the whole run; otherwise it takes one layer's [1 D O] and layer 0."""
 
     name: str
     run: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""] | int, Any], Float[Array, "N O"]]

@@ -20,7 +20,7 @@ _BLOCK_ROWS = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLogprobs:
-    """Row t speaks of `targets[t]`, the token that follows hidden state t. T may be 0."""
+    """Row t is the logprob of `targets[t]`, the token that follows hidden state t. T may be 0."""
 
     target: Float[Array, " N"]
     top: Float[Array, "N T"]  # best first
@@ -58,7 +58,7 @@ def prompt_logprobs(
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
     Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape for every N. With
-    `peers`, `head` is one device's rows [D/V, V]."""
+    a `group`, `head` is one device's rows [D/V, V]."""
     num_tokens, width = hidden.shape
     padding = -num_tokens % _BLOCK_ROWS
     hidden_blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _BLOCK_ROWS, width)  # [N, D] -> [N/64, 64, D]

@@ -36,7 +36,7 @@ class ExpertCall:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend must be able to do beside SiLU-gated experts without biases."""
+        """Required features besides SiLU-gated experts without biases."""
         words = {
             "biased experts": self.gate_up_bias is not None,
             f"{self.activation} experts": self.activation != "silu",
@@ -46,7 +46,7 @@ class ExpertCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeBackend:
-    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does
+    """A way to run experts. `reveals_ids`: it runs the ids of the call; a backend that routes inside itself does
     not, and capture refuses it. `takes_stacked`: it takes the weights (and biases) of the whole run; otherwise one
     layer's [E, ...]."""
 
@@ -78,7 +78,7 @@ ALL_EXPERTS = frozenset({"biased experts", "clamped swiglu experts"})
 def biased(
     outputs: Float[Array, "... F"], bias: Float[Array, "RE F"] | None, experts: Int[Array, "..."]
 ) -> Float[Array, "... F"]:
-    """Add each expert's bias to its rows; `experts` are places in the run's arrays, broadcast against all axes but the
+    """Add each expert's bias to its rows; `experts` are indices in the run's arrays, broadcast against all axes but the
     last."""
     return outputs if bias is None else outputs + jnp.take(bias, experts, axis=0)
 
@@ -108,11 +108,11 @@ class TilePlan:
     """Slots sorted by expert and cut into tiles of T rows, each of one expert. The rows of a tile past its expert's
     last one belong to the next expert, whose own tile overwrites them."""
 
-    order: Int[Array, " NK"]  # slot (n*K + k) at each sorted place
-    place: Int[Array, " NK"]  # sorted place of each slot
+    order: Int[Array, " NK"]  # slot (n*K + k) at each sorted position
+    place: Int[Array, " NK"]  # sorted position of each slot
     row: Int[Array, " NK"]  # tile * T + row in the tile, of each slot
     tile_expert: Int[Array, " tiles"]
-    tile_start: Int[Array, " tiles"]  # sorted place of the tile's first row
+    tile_start: Int[Array, " tiles"]  # sorted position of the tile's first row
     num_tiles: Int[Array, ""]
 
 

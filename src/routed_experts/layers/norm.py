@@ -16,7 +16,7 @@ def rms_norm(
     group: AxisGroup = SINGLE_DEVICE,
 ) -> Float[Array, "... D"]:
     """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added
-    to the scale, multiply in float32 and cast last: half precision would round 1 + w. With `peers`, x is one device's
+    to the scale, multiply in float32 and cast last: half precision would round 1 + w. With a `group`, x is one device's
     part of the axis."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(group.all_mean(jnp.mean(wide * wide, axis=-1, keepdims=True)) + eps)

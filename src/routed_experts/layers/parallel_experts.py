@@ -18,7 +18,7 @@ from routed_experts.layers.parallel import AxisGroup
 
 
 def parallel_moe(backend: MoeBackend, group: AxisGroup) -> MoeBackend:
-    """The backend on one device's share; results are partial sums over `peers`."""
+    """The backend on one device's share; results are partial sums over `group`."""
     run_share = _run_replicated if group.expert_parallel else _run_slice
 
     def run(call: ExpertCall) -> Float[Array, "N D"]:

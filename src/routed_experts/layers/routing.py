@@ -30,9 +30,9 @@ SCORING_FUNCS = ("softmax", "sigmoid", "logits", "sparsemixer")
 class RouterSpec:
     """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's.
 
-    `groups` equal parts of the experts are ranked by the sum of their `group_score_topk` best c, and `topk_group`
-    are chosen from. `biased`: a selection bias is among the weights. `jitter_eps`: sparsemixer keeps z with (best -
-    z) / max(|z|, best) <= 2 nearness."""
+    `num_groups` equal parts of the experts are ranked by the sum of their `group_score_topk` scores, and experts are
+    chosen from the best `topk_group`. `biased`: a selection bias is among the weights. `jitter_eps`: sparsemixer keeps
+    z with (best - z) / max(|z|, best) <= 2 jitter_eps."""
 
     num_experts: int
     top_k: int

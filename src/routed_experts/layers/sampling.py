@@ -96,7 +96,7 @@ def sample(
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Return the token of each row and the processed logits it was drawn from. Ties go to the lower id.
 
-    `logits` are float32, after `penalize`. In GREEDY mode the caller vouches that all rows have temperature 0."""
+    `logits` are float32, after `penalize`. In GREEDY mode the caller guarantees that all rows have temperature 0."""
     processed = processed_logits(logits, batch, mode)
     scores = processed
     if mode is not SamplingMode.GREEDY:
@@ -114,7 +114,7 @@ def best_token(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def is_greedy(batch: SamplingBatch) -> Bool[Array, " B"]:
-    """Tell which rows have temperature 0. Below the smallest normal float32 counts as 0 on every platform."""
+    """Return which rows have temperature 0. Below the smallest normal float32 counts as 0 on every platform."""
     return batch.temperature < jnp.finfo(jnp.float32).tiny
 
 
@@ -152,7 +152,7 @@ def _threefry(keys: _Words, high: UInt32[Array, "..."], low: UInt32[Array, "..."
 def _apply_top_k_top_p(scores: Float[Array, "B V"], batch: SamplingBatch) -> Float[Array, "B V"]:
     """Drop what top-k, top-p and min-p drop. Scores are <= 0 and the best of each row is 0.
 
-    No branch looks at the batch: a GPU would have to wait for the answer before it could be given the next step."""
+    No branch looks at the batch: a GPU would wait for the result before the next step could be dispatched."""
 
     def reaches_count(threshold: Float[Array, " B"]) -> Bool[Array, " B"]:
         return jnp.sum(scores >= threshold[:, None], axis=-1, dtype=jnp.int32) >= batch.top_k

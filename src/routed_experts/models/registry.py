@@ -31,8 +31,8 @@ from routed_experts.models.loading.checkpoint import Checkpoint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know
-    of it."""
+    """One architecture: how to read its config, build its module, and name its tensors; and notes for the
+    docs."""
 
     read_config: Callable[[ConfigReader], Any]
     build: Callable[..., Decoder] = FamilyDecoder
@@ -40,7 +40,7 @@ class Family:
     open: Callable[[Path | str], Checkpoint] = Checkpoint
     accepted_quirks: AcceptedQuirks = NOTHING
     read_parts: Callable[[ConfigReader], FamilyConfig] | None = (
-        None  # of a module of its own: the same as a FamilyDecoder
+        None  # of a family with its own module: the FamilyDecoder variant
     )
     title: str
     checkpoints: str

@@ -1,5 +1,5 @@
-"""A model's weights sharded over a mesh of one axis: which part of an array each device holds, and how arrays get
-there.
+"""A model's weights sharded over a mesh of one axis: the part of an array on each device, and the transfer to the
+devices.
 
 Parts of one array are side by side along the axis of its partition, in the order of the devices, as one global
 array. Where segments are partitioned separately, its columns are in another order than in the model's own array.

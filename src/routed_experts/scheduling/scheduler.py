@@ -162,7 +162,7 @@ class Scheduler:
         self.num_retracted += 1
 
     def namespace(self, req: Req) -> Hashable:
-        """Return what two requests must have in common, beside tokens, to share pages."""
+        """Return what two requests must have in common, besides tokens, to share pages."""
         return req.weight_version, req.source.extra_key
 
     def check_integrity(self) -> list[Violation]:

@@ -157,8 +157,9 @@ class BackendRegistry:
     ) -> tuple[Kernels, AttentionBackend]:
         """The backends of `args` for a model that `needs` features, on `platform` (default: the default device's).
 
-        With a capacity-limited `placing`, routers respect capacities. Deterministic mode uses `reference` only. A
-        backend that hides the ids it runs is refused with capture on. Raises ConfigError, CaptureUnsupportedError."""
+        With a capacity-limited `placement_config`, routers respect capacities. Deterministic mode uses `reference`
+        only. A backend that hides the ids it runs is refused with capture on. Raises ConfigError,
+        CaptureUnsupportedError."""
         where = platform or jax.default_backend()
         moe_auto, attention_auto = (
             (*NATIVE_BY_PLATFORM.get(where, ()), *fallback) for fallback in (REFERENCE_MOE, PLAIN_ATTENTION)

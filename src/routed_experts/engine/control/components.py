@@ -13,7 +13,7 @@ from routed_experts.execution.memory_plan import MemoryPlan
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponents:
-    """A core that is ready, and what it was built from."""
+    """A core that is ready to step, and the parts it was built from."""
 
     core: EngineCore
     plan: MemoryPlan
@@ -28,5 +28,5 @@ class EngineComponents:
 
     @property
     def kv_tokens(self) -> int:
-        """KV slots that requests can fill: one page is never handed out."""
+        """KV slots that requests can fill: the padding page is excluded."""
         return self.core.runner.config.pool.num_slots - self.core.runner.config.pool.page_size

@@ -1,4 +1,4 @@
-"""EngineContext: what the control operations of an engine share: its parts, its thread, and the locks that order
+"""EngineContext: the shared state of an engine's control operations: its parts, its thread, and the locks that order
 them."""
 
 import contextlib

@@ -1,8 +1,8 @@
 """ExpertLoadMonitor: measures how evenly recent steps loaded the devices of placed experts.
 
 Steps count their experts on the device. Every tenth step (a sample) the counts are taken; they are read with the next
-sample, when they have long been on the host, so nothing waits. The placement of that moment assigns them to devices; an
-expert's slots are divided evenly among its instances. Dims: M MoE layers, E experts, V devices, F phases (prompt,
+sample, when they have long been on the host, so no thread blocks. The placement of that moment assigns them to devices;
+an expert's slots are divided evenly among its instances. Dims: M MoE layers, E experts, V devices, F phases (prompt,
 generated)."""
 
 from collections.abc import Callable, Iterable

@@ -36,7 +36,7 @@ _DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOffload:
-    """How the experts of a model are shared between `device` and `host`, which are one where there is one CPU."""
+    """How the experts of a model are split between `device` and `host`, which are the same with one CPU device."""
 
     experts: ExpertOffloadConfig
     config: FamilyConfig
@@ -46,7 +46,7 @@ class ExpertOffload:
 
     @staticmethod
     def check(experts: ExpertOffloadConfig, args: ServerArgs, config: DecoderConfig) -> "ExpertOffload":
-        """Raise ConfigError or PlacementError for what cannot work, before anything is allocated."""
+        """Raise ConfigError or PlacementError for an unsupported combination, before anything is allocated."""
         if not isinstance(config, FamilyConfig):
             kind = type(config).__name__.removesuffix("Config")
             raise ConfigError(
@@ -86,7 +86,7 @@ class ExpertOffload:
     def load(
         self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None
     ) -> OffloadedModel:
-        """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path
+        """Load a folder, or a module's arrays, onto their devices. Raises CheckpointError for a kt_weight_path
         that lacks experts or has them in another shape, before any is read."""
         model, path = source, self.experts.kt_weight_path
         if path is not None and not isinstance(source, ModelFolder):
@@ -122,7 +122,7 @@ class ExpertOffload:
 
     @property
     def summary(self) -> str:
-        """What runs where, for the log."""
+        """Where experts run, for the log."""
         residency = self.residency
         on_host = residency.num_experts - residency.num_resident
         if on_host == 0:
@@ -131,11 +131,11 @@ class ExpertOffload:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the updater of residents needs to know how often each expert runs."""
+        """Whether the updater of residents needs expert counts."""
         return self.experts.residency == "adaptive"
 
     def updater(self, capturer: RoutedExpertsCapturer, runner: ModelRunner) -> AfterStep | None:
-        """What exchanges resident experts after a step; None where only `apply_residency` does."""
+        """The callback that swaps resident experts after a step; None where only `apply_residency` does."""
         if not self.needs_counts:
             return None
         spec = self.config.capture_spec

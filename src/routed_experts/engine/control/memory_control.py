@@ -1,4 +1,4 @@
-"""MemoryControl: releases an engine's device memory for a trainer on the same device, and takes it back.
+"""MemoryControl: releases an engine's device memory for a trainer on the same device, and allocates it again.
 
 Running requests return to the queue with their tokens and rows. Then the KV pool is freed, and every cached prefix with
 it. Compiled programs stay, so taking memory back compiles nothing."""

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 class ResidentExpertUpdater:
     """Every eighth step it reads the counts of some steps before, and exchanges residents where the policy finds that
-    it pays. A failed exchange leaves the residents as they were; after the third in a row there are no more.
+    it pays. A failed swap leaves the residents as they were; after the third in a row there are no more.
 
     Where routing is captured the counts are those of the rows. Elsewhere they are counts of the device, as they were
     eight steps ago: newer ones would have to be waited for. A map that was applied otherwise is the new start. Rows

@@ -53,7 +53,7 @@ def load_state(
 ) -> nnx.State[Any, Any]:
     """Load a checkpoint of the served architecture, in the served dtype, to the serving devices.
 
-    `place` gives the device by name, on an accelerator and its host. Raises WeightsMismatchError for another model's
+    `device_for` maps the name of an array to its device. Raises WeightsMismatchError for another model's
     config.json, and what ModelFolder.open raises."""
     if not isinstance(path, str | Path):
         raise WeightsMismatchError(
@@ -69,7 +69,7 @@ def load_state(
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
     state = nnx.split(folder.load(dtype, shards=served.shards, device_for=device_for))[1]
-    gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
+    gc.collect()  # nnx.merge leaves a cycle that keeps the old arrays in memory
     _check_finite(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())
 

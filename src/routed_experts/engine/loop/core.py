@@ -61,7 +61,7 @@ class EngineCore:
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work arrived at an idle core
         self.pause_mode: PauseMode | None = None
-        self.released = frozenset[str]()  # device memory that was given up: "kv_cache", "weights"
+        self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
@@ -72,7 +72,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything now. Requests that a pause holds back do not count."""
+        """Whether a step has work to do. Requests that a pause holds back do not count."""
         if self._pending is not None or self._finished:
             return True
         if self.released:
@@ -140,7 +140,7 @@ class EngineCore:
         self.pause_mode, self.scheduler.accepts_new = None, True
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes; returns the pages freed. Running requests keep their pages."""
+        """Drop all cached prefixes; returns the pages freed. Running requests keep their pages."""
         freed = self.scheduler.pages.flush()
         self._invalidate_recycled_rows()
         return freed
@@ -159,7 +159,7 @@ class EngineCore:
         self.flush_cache()
 
     def release_memory(self, tags: frozenset[str]) -> None:
-        """Give up the KV pool ("kv_cache"), the weights ("weights") or both. Running requests return to the queue with
+        """Release the KV pool ("kv_cache"), the weights ("weights") or both. Running requests return to the queue with
         their tokens and rows. Drain first."""
         self._retract_all()
         self.flush_cache()
@@ -286,7 +286,7 @@ class EngineCore:
             self.retract(req)
 
     def _invalidate_recycled_rows(self) -> None:
-        """Invalidate the rows of pages that were handed out again or freed."""
+        """Invalidate the rows of pages that were reallocated or freed."""
         pages = self.scheduler.pages.drain_changed_pages()
         if pages.size:
             self.capturer.on_pages_allocated(pages)

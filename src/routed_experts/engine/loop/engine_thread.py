@@ -26,11 +26,11 @@ class OutputQueue(Protocol):
     """Receives the outputs of the requests that were submitted with it. Neither method raises."""
 
     def put(self, out: TokenIDOut) -> bool:
-        """Keep an output until the next flush. False when its reader has gone."""
+        """Buffer an output until the next flush. False if the reader has disconnected."""
         ...
 
     def flush(self) -> None:
-        """The step has no more outputs: hand them over and wake the reader."""
+        """Deliver the outputs of the step and wake the reader."""
         ...
 
 
@@ -132,7 +132,7 @@ class EngineThread:
 
     def abort(self, rids: Sequence[str], queue: OutputQueue, reason: FinishReason = ABORTED) -> None:
         """End those of these requests that were submitted with `queue`, with what they have. Others (ended, refused, of
-        another call) are left alone. Returns at once."""
+        another call) are ignored. Returns at once."""
 
         def abort() -> None:
             self._abort([rid for rid in rids if self._queues.get(rid) is queue], reason)

@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         return delta
 
     def fork(self) -> "IncrementalDetokenizer":
-        """Return a copy that goes its own way from here."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other._text, other._matcher = self._text.fork(), copy.copy(self._matcher)
         return other

@@ -38,11 +38,11 @@ class RequestLimits:
 
 
 class InputProcessor:
-    """Validates and tokenises. Thread-safe: its only state is the source of seeds for requests that bring none."""
+    """Validates and tokenises. Thread-safe: its only state is the source of seeds for requests without one."""
 
     def __init__(self, limits: RequestLimits, tokenizer: Tokenizer | None, *, random_seed: int) -> None:
         self.limits, self._tokenizer = limits, tokenizer
-        self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from the small seeds that people choose
+        self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from commonly chosen small seeds
 
     def process(
         self,

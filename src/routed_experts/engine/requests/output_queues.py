@@ -1,6 +1,6 @@
 """Output queues: how the outputs of a call leave the engine thread, for a caller in a thread or in an event loop.
 
-A queue keeps what it is given and hands it over once a step: waking another thread costs more than most outputs, and
+A queue buffers outputs and delivers them once a step: waking another thread costs more than most outputs, and
 lets that thread take the interpreter from the step. `put` and `flush` run on the engine thread, reading does not."""
 
 import asyncio

@@ -128,7 +128,7 @@ class OffloadRunner(ModelRunner):
         return self._slot_counts[:, :2].copy()
 
     def offload_stats(self) -> OffloadStats:
-        """Counts up to some steps ago; waits for nothing. Any thread."""
+        """Counts up to some steps ago; does not block. Any thread."""
         spec, counts = self.model.config.capture_spec, self._slot_counts.copy()
         assert spec is not None
         layers = zip(spec.layer_ids, counts.tolist(), strict=True)
@@ -151,7 +151,7 @@ class OffloadRunner(ModelRunner):
 
     def _swap_residents(self, held: Int32[np.ndarray, "M N"], new: Int32[np.ndarray, "M N"]) -> None:
         """Write the experts of all slots that change, and note each in `held`. A table is donated to each write and
-        bound anew after it, so a write that fails leaves what was written before."""
+        rebound after it, so a write that fails leaves what was written before."""
         for layer in self._table_layers(self.tables):
             slots, experts = held[layer.moe_layer], new[layer.moe_layer]
             for slot in np.flatnonzero(slots != experts).tolist():
@@ -159,7 +159,7 @@ class OffloadRunner(ModelRunner):
                 slots[slot] = experts[slot]
 
     def _reload_residents(self, model: OffloadedModel, tables: dict[LayerGroup, ExpertTable]) -> None:
-        """Write every resident anew from a model's experts on the host, and wait for the copies."""
+        """Write every resident again from a model's experts on the host, and wait for the copies."""
         for layer in self._table_layers(tables):
             for slot, expert in enumerate(self.residency.experts[layer.moe_layer].tolist()):
                 self._write(model, tables, layer, slot, expert)

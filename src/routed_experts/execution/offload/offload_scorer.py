@@ -38,7 +38,7 @@ class OffloadScorer:
         with self._compiling:
             program = self._program(step, routed, spec, shape)
 
-        def start() -> tuple[Any, ForwardOut]:  # an exchange of residents donates the tables: here none is under way
+        def start() -> tuple[Any, ForwardOut]:  # a swap of residents donates the tables: no swap is under way here
             pool, out, _ = program(*self._args(step, routed))
             return pool, out
 

@@ -320,7 +320,7 @@ class _Layers:
 
 
 def _layer_context(program: ProgramSpec, config: FamilyConfig, batch: ForwardBatch, *, recurrent: bool) -> LayerContext:
-    """What the layers of a step share; `recurrent`: some of them keep a state."""
+    """Inputs shared by the layers of a step; `recurrent`: some of them keep a state."""
     attend = PagedAttend(backend=program.attention, batch=batch.paged, num_pages=program.num_pages)
     ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)
     positions = batch.paged.positions

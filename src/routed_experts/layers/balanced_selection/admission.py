@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-NEVER = jnp.iinfo(jnp.int32).min  # the key of what cannot be chosen
+NEVER = jnp.iinfo(jnp.int32).min  # the key of an expert that cannot be chosen
 
 
 @jax.tree_util.register_dataclass

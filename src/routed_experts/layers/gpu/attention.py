@@ -51,7 +51,7 @@ def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array
 def _load_keys(
     pool: Any, table: Any, first: Array, request: Array, places: Array, end: Array | None, group: Array
 ) -> tuple[Array, Array]:
-    """Keys and values [T C] of the places in a request's sequence; zeros from `end` on, if it is given."""
+    """Keys and values [T C] of the positions in a request's sequence; zeros from `end` on, if it is given."""
     page_size, dim = pool.shape[1], pool.shape[3]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else (lanes < dim)[None, :]

@@ -124,8 +124,8 @@ def sort_slots(
 
 
 def _find_tile(counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, Array]:
-    """(expert, place of the first row, end of the expert's rows) of this block's tile; expert E where there is no such
-    tile."""
+    """(expert, position of the first row, end of the expert's rows) of this block's tile; expert E where there is no
+    such tile."""
     tile = pl.program_id(1)
     experts = jnp.arange(power_of_two(num_experts))
     counted = plgpu.load(counts.at[experts], mask=experts < num_experts, other=0)

@@ -19,8 +19,8 @@ from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 def _add_and_norm(
     x: Any, addend: Callable[[Array], Array], scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float
 ) -> None:
-    """Finish a row; `addend` makes what is added at the given columns. All that is read is asked for before anything is
-    waited for."""
+    """Finish a row; `addend` loads the addend of the given columns. All loads are issued before the first result is
+    used."""
     row, dim = pl.program_id(0), x.shape[1]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else lanes < dim

@@ -22,7 +22,7 @@ ROWS = 4  # of a block; comparing every expert with every other in one pass took
 
 def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, replays: bool, captured: bool) -> None:
     """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An
-    expert's lane keeps its place among the chosen and stores for itself: what is known by lane is not gathered by slot,
+    expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not gathered by slot,
     which takes a pass each."""
     replay_ids, valid = refs[:2] if replays else (None, None)
     weights, ids, *rest = refs[2 * replays + captured :]
@@ -30,7 +30,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
     first = (
         0 if block is None else column[0] * top_k
-    )  # read here, once: behind a store it would be read anew, and waited for
+    )  # read here, once: after a store it would be loaded again, with a stall
     tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))[None, :]
     inside, real = tokens < num_tokens, lanes < experts
     mask = inside[:, None] & real
@@ -68,7 +68,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
 
 
 def _places(left: Any, lanes: Any, top_k: int) -> Any:
-    """The place of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
+    """The rank of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
     the others. Lanes that hold less than 0 are never chosen."""
     places = jnp.full(left.shape, top_k, jnp.int32)
     for k in range(top_k):

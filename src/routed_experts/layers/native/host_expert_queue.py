@@ -97,8 +97,8 @@ class HostExpertQueue:
         store: int,
         deferred: bool = False,
     ) -> Float[Array, "N D"]:
-        """Submit the experts `ids` (-1: none) of a layer of a store. Returns x; what runs beside the job takes it from
-        here."""
+        """Submit the experts `ids` (-1: none) of a layer of a store. Returns x for the operations that run in parallel
+        with the job."""
         bits = lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
         words = jnp.concatenate([_word(layer), ids.astype(jnp.int32).reshape(-1), bits.reshape(-1)])
         kind = _JobKind.DEFERRED_EXPERTS if deferred else _JobKind.EXPERTS

@@ -1,6 +1,6 @@
-"""Compiles the C++ of this room for this machine and loads the library.
+"""Compiles the C++ of this package for this machine and loads the library.
 
-The library lives in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
+The library is in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
 headers, compiler and processor. A machine without a compiler has no native kernels: see `unavailable_reason`."""
 
 import ctypes
@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL:
 
 
 def compile_library(command: tuple[str, ...], file: Path) -> None:
-    """Compile beside the place and move there: another process may do the same."""
+    """Compile to a temporary file and rename it: another process may do the same."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / "kernels.so"
         arguments = [

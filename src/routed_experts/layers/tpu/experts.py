@@ -169,7 +169,7 @@ def _visit(
 
 
 def _cost(call: ExpertCall, *, rows: int, visits: int) -> pl.CostEstimate:
-    """At most: every visit reads an expert, once. For the compiler, which sees nothing of a kernel."""
+    """At most: every visit reads an expert, once. For the compiler, which cannot inspect a kernel."""
     dim, width = call.x.shape[1], call.down.shape[1]
     experts = 3 * min(visits, call.num_experts) * dim * width * call.gate_up.dtype.itemsize
     multiplied = min(rows, ROW_TILE) if rows > FEW_ROWS else rows

@@ -27,7 +27,7 @@ VMEM_BYTES = 48 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Refs:
-    """The kernel's arrays: scalars, the projection and what turns it, the pool in HBM, queries, and scratch."""
+    """The kernel's arrays: scalars, the projection and its norms and angles, the pool in HBM, queries, and scratch."""
 
     first_page: Any
     query_starts: Any

@@ -46,7 +46,7 @@ def fused_router(
     *,
     interpret: Any = False,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Choose K experts a token and write them down at MoE layer `layer` of the block."""
+    """Choose K experts a token and record them at MoE layer `layer` of the block."""
     num_tokens, top_k = logits.shape[0], spec.top_k
     layer = jnp.asarray(layer, jnp.int32)
     in_kernel = block is not None and window_rows(block.shape[0], top_k) > 0
@@ -150,7 +150,7 @@ def _choose(scores: Float[Array, "E T"], top_k: int) -> Int[Array, "K T"]:
 
 
 def _gather(values: Float[Array, "E T"], ids: Int[Array, "K T"]) -> Float[Array, "K T"]:
-    """Give the values at the ids of each token."""
+    """Return the values at the ids of each token."""
     places = lax.broadcasted_iota(jnp.int32, values.shape, 0)
     rows = [
         jnp.sum(jnp.where(places == ids[k : k + 1], values, 0.0), axis=0, keepdims=True) for k in range(ids.shape[0])
@@ -159,7 +159,7 @@ def _gather(values: Float[Array, "E T"], ids: Int[Array, "K T"]) -> Float[Array,
 
 
 def _write(before_ref: Any, after_ref: Any, ids: Int[Array, "K T"], layer: Int[Array, ""]) -> None:
-    """Write a layer's ids at its place in the window; the window's other rows belong to its neighbours."""
+    """Write a layer's ids at its rows of the window; the window's other rows belong to its neighbours."""
     window, top_k = after_ref.shape[0], ids.shape[0]
     if window == top_k:
         after_ref[...] = ids

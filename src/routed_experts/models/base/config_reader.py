@@ -1,6 +1,6 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code that a checkpoint brings along (`auto_map`) is never imported. `null` means absent. Integers are never taken
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent. Integers are never taken
 from booleans, strings or fractions."""
 
 import builtins
@@ -47,8 +47,8 @@ def read_json_object(file: Path) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedQuirks:
-    """What an architecture's checkpoints bring along that is refused elsewhere: `code`, an auto_map that names Python,
-    which is still never run, for the architecture is written here; and names of quantisations that can be read."""
+    """Checkpoint features that are accepted for one architecture: `code`, an auto_map that names Python code, which
+    is still never run; and names of readable quantisations."""
 
     code: bool = False
     quantization: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: Acce
 
 
 def parse_architecture(config: Mapping[str, object]) -> str:
-    """Name the one architecture of a config that read_config let through."""
+    """Return the one architecture of a config that read_config accepted."""
     found = config["architectures"]
     assert isinstance(found, list), found
     return str(found[0])

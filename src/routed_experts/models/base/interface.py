@@ -20,10 +20,8 @@ from routed_experts.layers.routing import ROUTED_IDS
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 
 # (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the
-# caller's own pytree.
-# A layer that is not plain adds AttentionFeatures; a latent one gives rows [N 1 C] as keys, and None as values. `layer`
-# counts
-# those layers that attend.
+# caller's own pytree. A layer that is not plain adds AttentionFeatures; a latent one passes rows [N 1 C] as keys, and
+# None as values. `layer` counts attention layers only.
 AttentionFn = Callable[..., tuple[Array, Any]]
 
 # (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a
@@ -33,7 +31,7 @@ RecurrentFn = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceOps:
-    """The operations that mix tokens of a sequence. A caller whose models keep no states may give `attend`
+    """The operations that mix tokens of a sequence. A caller whose models keep no states may pass `attend`
     alone."""
 
     attend: AttentionFn
@@ -53,8 +51,8 @@ class TokenRouting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredFeatures:
-    """What kernels must be able to do beside the plain case, in words for an error: of experts (`MoeBackend.features`)
-    and of attention (any word: AttentionBackend.special)."""
+    """What kernels must support besides the plain case, in words for an error: of experts (`MoeBackend.features`)
+    and of attention (any word needs `AttentionBackend.run_with_features`)."""
 
     experts: frozenset[str] = frozenset()
     attention: frozenset[str] = frozenset()
@@ -91,7 +89,7 @@ class DecoderConfig(Protocol):
 
 
 class Decoder(Protocol):
-    """A model that serves and trains: `__call__` gives hidden states, `logits` the scores of the vocabulary."""
+    """A model that serves and trains: `__call__` returns hidden states, `logits` the scores of the vocabulary."""
 
     @property
     def config(self) -> DecoderConfig: ...
@@ -103,7 +101,7 @@ class Decoder(Protocol):
         tokens: Int[Array, " N"],
         positions: Int[Array, " N"],
         valid: Bool[Array, " N"],
-        attend: Any,  # Attend, or SequenceOps where the model keeps states
+        attend: Any,  # AttentionFn, or SequenceOps where the model keeps states
         cache: Any,
         capture: RoutedExpertsDeviceCache | None,
         *,

@@ -12,8 +12,8 @@ from routed_experts.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`size` places along an axis that hold `units` things which are not partition, called `what` in errors.
-    `repeated`: fewer units than devices are held by several devices each."""
+    """`size` indices along an axis that hold `units` indivisible things, called `what` in errors. `repeated`: with
+    fewer units than devices, several devices hold each unit."""
 
     size: int
     units: int
@@ -21,11 +21,11 @@ class Segment:
     repeated: bool = False
 
     def fits(self, devices: int) -> bool:
-        """Whether so many devices can share it."""
+        """Whether it can be sharded over so many devices."""
         return self.units % devices == 0 or (self.repeated and devices % self.units == 0)
 
     def piece(self, device: int, devices: int) -> tuple[int, int]:
-        """The device's places [first, end) in the segment."""
+        """The device's range [first, end) in the segment."""
         parts = min(devices, self.units)
         size, index = self.size // parts, device * parts // devices
         return index * size, (index + 1) * size
@@ -39,7 +39,7 @@ class AxisPartition:
     segments: tuple[Segment, ...]
 
     def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
-        """The device's places [first, end) along the axis, in order."""
+        """The device's ranges [first, end) along the axis, in order."""
         starts = itertools.accumulate((segment.size for segment in self.segments), initial=0)
         pieces = (segment.piece(device, devices) for segment in self.segments)
         return tuple((start + first, start + end) for start, (first, end) in zip(starts, pieces, strict=False))
@@ -51,29 +51,29 @@ class AxisPartition:
 
 
 def column_parallel(*segments: Segment) -> AxisPartition:
-    """A cut of the last axis: outputs of a matrix."""
+    """A partition of the last axis: outputs of a matrix."""
     return AxisPartition(-1, segments)
 
 
 def row_parallel(size: int, units: int, what: str) -> AxisPartition:
-    """A cut of the last axis but one: inputs of a matrix."""
+    """A partition of the last axis but one: inputs of a matrix."""
     return AxisPartition(-2, (Segment(size, units, what),))
 
 
 def expert_parallel(experts: int, layers: int) -> AxisPartition:
-    """A cut of the first axis of [R*E, ...]: some experts of each layer."""
+    """A partition of the first axis of [R*E, ...]: some experts of each layer."""
     return AxisPartition(0, (Segment(experts, experts, "experts"),) * layers)
 
 
 def embedding_partition(hidden: int, *, tied: bool) -> dict[str, AxisPartition]:
-    """Embeddings and head, cut along the stream: it divides where a vocabulary does not."""
+    """Embeddings and head, partitioned along the hidden axis, which is divisible where a vocabulary is not."""
     stream = Segment(hidden, hidden, "columns of the stream")
     return {"embed": column_parallel(stream)} | ({} if tied else {"head": AxisPartition(-2, (stream,))})
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedPartition(AxisPartition):
-    """A cut of the first axis in which each device's places are listed, in any order; a place may be on several
+    """A partition of the first axis that lists each device's indices, in any order; an index may be on several
     devices."""
 
     indices: tuple[tuple[int, ...], ...] = ()  # by device
@@ -85,9 +85,9 @@ class IndexedPartition(AxisPartition):
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Over how many devices a model is sharded. `expert_parallel`: by experts, not by the width of each. `instances`:
-    of experts, in each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have
-    capacities."""
+    """Number of devices that a model is sharded over. `expert_parallel`: experts are sharded, not the width of each.
+    `instances`: expert instances of each layer, with at most `replicas` of one expert; 0: one each. `bounded`:
+    instances have capacities."""
 
     devices: int
     expert_parallel: bool = False
@@ -96,7 +96,7 @@ class ParallelConfig:
     bounded: bool = False
 
     def check(self, partitions: Mapping[str, AxisPartition]) -> None:
-        """Raise ConfigError unless the devices can share every array; the error lists the sizes that can."""
+        """Raise ConfigError unless every array can be sharded over the devices; the error lists valid sizes."""
         segments = _segments(partitions)
         wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
         if wrong:
@@ -107,7 +107,7 @@ class ParallelConfig:
 
 
 def tensor_parallel_sizes(partitions: Mapping[str, AxisPartition]) -> tuple[int, ...]:
-    """Every number of devices that can share a model with these partitions, however many this machine has."""
+    """Every number of devices that a model with these partitions can be sharded over."""
     segments = _segments(partitions)
     largest = min((segment.units for segment in segments if not segment.repeated), default=1)
     return tuple(size for size in range(1, largest + 1) if all(segment.fits(size) for segment in segments))

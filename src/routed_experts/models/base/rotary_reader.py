@@ -58,7 +58,7 @@ def read_rotary(
 def _scaled(
     reader: ConfigReader, section: ConfigReader, unscaled: Rotary, inverse: Float32[np.ndarray, " F"]
 ) -> Rotary:
-    """The positions of any other kind."""
+    """Rotary embedding of any other kind."""
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
 
     def with_frequencies(inverse: Float32[np.ndarray, " F"], **changes: float) -> RotarySpec:
@@ -73,10 +73,10 @@ def _scaled(
             if kind == "dynamic"
             else dataclasses.replace(unscaled, spec=with_frequencies(inverse / np.float32(factor)))
         )
-    beside = reader.int("original_max_position_embeddings", minimum=1, default=trained)
-    original = section.int("original_max_position_embeddings", minimum=1, default=beside)
-    same = original == beside or not reader.has("original_max_position_embeddings")
-    section.require(same, "original_max_position_embeddings", f"{beside}, as beside it")
+    top_level = reader.int("original_max_position_embeddings", minimum=1, default=trained)
+    original = section.int("original_max_position_embeddings", minimum=1, default=top_level)
+    same = original == top_level or not reader.has("original_max_position_embeddings")
+    section.require(same, "original_max_position_embeddings", f"{top_level}, as at the top level")
     if kind == "longrope":
         inverse, magnitude = _longrope(section, inverse, trained, original)
         return dataclasses.replace(
@@ -105,9 +105,9 @@ def _section(reader: ConfigReader) -> ConfigReader:
 
 
 def _either(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
-    """A number given in the section, or beside it."""
+    """A number in the section or next to it."""
     value = section.float(key, default=reader.float(key, default=default))
-    section.require(reader.float(key, default=value) == value, key, "the same number as beside it")
+    section.require(reader.float(key, default=value) == value, key, "the same number as at the top level")
     return value
 
 
@@ -153,7 +153,7 @@ def _longrope(
     section: ConfigReader, inverse: Float32[np.ndarray, " F"], trained: int, original: int
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
-    would go stale: served up to the original length. Gives frequencies and magnitude."""
+    would go stale: served up to the original length. Returns frequencies and magnitude."""
     factors = np.asarray(section.floats("short_factor"), np.float32)
     section.require(factors.shape == inverse.shape, "short_factor", f"{inverse.size} numbers")
     ratio = section.float("factor", default=trained / original)

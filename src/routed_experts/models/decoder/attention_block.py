@@ -38,7 +38,7 @@ def qk_norm_attention(
     heads: int,
     groups: int,
 ) -> tuple[Float[Array, "N HC"], Any]:
-    """Mix values, and give the cache with the new keys and values."""
+    """Mix values, and return the cache with the new keys and values."""
     num_tokens, (cos, sin) = qkv.shape[0], angles
     if isinstance(attend, PagedAttend) and attend.backend.fused is not None:
         arrays = {

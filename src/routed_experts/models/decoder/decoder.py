@@ -26,7 +26,7 @@ from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
 
 class FamilyDecoder(nnx.Module):
-    """`__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
+    """`__call__` returns hidden states of tokens; `logits` maps hidden states to scores of the vocabulary."""
 
     def __init__(self, config: FamilyConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         self.config = config
@@ -129,7 +129,7 @@ class FamilyDecoder(nnx.Module):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
                 kind = int(
                     isinstance(layer.mixer, DeltaAttention)
-                )  # layers that attend and those that keep a state count apart
+                )  # attention layers and recurrent layers are counted separately
                 same_kind = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
                 ordinal = first[1 + kind] + repeat * sum(same_kind) + sum(same_kind[:index])
                 mixed, cache = layer.mixer.run(
@@ -151,7 +151,7 @@ class FamilyDecoder(nnx.Module):
 def embed(
     config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], group: AxisGroup = SINGLE_DEVICE
 ) -> Float[Array, "N D"]:
-    """What enters the first layer."""
+    """Input of the first layer."""
     x = group.all_gather(jnp.take(table, tokens, axis=0))
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
@@ -164,7 +164,7 @@ def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: 
 def final_norm(
     config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
 ) -> Float[Array, "N D"]:
-    """What leaves the last layer, as the head takes it."""
+    """Normalised output of the last layer, the input of the head."""
     x = _normed(config, x, scale, bias)
     return x * config.logit_scale if config.logit_scale != 1.0 else x
 
@@ -172,7 +172,7 @@ def final_norm(
 def lm_logits(
     hidden: Float[Array, "N D"], head: Float[Array, "D V"], bias: Float[Array, " V"] | None, linear: LinearBackend
 ) -> Float[Array, "N V"]:
-    """What the head makes of hidden states, float32."""
+    """Logits of hidden states, float32."""
     scores = linear.run(hidden, head[None], 0, jnp.float32)
     return scores if bias is None else scores + bias.astype(jnp.float32)
 

@@ -30,7 +30,7 @@ class DeltaAttention:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Plain array code: nothing of a backend."""
+        """Array code; no backend feature is required."""
         return frozenset()
 
     def shard(self, parallel: ParallelConfig) -> "DeltaAttention":
@@ -76,7 +76,7 @@ class DeltaAttention:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
-        """Project, remember and read, norm, project."""
+        """Project, update and read the state, norm, project."""
         assert step.recur is not None, "this model keeps a state; give SequenceOps with `recur`"
         mixed, gates, rates, steps = self._parts(params.project(x, "qkvz"), params.project(x, "ba"))
         decay = -jnp.exp(params.get("a_log")) * jax.nn.softplus(steps.astype(jnp.float32) + params.get("dt_bias"))

@@ -54,7 +54,7 @@ class Dense:
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
-        """Nothing is routed."""
+        """A dense layer routes no tokens."""
         return params.project(gated(params.project(x, "dense_gate_up")), "dense_down", summed=True), capture
 
 
@@ -62,7 +62,7 @@ class Dense:
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`:
     times the sigmoid of a projection. `wide_router`: its matrix stays float32. `weight_inputs`: the weight
-    multiplies what enters the expert (K = 1). `local_experts`: experts that are here, 0 for all; `replicas`:
+    multiplies the expert's input (K = 1). `local_experts`: experts on this device, 0 for all; `replicas`:
     instances that an expert may have, 0 where none has several; `bounded`: these have capacities."""
 
     router: RouterSpec
@@ -81,7 +81,7 @@ class Sparse:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend of experts must be able to do, in words."""
+        """Required features of an MoE backend, in words."""
         words = {"biased experts": self.biased, f"{self.activation} experts": self.activation != "silu"}
         return frozenset(word for word, needed in words.items() if needed)
 
@@ -145,7 +145,7 @@ class Sparse:
         return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
-        """As the family names them."""
+        """Tensors under the family's names."""
         names, experts = self.names, self.router.num_experts
         yield from names.router_sources(scope, experts, hidden, bias=self.router_bias, selection=self.router.biased)
         yield from names.expert_sources(scope, experts, hidden, self.width)
@@ -162,7 +162,7 @@ class Sparse:
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
-        """Route, record, run; experts that are shared come on top."""
+        """Route, record, run, and add the shared experts."""
         ffn_input, routing, capture = self.route_and_record(x, params, step, replay, capture)
         experts = params.experts(self.router.num_experts)
         replicas = params.get("replicas") if self.replicas else None
@@ -179,7 +179,7 @@ class Sparse:
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], Routing, RoutedExpertsDeviceCache | None]:
-        """Route and record; gives what the experts are fed besides."""
+        """Route and record; returns the expert inputs too."""
         assert replay is not None, "a sparse layer has a column"
         bias = params.get("selection_bias") if self.router.biased else None
         logits, rerouter = self._logits(x, params), step.kernels.group.rerouter
@@ -197,7 +197,7 @@ class Sparse:
         return x * routing.weights.astype(x.dtype), _unweighed(routing), capture
 
     def run_shared(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N D"] | None:
-        """What the experts give that every token runs; None where there are none."""
+        """Output of the shared experts; None without them."""
         if not self.shared_width:
             return None
         shared = params.project(gated(params.project(x, "shared_gate_up")), "shared_down")
@@ -212,13 +212,13 @@ class Sparse:
 
 
 def _unweighed(routing: Routing) -> Routing:
-    """The same experts, their outputs as they are."""
+    """The same experts without a norm on their outputs."""
     assert routing.weights.shape[1] == 1, "inputs of more than one expert cannot be weighed at once"
     return dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
 
 
 def _halves(width: int, what: str) -> AxisPartition:
-    """gate|up, each cut by itself."""
+    """gate|up, each partitioned separately."""
     return column_parallel(*(Segment(width, width, what),) * 2)
 
 

@@ -1,4 +1,4 @@
-"""A stack of MoE layers in one kernel, or in few for steps of few tokens, with the values of the plain layers. The
+"""A stack of MoE layers in one kernel, or in few for steps of few tokens, with the results of the plain layers. The
 few kernels round where the plain layers do. Layers are pre-norm, attention and experts.
 
 In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and
@@ -27,8 +27,8 @@ from routed_experts.models.decoder.sparse_block import route
 def find_fused_path(
     kernels: Kernels, attend: AttentionFn, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
 ) -> LayerStackKernel | FusedSteps | None:
-    """The shortest way for all layers of a block that this step can take: one kernel, or few; None: layer by layer, as
-    weights that are replayed go, attention that is not paged, and a router that the kernels do not know."""
+    """The fastest path for all layers of a block in this step: one kernel, or few. None: layer by layer, which
+    replayed weights, attention without pages, and unsupported routers need."""
     if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None
     stack, fused, router = kernels.layer_stack, kernels.fused_layer, kernels.router

@@ -75,7 +75,7 @@ class GroupedAttention:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend of attention must be able to do, in words."""
+        """Required features of an attention backend, in words."""
         words = {
             "a sliding window": self.window,
             "chunks": self.chunk,
@@ -97,13 +97,13 @@ class GroupedAttention:
         )
 
     def _segments(self) -> tuple[Segment, Segment, Segment]:
-        """Queries, keys and values, cut between heads."""
+        """Queries, keys and values, partitioned between heads."""
         names = {"q": ("query heads", self.num_heads), "k": ("kv heads", self.num_kv_heads)}
         query, key = (Segment(self.widths[part], units, what, part == "k") for part, (what, units) in names.items())
         return query, key, key
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
-        """Queries, keys and values are one matrix, side by side."""
+        """Queries, keys and values are one concatenated matrix."""
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
         query, key, value = self._segments()
         heads = row_parallel(mixed, self.num_heads, query.what)
@@ -136,7 +136,7 @@ class GroupedAttention:
         return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
-        """As the family names them."""
+        """Tensors under the family's names."""
         names, offset = self.names, 0
         for part, rows in {names.fused: sum(self.widths.values())}.items() if names.fused else self.widths.items():
             name = f"{names.at}.{part}" if names.fused else f"{names.at}.{part}_proj"

@@ -40,7 +40,7 @@ class LatentAttention:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend of attention must be able to do, in words."""
+        """Required features of an attention backend, in words."""
         return frozenset({"latent rows"})
 
     def cache(self, num_layers: int) -> CacheLayout:

@@ -34,7 +34,7 @@ class ParamKind(enum.Enum):
 class ParamSpec:
     """One array of a part: its shape in one layer, with the experts first. `wide`: float32 for every dtype of
     the model, for routing parameters; its variable has the metadata "wide". `fill`: the initial value, None for
-    small random numbers. `cut`: how several devices share it, None: each has all of it."""
+    small random numbers. `partition`: how devices shard it, None: replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class ParamSpec:
 
 
 def make_params(weights: Iterable[ParamSpec], *, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Dict[Any]:
-    """All arrays of one place in a run, by name."""
+    """All arrays of one position in a block's pattern, by name."""
     return nnx.Dict({weight.name: weight.make(rngs, num_layers, dtype) for weight in weights})
 
 

@@ -22,7 +22,7 @@ from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What all layers of a step share; made at trace time."""
+    """Inputs shared by all layers of a step; made at trace time."""
 
     positions: Int[Array, " N"]
     valid: Bool[Array, " N"]
@@ -43,8 +43,8 @@ class ReplayInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointScope:
-    """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `at` is the layer's prefix in the
-    checkpoint."""
+    """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `prefix` is the layer's prefix in
+    the checkpoint."""
 
     target: str
     row: int
@@ -76,7 +76,7 @@ class CheckpointScope:
 
 
 class Mixer(Protocol):
-    """Mixes tokens: attention of some kind. `part`: what one of several devices does of it."""
+    """Mixes tokens: attention of some kind. `shard`: one device's share of it."""
 
     def shard(self, parallel: ParallelConfig) -> "Mixer": ...
 
@@ -90,7 +90,7 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """Works on each token: one network, or a choice of experts. `part`: what one of several devices does of it."""
+    """Works on each token: one network, or a choice of experts. `shard`: one device's share of it."""
 
     def shard(self, parallel: ParallelConfig) -> "FeedForward": ...
 

@@ -22,7 +22,7 @@ REPLICAS, CAPACITY = (
 
 
 def moe_groups(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Of every place in a run with experts: its dotted path, the column of each layer in the record, and its arrays of
+    """For every group of MoE layers: its dotted path, the record's column of each layer, and its arrays of
     experts."""
     spec = config.capture_spec
     for number, run in enumerate(config.blocks):
@@ -36,7 +36,7 @@ def moe_groups(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tup
 def placed_partitions(
     config: FamilyConfig, partitions: Mapping[str, AxisPartition], placement: ExpertPlacement
 ) -> dict[str, AxisPartition]:
-    """The same partitions, with the experts where the placement has them."""
+    """The same partitions, with the experts on the devices of the placement."""
     partitions_by_path, physical_to_logical, own = (
         dict(partitions),
         placement.physical_to_logical_map,
@@ -65,7 +65,7 @@ def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, In
 
 
 def with_replica_maps(state: nnx.State[Any, Any], maps: Mapping[str, Any]) -> nnx.State[Any, Any]:
-    """A model's arrays, with maps beside those of the experts."""
+    """A model's arrays, with the maps added next to the experts."""
     paths = (
         ([int(part) if part.isdigit() else part for part in name.split(".")], value) for name, value in maps.items()
     )

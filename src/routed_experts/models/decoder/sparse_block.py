@@ -60,8 +60,8 @@ def route(
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice
-    alone. Weights that are replayed are taken by plain code."""
+    """Decide the experts of each token and record their ids in the layer's column. `bias` affects the choice
+    only. Replayed weights run through array code."""
     if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, moe_layer, spec)
@@ -86,7 +86,7 @@ def route_with_capacity(
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
-    """`route` under capacities; what it changes is written down beside the ids."""
+    """`route` under capacities; the changes are recorded with the ids."""
     routing, rerouting = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:
         capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids).add_rerouting(

@@ -39,7 +39,7 @@ class Sizes:
     def decoder(
         self, layers: Sequence[LayerSpec], *, ignored_tensors: tuple[str, ...] = (), num_predicting: int = 0
     ) -> FamilyConfig:
-        """A decoder of these layers; `num_predicting` more behind them predict further tokens, and are not run."""
+        """A decoder of these layers; the `num_predicting` layers after them predict further tokens and are not run."""
         return FamilyConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -52,14 +52,14 @@ class Sizes:
         )
 
     def within(self, rotary: Rotary) -> "Sizes":
-        """The same, no longer than its rotary positions hold."""
+        """The same, with context_length cut to the range of its rotary positions."""
         return (
             self if rotary.context_length is None else dataclasses.replace(self, context_length=rotary.context_length)
         )
 
 
 def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -> Sizes:
-    """Read them; a key that is missing or cannot be is named in a CheckpointError. `eps` and `tied` are the family's
+    """Read them; a CheckpointError names a missing or invalid key. `eps` and `tied` are the family's
     defaults."""
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
     kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
@@ -98,8 +98,8 @@ def read_experts(
 def check_routing(
     reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False
 ) -> None:
-    """Raise where a config names another routing than its family's: most configs leave these keys out, and then the
-    family's holds."""
+    """Raise where a config names another routing than its family's. Without these keys the family's default
+    applies."""
     for word in ("scoring_func", "score_function"):
         reader.str(word, default=scoring, choices=(scoring,))
     reader.str("topk_method", default=next(iter(methods)), choices=methods)

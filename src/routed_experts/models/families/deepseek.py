@@ -76,7 +76,7 @@ def num_predicting(reader: ConfigReader) -> int:
 
 
 def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
-    """Shared experts side by side are one network."""
+    """Concatenated shared experts are one network."""
     return width * reader.int("n_shared_experts", minimum=0, default=default)
 
 

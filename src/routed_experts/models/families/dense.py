@@ -1,4 +1,4 @@
-"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run without capture; an engine that is asked to capture refuses
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run without capture; an engine with capture on refuses
 them."""
 
 import dataclasses
@@ -11,7 +11,7 @@ from routed_experts.models.families.common_config import read_sizes, read_window
 
 
 def read_llama(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Llama; a window in it would be another architecture's."""
+    """Read config.json of Llama; a sliding window belongs to another architecture."""
     config = _read_llama(reader, slides=False)
     reader.require(
         not reader.has("sliding_window"), "sliding_window", "none: layers of LlamaForCausalLM see all tokens"

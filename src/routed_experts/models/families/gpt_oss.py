@@ -2,7 +2,7 @@
 routers have biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they
 are loaded.
 
-A checkpoint interleaves gate and up; here they are side by side, so that all kernels see one layout."""
+A checkpoint interleaves gate and up; here they are concatenated, so that all kernels see one layout."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ _NAMES = ExpertNames(
 )
 _INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
 _PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)_blocks")
-_POSITIONS = (  # where a config does not speak of them
+_POSITIONS = (  # defaults for configs without these keys
     ("rope_type", "yarn"),
     ("factor", 32.0),
     ("original_max_position_embeddings", 4096),
@@ -70,7 +70,7 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
 
 
 def open_gpt_oss(path: Path | str) -> VirtualCheckpoint:
-    """The checkpoint with gate and up apart, and with what is packed unpacked."""
+    """The checkpoint with gate and up separated and packed tensors unpacked."""
     return VirtualCheckpoint(path, _virtual_tensors)
 
 

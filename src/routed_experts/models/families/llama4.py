@@ -1,7 +1,7 @@
 """Llama 4, text (Meta 2025): one expert a token, whose input is multiplied by the sigmoid of its score; a shared
-expert; three of four layers turn queries and keys by position, norm them, and see their own chunk alone, the fourth
-sees all and has no positions. A checkpoint with a vision tower is read for its text model; the tower is left where it
-is."""
+expert; three of four layers rotate queries and keys by position, norm them, and attend within their chunk, the fourth
+sees all and has no positions. A checkpoint with a vision tower is read for its text model; the
+tower is not loaded."""
 
 import dataclasses
 

@@ -93,7 +93,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Qwen3Moe(nnx.Module):
-    """The decoder. `__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the
+    """The decoder. `__call__` returns hidden states of tokens; `logits` maps hidden states to scores of the
     vocabulary."""
 
     def __init__(self, config: Qwen3MoeConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:

@@ -46,7 +46,7 @@ class Qwen3MoeConfig:
 
     @property
     def capture_spec(self) -> CaptureSpec | None:
-        """What the routed experts of this model look like; None for a model without MoE layers."""
+        """Sizes of this model's routed experts; None for a model without MoE layers."""
         if not self.moe_layers:
             return None
         experts, top_k = self.router.num_experts, self.router.top_k
@@ -66,7 +66,7 @@ class Qwen3MoeConfig:
         return tuple(zip(starts, [*starts[1:], self.num_layers], strict=True))
 
     def shard(self, parallel: ParallelConfig) -> "Qwen3MoeConfig":
-        """One device's heads and widths; the stream, the routers and what they choose are as ever."""
+        """One device's heads and widths; the residual stream and the routers are unchanged."""
         n = parallel.devices
         return dataclasses.replace(
             self,
@@ -97,7 +97,7 @@ class Qwen3MoeConfig:
 
     @staticmethod
     def from_reader(reader: ConfigReader) -> "Qwen3MoeConfig":
-        """Read config.json; every key that is missing or cannot be is named in a ConfigError."""
+        """Read config.json; every missing or invalid key is named in a ConfigError."""
         sizes, experts = read_sizes(reader), reader.int("num_experts", minimum=0)
         rotary = read_rotary(reader, sizes.head_dim)
         reader.require(2 * len(rotary.spec.inverse) == sizes.head_dim, "partial_rotary_factor", "1.0")
@@ -130,8 +130,8 @@ class Qwen3MoeConfig:
 
 
 def read_qwen3_moe_parts(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Qwen3-MoE as the parts of a FamilyDecoder: for steps that are cut at the experts and for
-    placed experts. Refuses what `Qwen3MoeConfig.from_reader` refuses."""
+    """Read config.json of Qwen3-MoE as the parts of a FamilyDecoder: for offloaded and placed
+    experts. Refuses what `Qwen3MoeConfig.from_reader` refuses."""
     config, sizes = Qwen3MoeConfig.from_reader(reader), read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head")

@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not
 grow, the fourth is grouped-query attention with gated heads, a quarter of each head rotated by position; experts and a
-gated shared expert in every layer; norms scale by 1 + w. Since states cannot be cut where a prefix ends, prefixes are
+gated shared expert in every layer; norms scale by 1 + w. A state cannot be truncated to a prefix, so prefixes are
 not cached for these models."""
 
 import dataclasses
@@ -31,7 +31,7 @@ def read_qwen3_5_moe_text(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Qwen3.5-MoE with its vision tower, which is left where it is."""
+    """Read config.json of Qwen3.5-MoE with a vision tower, which is not loaded."""
     config = read_qwen3_5_moe_text(reader.section("text_config"))
     tied = reader.bool("tie_word_embeddings", default=config.tie_embeddings)
     return dataclasses.replace(

@@ -39,7 +39,7 @@ _LISTED = 8  # names of each kind in an error
 
 
 class Checkpoint:
-    """Safetensors of one folder: headers at once, tensors when asked. After `close()`, or outside `with`, nothing can
+    """Safetensors of one folder: headers at once, tensors on request. After `close()`, or outside `with`, nothing can
     be read."""
 
     def __init__(self, path: Path | str) -> None:
@@ -92,7 +92,7 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     """Raise one CheckpointError that names every missing, unexpected and misshapen tensor and every dtype we cannot
     read.
 
-    `ignore` holds shell patterns of tensors that may be there without a use, such as "*.rotary_emb.inv_freq"."""
+    `ignore` holds shell patterns of unused tensors that are allowed, such as "*.rotary_emb.inv_freq"."""
     present, expected = checkpoint.names(), {source.name: source for source in sources}
     patterns = tuple(ignore)
     shared = [(name, source.shape, *present[name]) for name, source in expected.items() if name in present]
@@ -125,8 +125,8 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
 
 
 def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> Path:
-    """Write config.json and model.safetensors as Hugging Face does; the folder is made. Raises WriteError; neither is
-    new then, unless it is config.json that could not be given its name: the weights are new already."""
+    """Write config.json and model.safetensors as Hugging Face does, and create the folder. Raises WriteError; then both
+    files are unchanged, except that the weights are new if only the rename of config.json failed."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
@@ -140,7 +140,7 @@ def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, n
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a folder, each with the tensors that an index promises to be there."""
+    """The safetensors files of a folder, each with the tensors that the index lists for it."""
     if not folder.is_dir():
         raise CheckpointError(
             f"no checkpoint folder {folder}; expected a folder with config.json and safetensors; check the path"

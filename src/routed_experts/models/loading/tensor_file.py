@@ -2,7 +2,7 @@
 
 Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system
 reclaims them, so a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8
-bytes of length, a JSON header, data. safetensors' own reader decides whether a file is whole."""
+bytes of length, a JSON header, data. safetensors' own reader decides whether a file is complete."""
 
 import json
 import math
@@ -114,8 +114,8 @@ def _named(dtype_name: str) -> str:
 def _read_box(
     file: FileIO, first_byte: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray
 ) -> None:
-    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are expected whole are one
-    read, others are read whole in blocks of rows and cut."""
+    """Fill `out` with the box. Leading axes of size one are an offset; complete rows are one
+    read, others are read in blocks of rows and sliced."""
     if out.size == 0:
         return
     axis, offset = 0, 0

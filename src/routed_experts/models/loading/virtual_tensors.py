@@ -24,7 +24,7 @@ Header = tuple[tuple[int, ...], str]
 
 
 class VirtualTensor(Protocol):
-    """One such tensor."""
+    """A virtual tensor."""
 
     @property
     def needs(self) -> tuple[str, ...]: ...
@@ -93,7 +93,7 @@ def dequantize_mxfp4(
 
 
 class VirtualCheckpoint(Checkpoint):
-    """A checkpoint that shows virtual tensors instead of those that they are made of."""
+    """A checkpoint with virtual tensors in place of their source tensors."""
 
     def __init__(self, path: Path | str, derive: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]]) -> None:
         super().__init__(path)

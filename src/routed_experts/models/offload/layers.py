@@ -85,8 +85,8 @@ class LayerIndexArrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """What goes from layer to layer. `slot_counts`: by MoE layer, this step's slots with experts outside the table, all
-    slots, and the deferred slots."""
+    """State carried from layer to layer. `slot_counts`: by MoE layer, this step's slots with experts outside the table,
+    all slots, and the deferred slots."""
 
     x: Float[Array, "N D"]
     capture: RoutedExpertsDeviceCache | None
