@@ -126,10 +126,10 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 def reset_logging() -> Iterator[None]:
     """Remove the log handlers that a command set up in this process: the standard error of its test is closed."""
     yield
-    root, ours = logging.getLogger(), logging.getLogger("routed_experts")
+    root, package_logger = logging.getLogger(), logging.getLogger("routed_experts")
     if any(type(handler) is logging.StreamHandler for handler in root.handlers):
         root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
-        ours.setLevel(logging.NOTSET)
+        package_logger.setLevel(logging.NOTSET)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -91,9 +91,9 @@ def test_text_of_a_model_is_text_never_markup(source, texts):
     assert not page.all("img")
     assert [text for _, text in page.all("b")] == ["bold"]  # the legend's own
     assert not any(name.startswith("on") for _, attrs, _ in page.elements for name in attrs)
-    shown = [text for _, text in page.tokens()]
+    rendered = [text for _, text in page.tokens()]
     expected = [*EVIL[:7], "␛[2J␀", "↵\n", "·", "漢", "end", *texts[1].pieces]
-    assert shown == expected
+    assert rendered == expected
     assert page.all("h2")[0][1] == "<b>evil</b>"
     assert page.all("title")[0][1] == page.all("h1")[0][1] == "A <i>title</i>"
 

@@ -28,9 +28,9 @@ def test_a_character_belongs_to_the_token_that_completes_it():
 
 @given(st.text())
 def test_nothing_that_steers_a_terminal_is_printed(text):
-    shown = printable(text)
-    assert len(shown) == len(text)
-    assert all(character == "\n" or character.isprintable() for character in shown)
+    printed = printable(text)
+    assert len(printed) == len(text)
+    assert all(character == "\n" or character.isprintable() for character in printed)
 
 
 def test_controls_become_their_pictures():

@@ -110,10 +110,10 @@ def test_statistics_round_trip_through_a_file(tmp_path):
     assert (read.layer_ids, read.top_k) == (stats.layer_ids, stats.top_k)
 
 
-def written(folder, **changed):
+def written(folder, **overrides):
     stats = RoutingStats.from_records(some_records())
     arrays = {name: getattr(stats, name) for name in ("counts", "num_tokens", "windows", "top_k")}
-    np.savez(folder / "stats.npz", **arrays | {"layer_ids": np.arange(3), "top_k": np.int64(4)} | changed)
+    np.savez(folder / "stats.npz", **arrays | {"layer_ids": np.arange(3), "top_k": np.int64(4)} | overrides)
     return folder / "stats.npz"
 
 

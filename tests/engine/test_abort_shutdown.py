@@ -325,12 +325,12 @@ class Poison:
         return BackendRegistry().with_moe(MoeBackend(name="poison", run=self.run))
 
     def run(self, call):
-        def look(x):
+        def check(x):
             if self.armed:
                 raise RuntimeError("the experts are\ngone " + "and gone " * 400)
             return x
 
-        x = io_callback(look, jax.ShapeDtypeStruct(call.x.shape, call.x.dtype), call.x, ordered=True)
+        x = io_callback(check, jax.ShapeDtypeStruct(call.x.shape, call.x.dtype), call.x, ordered=True)
         return reference_experts(dataclasses.replace(call, x=x))
 
 

@@ -114,11 +114,11 @@ def assert_alike(outputs, expected):
     for output, reference in zip(outputs, expected, strict=True):
         assert output.tokens == reference.tokens, (output.tokens, reference.tokens)
         np.testing.assert_array_equal(output.end.routed_experts.ids, reference.end.routed_experts.ids)
-        for mine, theirs in (
+        for actual, expected_logprobs in (
             (output.logprobs, reference.logprobs),
             (output.prompt_logprobs[1:], reference.prompt_logprobs[1:]),
         ):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=LOGPROB)
+            np.testing.assert_allclose(actual, expected_logprobs, rtol=0, atol=LOGPROB)
 
 
 @contextlib.contextmanager
@@ -126,15 +126,15 @@ def compile_events():
     """What JAX traces, lowers and compiles."""
     events = []
 
-    def note(event, duration, **_):
+    def on_event(event, duration, **_):
         if event.startswith("/jax/core/compile/"):
             events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         yield events
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -282,7 +282,7 @@ def generate_all(engine, prompts):
 def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
     """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and
     routes are those of one device, ids are logical, and nothing compiles."""
-    alone = engines[0]
+    single = engines[0]
     rng, sizes = np.random.default_rng(5), dict(num_instances=20, num_devices=4)
     first, second, third = (rebalance(rng.gamma(0.5, size=(3, 16)), **sizes) for _ in range(3))
     assert (first.physical_to_logical_map != second.physical_to_logical_map).any(axis=1).all()
@@ -294,7 +294,7 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
         return_routed_experts=True,
     )
     with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as replicated:
-        expected = alone.generate(**ask)
+        expected = single.generate(**ask)
         alike(expected, replicated.generate(**ask))
         replicated.flush_cache()
         for next_one in (second, third):
@@ -307,26 +307,26 @@ def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
                 alike(expected, replicated.generate(**ask))
             assert not compiled, compiled
             assert_experts_held(replicated, next_one, qwen3.folder)
-        scored = [engine.score(qwen3.prompts[2]) for engine in (alone, replicated)]
+        scored = [engine.score(qwen3.prompts[2]) for engine in (single, replicated)]
         np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
-        for engine in (alone, replicated):
+        for engine in (single, replicated):
             engine.update_weights_from_disk(qwen3.other, version=1)
         assert_experts_held(replicated, third, qwen3.other)
-        alike(alone.generate(**ask), replicated.generate(**ask))
+        alike(single.generate(**ask), replicated.generate(**ask))
         runner = replicated.components.core.runner
         replicated.thread.run_drained(
             lambda: runner.move_layer(*runner.layers()[0], second)
         )  # a change that stops half way
-        for engine in (alone, replicated):
+        for engine in (single, replicated):
             engine.update_weights_from_disk(qwen3.folder, version=2)
         assert_experts_held(replicated, third, qwen3.folder)
         assert replicated.apply_placement(second) > 0
         assert_experts_held(replicated, second, qwen3.folder)
-        alike(alone.generate(**ask), replicated.generate(**ask))
+        alike(single.generate(**ask), replicated.generate(**ask))
         with pytest.raises(PlacementError, match="max_replicas"):
             replicated.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
         with pytest.raises(InvalidRequestError, match="placement="):
-            alone.apply_placement(second)
+            single.apply_placement(second)
     with pytest.raises(PlacementError, match="num_devices=4, but tp_size=2"):
         Engine(str(qwen3.folder), tp_size=2, ep_size=2, placement=first, **args)
 
@@ -350,8 +350,8 @@ def assert_experts_held(engine, placement, folder):
             np.testing.assert_array_equal(np.asarray(shard.data).reshape(expected.shape), expected)
 
 
-def alike(alone, shared):
-    for left, right in zip(alone, shared, strict=True):
+def alike(single, shared):
+    for left, right in zip(single, shared, strict=True):
         assert left["output_ids"] == right["output_ids"]
         np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(outputs) for outputs in (left, right)))
         np.testing.assert_allclose(all_logprobs(left), all_logprobs(right), rtol=0, atol=LOGPROB)
@@ -364,9 +364,9 @@ def _state(engine):
 def test_every_sampler_draws_alike_and_compiles_nothing_the_second_time(qwen3, engines):
     for again in (False, True):
         with compile_events() as compiled:
-            alone, shared = (generate_all(engine, qwen3.prompts) for engine in engines)
+            single, shared = (generate_all(engine, qwen3.prompts) for engine in engines)
         assert not again or not compiled, compiled
-        alike(alone, shared)
+        alike(single, shared)
 
 
 def test_routes_of_one_device_are_replayed_on_two(qwen3, engines):
@@ -380,7 +380,7 @@ def test_routes_of_one_device_are_replayed_on_two(qwen3, engines):
 
 def test_new_weights_are_sharded_as_before(qwen3, engines):
     """Arrays that a trainer holds whole, and a folder."""
-    alone, shared = engines
+    single, shared = engines
     shardings = [leaf.sharding for leaf in jax.tree.leaves(_state(shared))]
     before = generate_all(shared, qwen3.prompts)
     opened = ModelFolder.open(qwen3.other)
@@ -400,7 +400,7 @@ def test_new_weights_are_sharded_as_before(qwen3, engines):
                 engine.release_memory_occupation()
                 engine.resume_memory_occupation(weights, version=version)
         after = generate_all(shared, qwen3.prompts)
-        alike(generate_all(alone, qwen3.prompts), after)
+        alike(generate_all(single, qwen3.prompts), after)
         assert [leaf.sharding for leaf in jax.tree.leaves(_state(shared))] == shardings
         same = [answer["output_ids"] for answer in after] == [answer["output_ids"] for answer in before]
         assert same == (how == "from disk")

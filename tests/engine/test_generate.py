@@ -39,11 +39,11 @@ def text_and_ids(result):
 
 def test_one_prompt_gives_a_dict_and_a_list_gives_a_list_in_order(engine):
     prompts = ["once upon a time", "the cat", "experts:"]
-    alone = [engine.generate(prompt, GREEDY, max_new_tokens=8) for prompt in prompts]
+    separate = [engine.generate(prompt, GREEDY, max_new_tokens=8) for prompt in prompts]
     together = engine.generate(prompts, GREEDY, max_new_tokens=8)
-    assert isinstance(alone[0], dict) and isinstance(together, list)
-    assert [text_and_ids(result) for result in together] == [text_and_ids(result) for result in alone]
-    assert len({tuple(result["output_ids"]) for result in alone}) == 3
+    assert isinstance(separate[0], dict) and isinstance(together, list)
+    assert [text_and_ids(result) for result in together] == [text_and_ids(result) for result in separate]
+    assert len({tuple(result["output_ids"]) for result in separate}) == 3
     assert isinstance(engine.generate(["the cat"], GREEDY, max_new_tokens=2), list)
 
 

@@ -77,11 +77,11 @@ class TappedRegistry(BackendRegistry):
         inner = kernels.group.rerouter
 
         def tapped(logits, valid, capacities, spec, bias):
-            routing, changed = inner(logits, valid, capacities, spec, bias)
+            routing, rerouted = inner(logits, valid, capacities, spec, bias)
             scores = selection_scores(logits, spec=spec, bias=bias)
-            parts = (scores, valid, capacities.replicas, routing.ids, routing.instances, routing.weights, changed)
+            parts = (scores, valid, capacities.replicas, routing.ids, routing.instances, routing.weights, rerouted)
             io_callback(self._note, None, lax.axis_index(AXIS), *parts, ordered=False)
-            return routing, changed
+            return routing, rerouted
 
         return dataclasses.replace(kernels, group=dataclasses.replace(kernels.group, rerouter=tapped)), attention
 
@@ -104,9 +104,9 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, placement, **changed):
+def serving(folder, placement, **overrides):
     with Engine(
-        folder, placement=placement, **({"enable_return_routed_experts": True} | ENGINE_KWARGS | changed)
+        folder, placement=placement, **({"enable_return_routed_experts": True} | ENGINE_KWARGS | overrides)
     ) as engine:
         yield engine
         assert_idle_but_for_cache(engine)
@@ -149,15 +149,15 @@ def rerouting(folder):
 def compile_events():
     events = []
 
-    def note(event, duration, **_):
+    def on_event(event, duration, **_):
         if event.startswith("/jax/core/compile/"):
             events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         yield events
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 def ask(engine, prompts=PROMPTS, **more):
@@ -240,20 +240,20 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
             ran = collections.Counter(tuple(row) for note in notes for row in note.ids[note.valid].tolist())
             recorded = np.concatenate(routed_rows(by_factor[factor])).reshape(-1, TOP_K)
             assert ran == collections.Counter(map(tuple, recorded.tolist()))
-            changed = sum(note.changed.sum(axis=0) for note in notes)
+            rerouted = sum(note.changed.sum(axis=0) for note in notes)
             metas = [answer["meta_info"] for answer in by_factor[factor]]
-            assert changed.tolist() == [
+            assert rerouted.tolist() == [
                 sum(meta[name] for meta in metas) for name in ("rerouted_slots", "dropped_slots")
             ]
             assert all(meta["exact"] == (meta["rerouted_slots"] == 0) for meta in metas)
-            assert changed[1] == 0 and (changed[0] > 0 or factor == 3.5)
+            assert rerouted[1] == 0 and (rerouted[0] > 0 or factor == 3.5)
     assert not compiled, compiled
     assert any(left["output_ids"] != right["output_ids"] for left, right in zip(by_factor["1"], alone, strict=True))
     stats = rerouting.placement_stats()
     total = sum(answer["meta_info"]["rerouted_slots"] for answers in by_factor.values() for answer in answers)
     assert stats.rerouted_slots - before.rerouted_slots == total > 0 and stats.dropped_slots == 0
-    shown = read_metrics(rerouting)
-    assert (shown["rerouted_slots_total"], shown["dropped_slots_total"]) == (stats.rerouted_slots, 0)
+    metrics = read_metrics(rerouting)
+    assert (metrics["rerouted_slots_total"], metrics["dropped_slots_total"]) == (stats.rerouted_slots, 0)
 
 
 def test_a_rerouted_cached_prefix_is_reported_to_its_readers(rerouting):
@@ -356,19 +356,19 @@ def test_experts_follow_a_skewed_load_and_outputs_stay_the_same(alone, following
     assert stats.rebalances > 0 and stats.copies > before.copies and stats.epoch > 0 and stats.failed == 0
     assert (core.runner.placement.physical_to_logical_map != ONE_EACH.physical_to_logical_map).any()
     assert stats.skipped > before.skipped, "the load has not changed since the experts moved"
-    shown = read_metrics(following)
+    metrics = read_metrics(following)
     expected = {
         "eplb_rebalances_total": stats.rebalances,
         "eplb_skipped_total": stats.skipped,
         "expert_copies_total": stats.copies,
     }
-    assert {name: shown[name] for name in expected} == expected
+    assert {name: metrics[name] for name in expected} == expected
     move_estimate = stats.move_estimate  # of the last plan
-    assert shown["eplb_gate_gain_seconds"] == pytest.approx(move_estimate.gain_s)
-    assert shown["eplb_gate_cost_seconds"] == pytest.approx(move_estimate.cost_s)
-    assert (shown["eplb_gate_worth"], shown["eplb_gate_copies"]) == (move_estimate.pays_off, move_estimate.copies)
-    assert shown['eplb_gate_balancedness{placement="now"}'] == pytest.approx(move_estimate.balancedness_now)
-    assert 0 < shown["eplb_last_move_seconds"] == pytest.approx(stats.last_move_s)
+    assert metrics["eplb_gate_gain_seconds"] == pytest.approx(move_estimate.gain_s)
+    assert metrics["eplb_gate_cost_seconds"] == pytest.approx(move_estimate.cost_s)
+    assert (metrics["eplb_gate_worth"], metrics["eplb_gate_copies"]) == (move_estimate.pays_off, move_estimate.copies)
+    assert metrics['eplb_gate_balancedness{placement="now"}'] == pytest.approx(move_estimate.balancedness_now)
+    assert 0 < metrics["eplb_last_move_seconds"] == pytest.approx(stats.last_move_s)
 
 
 def test_what_the_self_check_ran_is_no_load(following):
@@ -401,11 +401,11 @@ def test_balancedness_is_that_of_the_rows(following):
         stats = following.placement_stats()
     following.flush_cache()
     placement, load = runner.placement, np.zeros((MOE_LAYERS, 2))
-    fed = [
+    computed_rows = [
         rows[meta["cached_tokens"] :]
         for rows, meta in zip(routed_rows(answers), (reply["meta_info"] for reply in answers), strict=True)
     ]
-    for row in np.concatenate(fed):
+    for row in np.concatenate(computed_rows):
         for layer in range(MOE_LAYERS):
             for expert in row[layer]:
                 instances = np.flatnonzero(placement.physical_to_logical_map[layer] == expert)
@@ -415,10 +415,10 @@ def test_balancedness_is_that_of_the_rows(following):
     assert window.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
     assert window.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())
     np.testing.assert_allclose(window.max_over_mean, load.max(axis=1) / load.mean(axis=1))
-    shown = read_metrics(following)
-    assert shown['eplb_balancedness{window="1000"}'] == pytest.approx(window.balancedness)
-    assert shown['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(window.weighted)
-    by_layer = [shown[f'device_load_max_over_mean{{layer="{layer}"}}'] for layer in stats.layer_ids]
+    metrics = read_metrics(following)
+    assert metrics['eplb_balancedness{window="1000"}'] == pytest.approx(window.balancedness)
+    assert metrics['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(window.weighted)
+    by_layer = [metrics[f'device_load_max_over_mean{{layer="{layer}"}}'] for layer in stats.layer_ids]
     assert by_layer == pytest.approx(window.max_over_mean.tolist())
 
 

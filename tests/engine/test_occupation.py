@@ -87,12 +87,12 @@ def test_the_pool_is_freed_and_the_weights_are_let_go():
         model=build_model(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL
     ) as engine:
         pool, leaves = on_engine_thread(engine, lambda core: (core.runner._pool, jax.tree.leaves(core.runner.state)))
-        mine = leaves[0]
+        own_leaf = leaves[0]
         sizes = [leaf.unsafe_buffer_pointer() for leaf in leaves[1:]]
         del leaves
         engine.release_memory_occupation()
         gc.collect()
-        assert pool.is_deleted() and not mine.is_deleted()
+        assert pool.is_deleted() and not own_leaf.is_deleted()
         alive = {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.is_fully_addressable}
         assert not alive.intersection(sizes)
 

@@ -183,15 +183,15 @@ def compile_events():
     """What JAX traces, lowers and compiles meanwhile."""
     events = []
 
-    def note(event, duration, **_):
+    def on_event(event, duration, **_):
         if event.startswith(COMPILING):
             events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         yield events
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 def test_there_are_two_devices():
@@ -308,16 +308,16 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
     engine.resume()
     *_, last = stream
     record, tokens = record_from_meta_info(last), [*PROMPTS[1], *last["output_ids"]]
-    (first, changed, old), (again, end, new) = record.version_spans
-    assert (first, changed, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= changed < end == len(
+    (first, boundary, old), (again, end, new) = record.version_spans
+    assert (first, boundary, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= boundary < end == len(
         tokens
     ) - 1
     scored = engine.score(tokens)
     if cache == "flush":  # all that it stands on is of the new weights
-        np.testing.assert_array_equal(record.ids[changed:], scored.routed_experts.ids[changed:-1])
+        np.testing.assert_array_equal(record.ids[boundary:], scored.routed_experts.ids[boundary:-1])
     engine.update_weights_from_disk(folder, version=version + 2)
     before = engine.score(tokens)
-    np.testing.assert_array_equal(record.ids[:changed], before.routed_experts.ids[:changed])
+    np.testing.assert_array_equal(record.ids[:boundary], before.routed_experts.ids[:boundary])
     assert (scored.routed_experts.ids != before.routed_experts.ids).any()
 
 
@@ -405,11 +405,11 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
         down = np.array(table.down)  # the table is written anew, in place
         engine.update_weights_from_disk(folder, version=1)  # with its own experts, in the host's number format
         (reloaded,) = engine.components.core.runner.model.host.values()
-    own, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
+    own, replaced = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
     np.testing.assert_array_equal(router, np.stack([own[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
     experts = [
-        theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T
+        replaced[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T
         for layer in (1, 2)
         for expert in range(EXPERTS)
     ]

@@ -77,9 +77,9 @@ def test_turns_hit_the_prefix_of_earlier_turns(engine, plain):
         assert cached(result) == (0 if turn == 0 else (len(history) - 6) // PAGE * PAGE)
         rows.append(record_from_meta_info(result).ids)
         history += [*result["output_ids"], *tokens(5, seed=turn + 1)]
-    fed = history[: len(history) - 5]
-    expected = ask(plain, fed[:-1], max_new_tokens=1)
-    assert fed[-1] == expected["output_ids"][0]
+    prefix = history[: len(history) - 5]
+    expected = ask(plain, prefix[:-1], max_new_tokens=1)
+    assert prefix[-1] == expected["output_ids"][0]
     assert np.array_equal(np.concatenate(rows), record_from_meta_info(expected).ids), "one row a token, none twice"
 
 

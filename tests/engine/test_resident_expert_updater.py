@@ -45,25 +45,25 @@ def engine(folder):
 
 
 @contextlib.contextmanager
-def recorded_looks(engine, monkeypatch):
+def recorded_windows(engine, monkeypatch):
     """The statistics that the updater reads each time."""
-    capturer, looks = engine.components.core.capturer, []
+    capturer, windows = engine.components.core.capturer, []
     read_stats = capturer.routing_stats
 
     def recording(**how):
         stats = read_stats(**how)
-        looks.append((stats.load, stats.num_tokens.sum()))
+        windows.append((stats.load, stats.num_tokens.sum()))
         return stats
 
     monkeypatch.setattr(capturer, "routing_stats", recording)
-    yield looks
+    yield windows
     monkeypatch.undo()
 
 
-def followed(state, looks):
+def replay_policy(state, windows):
     """The maps that the policy makes of these statistics."""
     before, tokens = 0, 0
-    for load, num_tokens in looks:
+    for load, num_tokens in windows:
         state = state.observe(load - before, num_tokens - tokens, num_steps=8)
         before, tokens = load, num_tokens
     return state
@@ -72,15 +72,15 @@ def followed(state, looks):
 def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypatch):
     """Each read has the counted first rows of the requests; the map is the one that the policy makes of these."""
     start = engine.residency()[0]
-    with recorded_looks(engine, monkeypatch) as looks:
+    with recorded_windows(engine, monkeypatch) as windows:
         answers = [
             engine.generate(input_ids=PROMPT, **REQUEST_KWARGS) for _ in range(2)
         ]  # counts come late: the second one sees the first one's
     answer, rows = answers[0], np.concatenate([record_from_meta_info(answer).ids for answer in answers])
-    assert len(looks) == 20  # steps: the prompt and 79 tokens, twice
-    for load, num_tokens in looks:
+    assert len(windows) == 20  # steps: the prompt and 79 tokens, twice
+    for load, num_tokens in windows:
         np.testing.assert_array_equal(load, count_experts(rows[:num_tokens], 16))
-    state = followed(AdaptiveResidency.start(start), looks)
+    state = replay_policy(AdaptiveResidency.start(start), windows)
     residency, hits = engine.residency()
     assert residency.epoch == state.residency.epoch > 0
     assert (residency.slot_of == state.residency.slot_of).all() and (residency.slot_of != start.slot_of).any()

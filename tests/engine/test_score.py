@@ -143,9 +143,9 @@ def test_too_long_a_sequence_is_refused(engine):
 
 def with_ids(index, ids):
     record = drifted(40)
-    changed = record.ids.copy()
-    changed[index] = ids
-    return dataclasses.replace(record, ids=changed)
+    copied = record.ids.copy()
+    copied[index] = ids
+    return dataclasses.replace(record, ids=copied)
 
 
 MISFITS = {

@@ -58,16 +58,16 @@ def test_without_an_interval_each_token_is_emitted(clock):
 
 
 def test_tokens_of_an_interval_share_an_output_and_the_first_and_the_last_do_not_wait(clock):
-    _, alone = run(clock, 0.0)
+    _, unbatched = run(clock, 0.0)
     drive, received = run(clock, 6.0)
     first = clock.now - 19  # of the last step, which emitted the last of 20 tokens
     moments = [second for second in range(1, 19) if (first + second) % 6 == 0]  # multiples of the interval on the clock
     assert [when for when, _ in received] == [0.0, *moments, 19.0] and len(moments) == 3
     assert [len(out.new_token_ids) for _, out in received] == [1, *np.diff([0, *moments, 19])]
     tokens = [token for _, out in received for token in out.new_token_ids]
-    assert tokens == [token for _, out in alone for token in out.new_token_ids]
+    assert tokens == [token for _, out in unbatched for token in out.new_token_ids]
     values = [value for _, out in received for value in out.output_logprobs.values]
-    assert values == [value for _, out in alone for value in out.output_logprobs.values]
+    assert values == [value for _, out in unbatched for value in out.output_logprobs.values]
     assert_all_faithful(drive)
 
 

@@ -161,27 +161,27 @@ def test_what_was_read_is_not_touched_by_later_steps():
 def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode):
     telling = build(piggyback_rows=True, shapes=(EXTEND, DECODE))
     telling.compile()
-    fed = [
+    chunks = [
         Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids))
         for at, part in enumerate(PROMPT_PARTS)
     ]
     results, pendings = [], []
     for runner in (compiled(), telling):
         prompts = run(runner, build_step(*PROMPT_PARTS))
-        pending = runner.dispatch(build_step(*fed, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
-        later = runner.dispatch(
-            build_step(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE)
+        pending = runner.dispatch(build_step(*chunks, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
+        next_step = runner.dispatch(
+            build_step(*(dataclasses.replace(part, ids=(5,)) for part in chunks), mode=ForwardMode.DECODE)
         )
-        results.append((prompts, read(runner, pending), read(runner, later), read(runner, pending)))
+        results.append((prompts, read(runner, pending), read(runner, next_step), read(runner, pending)))
         pendings.append(pending)
     assert pendings[0].rows is not None and pendings[1].rows is None, "an array less"
-    for alone, piggybacked in zip(*results, strict=True):
+    for separate, piggybacked in zip(*results, strict=True):
         rows, spec = np.asarray(piggybacked.rows), telling.spec.capture
         if rows.dtype == np.int32:  # packed, the last columns of the table of tokens
             rows = rows[:, -spec.row_words :].copy().view(spec.dtype)[:, : spec.row_ids]
-        assert np.array_equal(alone.rows, rows) and alone.rows.shape == rows.shape
+        assert np.array_equal(separate.rows, rows) and separate.rows.shape == rows.shape
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
-            assert np.array_equal(getattr(alone, name), getattr(piggybacked, name)), name
+            assert np.array_equal(getattr(separate, name), getattr(piggybacked, name)), name
     assert (results[1][1].top_ids is not None) == (sampling_mode is SamplingMode.FULL)
 
 
@@ -230,9 +230,9 @@ def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
     finally:
         runner.update_weights(served, version=version + 2)
     assert (before.weight_version, after.weight_version) == (version, version + 1)
-    for result, judge in ((before, oracle()), (after, other_oracle(7))):
-        assert result.tokens[:3].tolist() == [judge.run(ids).logits[-1].argmax() for ids in PROMPTS]
-        assert_rows_are_the_oracles(judge, PROMPTS, result.rows)
+    for result, reference in ((before, oracle()), (after, other_oracle(7))):
+        assert result.tokens[:3].tolist() == [reference.run(ids).logits[-1].argmax() for ids in PROMPTS]
+        assert_rows_are_the_oracles(reference, PROMPTS, result.rows)
     assert run(runner, build_step(*PROMPT_PARTS)).tokens.tolist() == before.tokens.tolist()
 
 

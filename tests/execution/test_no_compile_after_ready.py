@@ -50,15 +50,15 @@ def compile_events():
     """Collect what JAX traces, lowers and compiles."""
     events = []
 
-    def note(event, duration, **_):
+    def on_event(event, duration, **_):
         if event.startswith(COMPILING):
             events.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(on_event)
     try:
         yield events
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 def test_a_new_shape_of_a_small_operation_is_seen():

@@ -132,7 +132,7 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
     counts = TokenCounts(
         rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1
     )
-    fed = [
+    chunks = [
         Fed(
             int(slot),
             PAGES,
@@ -142,13 +142,13 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
         )
         for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
     ][: rng.integers(1, 5)]
-    batch = build_step(*fed)
+    batch = build_step(*chunks)
     counted, of_rows = jax.jit(functools.partial(update_token_counts, shape=EXTEND))(
         counts, batch.token_ids, pack(batch)
     )
     generated, prompt = count_by_loop(counts, batch)
     assert np.array_equal(np.asarray(counted.generated)[1:], generated[1:])  # slot 0 is padding
     assert np.array_equal(np.asarray(counted.prompt)[1:], prompt[1:])
-    slots = batch.request_slots[: len(fed)]
-    assert np.array_equal(of_rows.generated[: len(fed)], generated[slots])
-    assert np.array_equal(of_rows.prompt[: len(fed)], prompt[slots])
+    slots = batch.request_slots[: len(chunks)]
+    assert np.array_equal(of_rows.generated[: len(chunks)], generated[slots])
+    assert np.array_equal(of_rows.prompt[: len(chunks)], prompt[slots])

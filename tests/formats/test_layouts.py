@@ -464,8 +464,8 @@ def test_a_generation_may_have_its_last_row():
     prompt, generated = formats.vllm021.encode(record)
     padded = np.concatenate([generated, np.full((1, 2, 2), -1, np.int16)])
     assert decode("vllm021", (prompt, padded), record) == record
-    fed = np.concatenate([generated, np.array([[[3, 2], [6, 0]]], np.int16)])
-    assert decode("vllm021", (prompt, fed), record, version=((0, 5, 0),)).num_rows == 5
+    with_last = np.concatenate([generated, np.array([[[3, 2], [6, 0]]], np.int16)])
+    assert decode("vllm021", (prompt, with_last), record, version=((0, 5, 0),)).num_rows == 5
 
 
 @pytest.mark.parametrize(

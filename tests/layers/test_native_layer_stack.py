@@ -271,10 +271,10 @@ def test_runs_at_once_have_memory_of_their_own():
     cases = [build_case(num_tokens=size, hidden=hidden) for size, hidden in ((24, 40), (400, 40), (24, 56), (100, 24))]
     expected = [case.run() for case in cases]
 
-    def many(case, mine):
+    def many(case, expected_outs):
         run = jax.jit(case.call)
         for _ in range(100):
-            for got, alone in zip(run(case.x, case.pool, case.block), mine, strict=True):
+            for got, alone in zip(run(case.x, case.pool, case.block), expected_outs, strict=True):
                 np.testing.assert_array_equal(got, alone)
 
     with ThreadPoolExecutor(len(cases)) as pool:

@@ -116,7 +116,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             array(holder.tokens[: len(keys) * self.page_size]), array(holder.pages), holder.namespace
         )
         assert result.duplicates.tolist() == [
-            mine for mine, tree in zip(holder.pages, known, strict=False) if mine != tree
+            own_page for own_page, tree in zip(holder.pages, known, strict=False) if own_page != tree
         ]
         for key, page in zip(keys[len(known) :], holder.pages[len(known) :], strict=True):
             self.cached[key] = Cached(page, self.now)

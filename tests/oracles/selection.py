@@ -110,10 +110,14 @@ def popular(seed, spread, num_instances, num_devices, *, num_tokens=512, num_exp
     for _ in range(num_instances - num_experts):
         copies[np.argmax(np.where(copies < width, popularity / copies, 0))] += 1
     share = popularity / copies
-    table, held = np.full((num_experts, width), -1, np.int32), np.zeros(num_experts, int)
+    table, replica_counts = np.full((num_experts, width), -1, np.int32), np.zeros(num_experts, int)
     filled, load = np.zeros(num_devices, int), np.zeros(num_devices)
     for expert in sorted(np.repeat(np.arange(num_experts), copies), key=lambda e: -share[e]):
         device = np.argmin(np.where(filled < per_device, load, np.inf))
-        table[expert, held[expert]] = device * per_device + filled[device]
-        held[expert], filled[device], load[device] = held[expert] + 1, filled[device] + 1, load[device] + share[expert]
+        table[expert, replica_counts[expert]] = device * per_device + filled[device]
+        replica_counts[expert], filled[device], load[device] = (
+            replica_counts[expert] + 1,
+            filled[device] + 1,
+            load[device] + share[expert],
+        )
     return scores.astype(np.float32), table

@@ -296,10 +296,13 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
         assert server.client.get("/ready").status_code == 503
         with server.client.stream(
             "POST", "/generate", json={"text": "a", "sampling_params": GREEDY, "stream": True}
-        ) as held:
-            assert held.status_code == 200 and on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) == 1
+        ) as held_stream:
+            assert (
+                held_stream.status_code == 200
+                and on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) == 1
+            )
             assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
-            assert [line for line in held.iter_lines() if line][-1] == "data: [DONE]"
+            assert [line for line in held_stream.iter_lines() if line][-1] == "data: [DONE]"
     finally:
         engine.resume()
     assert server.client.get("/health").json()["state"] == "serving"

@@ -11,7 +11,7 @@ from routed_experts.core.model_worker_batch import FROM_DEVICE, StepResult
 from routed_experts.core.sampling_params import SamplingParams
 
 VOCAB = 97
-NOTHING = -7  # what a slot of the pool holds that was never written
+NEVER_WRITTEN = -7  # what a slot of the pool holds that was never written
 
 
 def next_token(tokens) -> int:
@@ -63,9 +63,9 @@ class NumpyDevice:
 
     def __init__(self, *, num_slots, num_request_slots, page_size) -> None:
         self.page_size = page_size
-        self.tokens = np.full(num_slots, NOTHING)
-        self.positions = np.full(num_slots, NOTHING)
-        self.last = np.full(num_request_slots, NOTHING)
+        self.tokens = np.full(num_slots, NEVER_WRITTEN)
+        self.positions = np.full(num_slots, NEVER_WRITTEN)
+        self.last = np.full(num_request_slots, NEVER_WRITTEN)
 
     def run(self, batch) -> StepResult:
         """Feed the tokens of a batch and sample from every row, chunks too, as the real one does."""

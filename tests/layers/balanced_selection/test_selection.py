@@ -99,13 +99,13 @@ def test_every_form_is_the_law_bit_for_bit(shape, num_sources, on_exhausted):
     def holds(seed):
         case = random_case(seed, shape, num_sources)
         ids, instances, load, counts = plain_selection(case, k, overflows=on_exhausted == "overflow")
-        law = sequential(case, k, on_exhausted)
-        assert np.array_equal(law.logical_ids, ids) and np.array_equal(law.instance_ids, instances)
-        assert np.array_equal(law.counts, load) and outcome_counts(law) == counts
+        reference = sequential(case, k, on_exhausted)
+        assert np.array_equal(reference.logical_ids, ids) and np.array_equal(reference.instance_ids, instances)
+        assert np.array_equal(reference.counts, load) and outcome_counts(reference) == counts
         for impl in IMPLS:
             got = select(case, k, impl=impl, on_exhausted=on_exhausted)
             for name in ("logical_ids", "instance_ids", "weights", "counts"):
-                assert same_bits(getattr(got, name), getattr(law, name)), (impl, name)
+                assert same_bits(getattr(got, name), getattr(reference, name)), (impl, name)
             assert outcome_counts(got) == counts, impl
         within = plain_selection(case, k, overflows=False)[0] if on_exhausted == "overflow" else ids
         got = select(case, k, on_exhausted=on_exhausted)
@@ -130,23 +130,25 @@ def full_case(seed, spread, factor, num_sources):
 def test_512_tokens_of_256_experts_with_16_replicas_are_the_law(spread, factor, num_sources):
     for seed in range(6):
         case, k = full_case(seed, spread, factor, num_sources), FULL[2]
-        law = sequential(case, k)
+        reference = sequential(case, k)
         for impl in IMPLS:
             got = select(case, k, impl=impl)
             for name in ("logical_ids", "instance_ids", "weights", "counts"):
-                assert same_bits(getattr(got, name), getattr(law, name)), (impl, name)
-            assert outcome_counts(got) == outcome_counts(law)
-        beyond = np.maximum(law.counts - case.capacity, 0).sum()
-        assert beyond <= law.num_overflowed, "capacity is exceeded by counted slots alone"
-        assert all(len(set(row)) == k for row in law.logical_ids[case.valid].tolist()), "an expert at most once a token"
+                assert same_bits(getattr(got, name), getattr(reference, name)), (impl, name)
+            assert outcome_counts(got) == outcome_counts(reference)
+        beyond = np.maximum(reference.counts - case.capacity, 0).sum()
+        assert beyond <= reference.num_overflowed, "capacity is exceeded by counted slots alone"
+        assert all(len(set(row)) == k for row in reference.logical_ids[case.valid].tolist()), (
+            "an expert at most once a token"
+        )
 
 
 def test_the_full_size_reference_is_the_plain_loop():
     case = full_case(0, 1, 1.25, 0)
     ids, instances, load, counts = plain_selection(case, FULL[2])
-    law = sequential(case, FULL[2])
-    assert np.array_equal(law.logical_ids, ids) and np.array_equal(law.instance_ids, instances)
-    assert np.array_equal(law.counts, load) and outcome_counts(law) == counts and counts[0] > 0
+    reference = sequential(case, FULL[2])
+    assert np.array_equal(reference.logical_ids, ids) and np.array_equal(reference.instance_ids, instances)
+    assert np.array_equal(reference.counts, load) and outcome_counts(reference) == counts and counts[0] > 0
 
 
 def proposal_case():
@@ -168,16 +170,16 @@ def proposal_case():
 def test_the_proposals_own_example():
     case = proposal_case()
     assert np.array_equal(check_replica_order(case.order, 384), case.order)
-    law = sequential(case, 8)
+    reference = sequential(case, 8)
     for impl in IMPLS:
         got = select(case, 8, impl=impl)
-        assert same_bits(got.logical_ids, law.logical_ids) and same_bits(got.instance_ids, law.instance_ids)
-    assert all(len(set(row)) == 8 and max(row) < 256 for row in law.logical_ids.tolist()), (
+        assert same_bits(got.logical_ids, reference.logical_ids) and same_bits(got.instance_ids, reference.instance_ids)
+    assert all(len(set(row)) == 8 and max(row) < 256 for row in reference.logical_ids.tolist()), (
         "an expert once, the shared one never"
     )
-    assert law.num_overflowed == law.num_dropped == 0 and np.all(law.counts <= case.capacity)
-    firsts = case.order[case.sources[:, None], law.logical_ids, 0]
-    assert np.mean(law.instance_ids == firsts) > 0.9, "a token's own device says which replica comes first"
+    assert reference.num_overflowed == reference.num_dropped == 0 and np.all(reference.counts <= case.capacity)
+    firsts = case.order[case.sources[:, None], reference.logical_ids, 0]
+    assert np.mean(reference.instance_ids == firsts) > 0.9, "a token's own device says which replica comes first"
 
 
 def test_the_proposals_map_of_384_rows_is_refused_for_its_rows_without_instance():
@@ -217,12 +219,14 @@ def test_the_corners(impl):
             dataclasses.replace(base, capacity=np.full(num_experts + 2, -3, np.int32)),
         ]
         for case in cases:
-            got, law = select(case, k, impl=impl), sequential(case, k)
-            assert same_bits(got.logical_ids, law.logical_ids) and same_bits(got.instance_ids, law.instance_ids)
+            got, reference = select(case, k, impl=impl), sequential(case, k)
+            assert same_bits(got.logical_ids, reference.logical_ids) and same_bits(
+                got.instance_ids, reference.instance_ids
+            )
             assert (
-                same_bits(got.weights, law.weights)
-                and same_bits(got.counts, law.counts)
-                and outcome_counts(got) == outcome_counts(law)
+                same_bits(got.weights, reference.weights)
+                and same_bits(got.counts, reference.counts)
+                and outcome_counts(got) == outcome_counts(reference)
             )
 
 
@@ -242,8 +246,8 @@ def test_half_precision_scores_are_the_same_scores_in_float32():
     case = random_case(3, SHAPES[1])
     half = np.asarray(jnp.asarray(case.scores, jnp.bfloat16))
     wide = dataclasses.replace(case, scores=half.astype(np.float32))
-    got, law = select(dataclasses.replace(case, scores=half), 4, impl="auto"), sequential(wide, 4)
-    assert same_bits(got.logical_ids, law.logical_ids) and same_bits(got.instance_ids, law.instance_ids)
+    got, reference = select(dataclasses.replace(case, scores=half), 4, impl="auto"), sequential(wide, 4)
+    assert same_bits(got.logical_ids, reference.logical_ids) and same_bits(got.instance_ids, reference.instance_ids)
 
 
 @pytest.mark.parametrize(("mode", "impl"), [("reroute", "auto"), ("reroute", "rounds"), ("replicas", "auto")])

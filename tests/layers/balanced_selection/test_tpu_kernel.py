@@ -41,11 +41,11 @@ def assigned(case, k, *, overflows=True):
     return interpreted(SelectionInputs(*map(jnp.asarray, (scores, order, capacity, sources, case.valid))), k, overflows)
 
 
-def assert_is_law(case, k, *, overflows=True):
-    got, law = assigned(case, k, overflows=overflows), sequential(case, k, "overflow" if overflows else "drop")
-    assert same_bits(got.ids, law.logical_ids) and same_bits(got.instances, law.instance_ids)
-    assert (int(got.num_rerouted), int(got.num_overflowed)) == outcome_counts(law)[:2]
-    return int(got.rounds), law
+def assert_equals_reference(case, k, *, overflows=True):
+    got, reference = assigned(case, k, overflows=overflows), sequential(case, k, "overflow" if overflows else "drop")
+    assert same_bits(got.ids, reference.logical_ids) and same_bits(got.instances, reference.instance_ids)
+    assert (int(got.num_rerouted), int(got.num_overflowed)) == outcome_counts(reference)[:2]
+    return int(got.rounds), reference
 
 
 @pytest.mark.parametrize(("shape", "num_sources", "on_exhausted"), [VARIANTS[1], VARIANTS[5]], ids=str)
@@ -54,7 +54,7 @@ def test_the_kernel_is_the_law_bit_for_bit(shape, num_sources, on_exhausted):
     @given(st.integers(0, 2**32 - 1))
     def holds(seed):
         case = random_case(seed, shape, num_sources)
-        rounds, _ = assert_is_law(case, shape[2], overflows=on_exhausted == "overflow")
+        rounds, _ = assert_equals_reference(case, shape[2], overflows=on_exhausted == "overflow")
         within = sequential(case, shape[2], "drop").logical_ids
         assert rounds <= num_filled(case, within) + 1 + bool(np.any(case.capacity == 0))
 
@@ -64,14 +64,14 @@ def test_the_kernel_is_the_law_bit_for_bit(shape, num_sources, on_exhausted):
 @pytest.mark.parametrize(("spread", "factor"), [(0.5, 1.25), (1, 1.25), (2, 0.9)])
 def test_512_tokens_of_256_experts_are_the_law(spread, factor):
     case = full_case(0, spread, factor, 0)
-    rounds, law = assert_is_law(case, FULL[2])
-    assert rounds <= num_filled(case, sequential(case, FULL[2], "drop").logical_ids) + 1 and law.num_rerouted > 0
+    rounds, reference = assert_equals_reference(case, FULL[2])
+    assert rounds <= num_filled(case, sequential(case, FULL[2], "drop").logical_ids) + 1 and reference.num_rerouted > 0
 
 
 def test_sizes_that_fill_no_tile_and_tokens_of_several_blocks_are_the_law():
     for seed, shape in enumerate([(1, 3, 3, 5, 3), (130, 11, 2, 20, 4)]):
         for trial in range(4):
-            assert_is_law(random_case(10 * seed + trial, shape), shape[2])
+            assert_equals_reference(random_case(10 * seed + trial, shape), shape[2])
 
 
 def test_a_batch_beyond_vmem_is_left_to_other_code():
