@@ -74,7 +74,7 @@ class Result:
 
     client: Client
     verdict: str
-    told: str
+    detail: str
     seconds: float
 
 
@@ -287,7 +287,7 @@ def page(results: Sequence[Result]) -> str:
     """docs/compatibility.md."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     rows = [
-        f"| {result.client.requirements[0].replace('==', ' ')} | {result.verdict} | {result.told.replace('|', '/')} "
+        f"| {result.client.requirements[0].replace('==', ' ')} | {result.verdict} | {result.detail.replace('|', '/')} "
         f"| {'yes' if result.client.in_ci else ''} | {result.seconds:.0f} |"
         for result in results
     ]
