@@ -1,6 +1,6 @@
 """Routed experts of one step, on the device: a pytree value made inside the jitted step.
 
-Each write returns a new value, which rides in a scan's carry and leaves no tracer behind. The ids stay int32 and
+Each write returns a new value, which rides in a scan's carry and leaks no tracer. The ids stay int32 and
 token-minor, [M*K, N], until `rows` narrows and transposes them at once, or `packed_rows` packs them into the
 sampler's output. On TPU the number of small operations counts, and top-k leaves its ids token-minor: a layer's write
 is one or two operations and a step adds two to four (a block [M, N*K] takes three a layer and six or seven a step;

@@ -96,7 +96,7 @@ class ExpertCounts:
         self._latest = self._before + self._filling
 
     def _drain(self) -> None:
-        """Wait for the worker, and count what it was not given."""
+        """Wait for the worker, and count the rows still in the buffer."""
         while self._submitted:
             self._submitted.popleft().result()
         pending, self._pending, self._pending_ids = self._pending, [], 0

@@ -3,7 +3,7 @@
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared,
 and invalid when the page is handed out again. An invalid row is never returned. The slot's weight version holds
 validity too (below 0: no row), so that filing is two writes. Rows of steps are buffered and filed many steps at a
-time, at the latest when a reader comes: between two steps the store and the filing code are cold in cache, and even
+time, at the latest when the cache is read: between two steps the store and the filing code are cold in cache, and even
 a copy of one step's rows would take longer than its share of filing. All buffered steps are written at once: of two
 rows of one slot the later wins, and a row from before its page was last invalidated is dropped. Experts are counted
 here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Engine thread only.
@@ -113,7 +113,7 @@ class _RoutedExpertsHostCache:
             raise
 
     def _invalidate(self, invalidated: Sequence[_Invalidated]) -> None:
-        """Invalidate pages, and note for each the first step that came later; the last call for a page counts."""
+        """Invalidate pages, and note for each the first step that came later; the last call for a page applies."""
         pages = np.concatenate([pages for pages, _ in invalidated])
         self._versions.reshape(-1, self._page_size)[pages] = _NO_ROW
         self._first_after[pages] = np.repeat(

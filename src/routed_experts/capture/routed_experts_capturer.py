@@ -271,7 +271,7 @@ def _refuse() -> NoReturn:
 
 
 # For scripts; nothing inside the engine reads it. A ContextVar: a test or task that sets it changes it for no other,
-# and a thread that needs the capturer is given it.
+# and a thread receives the capturer as an argument.
 _global_experts_capturer: ContextVar[RoutedExpertsCapturer | None] = ContextVar("global_experts_capturer", default=None)
 
 

@@ -1,7 +1,7 @@
 """`routed-experts bench buckets MODEL`: what steps cost by their padded size, and which sizes are worth compiling.
 
 Every candidate is measured full and partly filled. Of all lists of at most `--most` sizes, the table shows the one of
-least expected cost beside the given list; its last column holds the values for the flags of serve."""
+least expected cost next to the current list; its last column holds the values for the flags of serve."""
 
 import argparse
 import dataclasses
@@ -70,7 +70,7 @@ def bucket_rows(
     *,
     most: int,
 ) -> list[Row]:
-    """The measured costs, and for every load the mean cost of a step with the given and with the best list.
+    """The measured costs, and for every load the mean cost of a step with the current and with the best list.
 
     `to unpadded` is the ratio to the cost with all candidates as one list."""
     rows: list[Row] = []
@@ -93,7 +93,7 @@ def bucket_rows(
 
 
 def read_load(name: str, current: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
-    """A load by its name or from its file, up to the largest given sizes, as the engine cuts it. Raises ConfigError."""
+    """A load by its name or from its file, up to the largest current sizes. Raises ConfigError."""
     if not name.endswith(".json"):
         return name, {step: parse_load(name, sizes[-1]) for step, sizes in current.items()}
     try:

@@ -185,7 +185,7 @@ def _prompt(line: str, location: str) -> dict[str, Any]:
 
 
 def _checked(prompt: dict[str, Any], location: str) -> dict[str, Any]:
-    """A prompt that the engine can take, whose fields can be written beside its answer."""
+    """A prompt that the engine accepts, whose fields can be written next to its output."""
     ids: object = prompt.get("input_ids")
     if not isinstance(prompt.get("prompt", ""), str) or not ("prompt" in prompt or _are_ids(ids)):
         raise ConfigError(f"{location} must hold prompt as text or input_ids as a list of token ids; correct the line")

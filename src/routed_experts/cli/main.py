@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         code = options.run(options, start_time)
-        sys.stdout.flush()  # reports a full disk behind it now
+        sys.stdout.flush()  # reports a full disk now
         return code
     except RoutedExpertsError as error:
         return _report_error(options.command, error, code=1 if isinstance(error, MachineError) else 2)
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the reader closed standard output
         _close_stdout()
         return 1
     except OSError as error:
@@ -95,7 +95,7 @@ def _demo(options: argparse.Namespace, start_time: float) -> int:
 
 
 def _close_stdout() -> None:
-    """Discard what standard output no longer takes, also at exit."""
+    """Discard output after the reader closed the pipe, also at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -134,6 +134,6 @@ class RoutingAlignmentError(RoutedExpertsError, ValueError):
 
 
 class RoutingReplayError(RoutedExpertsError):
-    """A replay went wrong: the canary tripped or a router was given ids of another."""
+    """A replay went wrong: the canary tripped or a router received ids of another."""
 
     code = "routing_replay"

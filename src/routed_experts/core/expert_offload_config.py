@@ -22,8 +22,8 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOffloadConfig:
-    """N experts of each MoE layer are on the accelerator; the host runs the others beside it. Without N all experts are
-    on the accelerator.
+    """N experts of each MoE layer are on the accelerator; the host runs the others in parallel. Without N all experts
+    are on the accelerator.
 
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 

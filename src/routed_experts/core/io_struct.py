@@ -21,7 +21,7 @@ class RoutingOptions:
     start: int = 0
     format: str = "int32"
     layers: str = "all"
-    stream: bool = False  # rows as they come
+    stream: bool = False  # rows as they are emitted
     include_last: bool = False  # feed the last token too, for its row
 
 

@@ -37,7 +37,7 @@ class PlacementConfig:
     on_exhausted: str = "overflow"
     rebalance_every: int = 0  # steps; 0: never
     layers_per_step: int = 1
-    num_groups: int = 1  # of experts; a group stays on one node where num_nodes divides num_groups
+    num_groups: int = 1  # of experts; a group is on one node where num_nodes divides num_groups
     num_nodes: int = 1
     expert_share: float = 0.5
     link_bytes_per_s: float = 25e9

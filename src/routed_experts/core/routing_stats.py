@@ -70,7 +70,7 @@ class RoutingStats:
         first = records[0]
         shape = (len(PHASES), len(first.layer_ids), first.num_experts)
         windows: list[np.ndarray] = []
-        room = 0  # tokens that the last window still takes
+        room = 0  # tokens that fit in the last window
         for record in records:
             keys = _keys(record, first)  # [T, M * K]
             while len(keys):

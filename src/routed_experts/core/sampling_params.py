@@ -1,6 +1,6 @@
 """SamplingParams: the sampling values of one request, and their limits.
 
-An unset field is None: each surface has its own default, so unset and set stay apart until `resolve`. A value is
+An unset field is None: each surface has its own default, so unset and set differ until `resolve`. A value is
 checked when the object is made. What depends on the model (ids in the vocabulary, tokens that fit) is checked by the
 engine's input processor."""
 
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSampling:
-    """Sampling values with nothing unset. 0 and neutral values mean off; logprobs None means not requested."""
+    """Sampling values, all set. 0 and neutral values mean off; logprobs None means not requested."""
 
     n: int
     temperature: float

@@ -31,7 +31,7 @@ class ReplayCheck:
     executed: float  # share of rows x layers whose executed ids are the captured ones, slot by slot
     live_agreement: float  # share of rows x layers where the live router chose the captured ids
     live_logit: float  # max |Δ logit|, live against replay, up to the first row where the live router chose otherwise
-    shifted_logprob: float  # max |Δ logprob| when each token is given the ids of the one before
+    shifted_logprob: float  # max |Δ logprob| when each token runs the ids of its predecessor
 
     @property
     def replay_passed(self) -> bool:

@@ -76,7 +76,7 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
             str(options.model),
             dtype=DTYPE,
             enable_return_routed_experts=True,
-            logprobs_mode="raw",  # before temperature and filters: what a replay can give
+            logprobs_mode="raw",  # before temperature and filters, as a replay computes them
             precompile_bs_paddings=(4,),
             precompile_token_paddings=(64,),
             on_phase=report,

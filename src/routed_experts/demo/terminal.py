@@ -34,7 +34,7 @@ class Screen:
         self._console.print(Text(text, style="bold"))
 
     def line(self, text: str, *, style: str = "") -> None:
-        """Write one line, never broken: paths and numbers stay whole."""
+        """Write one line, never broken: paths and numbers are not split."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def check(self, text: str, *, passed: bool) -> None:

@@ -162,7 +162,7 @@ def _offsets(sizes: Sequence[int]) -> Int64[np.ndarray, " n+1"]:
 
 
 def _split(array: np.ndarray, offsets: Int64[np.ndarray, " n+1"], count: int) -> list[np.ndarray]:
-    """Split at offsets; raises RoutingFormatError unless they give `count` parts of the whole array."""
+    """Split at offsets; raises RoutingFormatError unless there are `count` parts of the whole array."""
     fits = offsets.dtype == np.int64 and offsets.shape == (count + 1,) and offsets[0] == 0 and offsets[-1] == len(array)
     if not fits or (np.diff(offsets) < 0).any():
         raise RoutingFormatError(f"offsets {offsets.dtype}{list(offsets.shape)} do not split {len(array)} into {count}")

@@ -51,7 +51,7 @@ class SequenceInfo:
 
 
 def refuse(layout: str, received: str, expected: str) -> NoReturn:
-    """Raise RoutingFormatError naming the layout, what came and what fits."""
+    """Raise RoutingFormatError naming the layout, the received and the expected shape."""
     raise RoutingFormatError(f"{layout}: {received}; expected {expected}")
 
 

@@ -14,7 +14,7 @@ _COLLAPSE = 25  # madvise(2), Linux 6.1 and later
 def advise_hugepages(arrays: Iterable[Array]) -> int:
     """Ask the kernel to collapse arrays of 2 MiB and more into huge pages; returns the bytes collapsed. Only
     complete huge pages of one mapping are collapsed. Addresses and contents do not change. Arrays on other devices,
-    other systems and kernels that refuse are left alone: pages affect speed only. Takes about 0.2 s a GB."""
+    other systems and kernels that refuse are ignored: pages affect speed only. Takes about 0.2 s a GB."""
     if sys.platform != "linux":
         return 0
     kernel = ctypes.CDLL(None)

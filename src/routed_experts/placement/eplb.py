@@ -8,8 +8,8 @@ index.
 `refine` then improves a row whose most loaded device is more than 0.8 % above a bound that no placement beats:
 exchanges between devices, then other numbers of replicas. Greedy placement alone misses the best by up to a third on
 small cases; a placement of hundreds of instances on few devices is seldom touched. Host NumPy, all layers at once.
-Dims: M MoE layers, R rows placed apart (a layer, or its part on one node), E experts, I instances, V devices, s = I
-/ V slots, C candidates of a row."""
+Dims: M MoE layers, R rows placed separately (a layer, or its part on one node), E experts, I instances, V devices, s =
+I / V slots, C candidates of a row."""
 
 import numpy as np
 from jaxtyping import Float, Float64, Int64
@@ -240,7 +240,9 @@ def _swap_chunk(
         top = device.argmax(axis=1)
         peak = device[row, top]
         mine = top[:, None] * slots + np.arange(slots)  # [R, s], the instances of the most loaded device
-        moved = weights[row[:, None], mine][:, :, None] - weights[:, None, :]  # [R, s, I], what a swap takes off it
+        moved = (
+            weights[row[:, None], mine][:, :, None] - weights[:, None, :]
+        )  # [R, s, I], load that a swap removes from it
         after = np.maximum(peak[:, None, None] - moved, np.repeat(device, slots, axis=1)[:, None, :] + moved)
         after[row[:, None], :, mine] = np.inf
         flat = after.reshape(rows.size, -1)

@@ -108,7 +108,7 @@ def _keep_slots(
 
 
 def _numbered(experts: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:
-    """Tell instances of one expert on one device apart: expert + E times the number of those before it."""
+    """Number the instances of one expert on one device: expert + E times the number of those before it."""
     order = np.argsort(experts, axis=1, kind="stable")
     ordered = np.take_along_axis(experts, order, axis=1)
     slots = np.arange(experts.shape[1])

@@ -30,7 +30,7 @@ from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 @dataclasses.dataclass(frozen=True)
 class ForwardOutput:
     """Logits float32, the executed ids on request (logical, in executed order), and slot misses: how many of the K
-    experts of a row the live router of that layer would not have chosen; 0 where nothing is replayed, None without MoE
+    experts of a row the live router of that layer would not have chosen; 0 without replay, None without MoE
     layers. `balance`: how evenly experts are used, on request."""
 
     logits: Float[Array, "B S V"]
@@ -54,7 +54,7 @@ def forward(
     """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never
     retrace.
 
-    `segment_ids` separate packed sequences (positions count anew in each); `remat` computes layers again in the
+    `segment_ids` separate packed sequences (positions restart in each); `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
     Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens', InvalidRequestError

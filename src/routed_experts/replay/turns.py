@@ -21,7 +21,7 @@ def merge_turns(
 
     Row t of a turn counts iff t is before the first token in which the turn differs from `tokens`. The row of a
     turn's last token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its
-    version span is its neighbour's and means nothing). The rows are those of tokens from the lowest start to S - 1, or
+    version span is its neighbour's and is meaningless). The rows are those of tokens from the lowest start to S - 1, or
     to S where a turn fed the last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or
     the first turn's model."""
     sequence = _check_tokens(tokens, "tokens")

@@ -33,7 +33,7 @@ class RequestPages:
         return self.allocator.num_free + self.cache.num_evictable
 
     def admit(self, req: Req, namespace: Hashable, *, spare: int) -> bool:
-        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens. Returns False if
+        """Assign a waiting request a slot, its cached prefix, and pages for all its known tokens. Returns False if
         there are not enough, or if fewer than `spare` pages would be left."""
         if self.table.num_free == 0:
             return False

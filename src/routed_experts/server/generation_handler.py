@@ -1,6 +1,7 @@
 """GenerationHandler: one call that generates, from its validated requests to its end; base of each dialect's handler.
 
-It submits the requests, waits or streams, stores rows that will be fetched, counts, and aborts what has no client."""
+It submits the requests, waits or streams, stores rows that will be fetched, counts, and aborts calls without a
+client."""
 
 import time
 from abc import ABC, abstractmethod

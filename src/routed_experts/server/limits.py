@@ -35,7 +35,7 @@ Dialect = Literal["sglang", "vllm021", "vllm"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of `serve` beside the engine's arguments. Times are in seconds. Raises ConfigError."""
+    """Settings of `serve` besides the engine's arguments. Times are in seconds. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 30000

@@ -29,7 +29,7 @@ PUBLIC = _LOGGED_AT_DEBUG | {"/"}
 access_logger = logging.getLogger("routed_experts.server.access")
 logger = logging.getLogger("routed_experts.server")
 _CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_STATUS_CLIENT_GONE = 499  # only logged, as proxies log it: there is no client left to receive it
+_STATUS_CLIENT_GONE = 499  # only logged, as proxies log it: the client has disconnected
 
 
 class RequestMiddleware:
@@ -108,7 +108,7 @@ def check_admin(request: Request) -> None:
 
 
 def request_owner(request: Request) -> str:
-    """Return the digest of the key of a request, empty without keys: rows are given to their owner alone."""
+    """Return the digest of the key of a request, empty without keys: rows are returned to their owner only."""
     return str(request.scope["state"]["owner"])
 
 

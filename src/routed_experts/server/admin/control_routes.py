@@ -26,7 +26,7 @@ _MAX_PATH_CHARS = 1024
 
 
 async def flush_cache(request: Request, server: ServerState) -> Response:
-    """Forget all cached prefixes; refused while requests run, and then nothing is freed."""
+    """Drop all cached prefixes; refused while requests run."""
     stats = server.accepting_engine.engine.stats()
     if stats.accepted > sum(stats.finished.values()):
         text = f"{stats.running} requests run and {stats.waiting} wait; try again when they have ended"
@@ -79,7 +79,7 @@ async def update_weights_from_disk(request: Request, server: ServerState) -> Res
 
 
 async def update_weight_version(request: Request, server: ServerState) -> Response:
-    """Name the served weights anew."""
+    """Set the version of the served weights."""
     body = await read_body(request, UpdateWeightVersionRequest, server.settings)
     engine = server.accepting_engine
     version = _parse_version(body.value.new_version, served=engine.engine.stats().weight_version, param="new_version")

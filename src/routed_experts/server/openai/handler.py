@@ -36,7 +36,7 @@ _SAMPLING_FIELDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call is beside its prompts."""
+    """Options of a call besides its prompts."""
 
     request_id: str
     owner: str

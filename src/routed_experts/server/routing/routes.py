@@ -57,7 +57,7 @@ async def stats(request: Request, server: ServerState) -> Response:
 
 
 async def reset(request: Request, server: ServerState) -> Response:
-    """Begin to count anew."""
+    """Reset the counts."""
     await server.routing_resets.get_within(server.settings.stall_timeout)
     return json_response({"success": True})
 

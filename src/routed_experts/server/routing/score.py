@@ -1,6 +1,6 @@
 """POST /v1/score: logprobs and rows of given tokens, on live routes or on those of a record.
 
-Scores run beside the queue of requests, in chunks, so that other calls have their turn."""
+Scores bypass the queue of requests, in chunks, so that other calls are not blocked."""
 
 import threading
 from collections.abc import Mapping, Sequence

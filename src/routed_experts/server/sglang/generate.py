@@ -43,7 +43,7 @@ _FIELDS = MappingProxyType({"prompt": "text"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """What a call is beside its requests. `single`: the response is no list."""
+    """Options of a call besides its requests. `single`: the response is no list."""
 
     request_id: str
     owner: str

@@ -40,7 +40,7 @@ async def detokenize(request: Request, server: ServerState) -> Response:
 
 
 async def tokenizer_info(request: Request, server: ServerState) -> Response:
-    """Say what a remote tokenizer needs to know."""
+    """Return what a remote tokenizer needs."""
     tokenizer = server.tokenizer("tokenizer_info")
     named_tokens = tokenizer.named_tokens
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
