@@ -153,7 +153,7 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
 def test_residency_may_be_adaptive():
     options = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
     assert expert_args(options) == ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
-    with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
+    with pytest.raises(ConfigError, match="residency='lru' is unknown"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
 
 

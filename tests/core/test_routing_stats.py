@@ -138,7 +138,7 @@ def test_a_file_with_objects_or_other_arrays_is_refused(tmp_path):
 def test_records_of_two_models_are_refused():
     other = random_record(np.random.default_rng(0), 9, spec=dataclasses.replace(SPEC, num_experts=8))
     with pytest.raises(
-        PlacementError, match=re.escape("a record of MoE layers (1, 2, 3), 8 experts, top-4 came with one of")
+        PlacementError, match=re.escape("a record of MoE layers (1, 2, 3), 8 experts, top-4 differs from one of")
     ):
         RoutingStats.from_records([some_records()[0], other])
     with pytest.raises(PlacementError, match="0 records"):

@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
             call()
     with pytest.raises(InvalidRequestError, match="the weights were released; give state= and version="):
         engine.resume_memory_occupation()
-    with pytest.raises(InvalidRequestError, match="state and version come together"):
+    with pytest.raises(InvalidRequestError, match="state and version belong together"):
         engine.resume_memory_occupation(served_at_first())
     with pytest.raises(WeightsMismatchError, match="norm: nothing for"):
         engine.resume_memory_occupation({}, version=weight_version(engine) + 1)

@@ -46,4 +46,4 @@ def test_who_keeps_none_keeps_none(tmp_path):
 def test_a_home_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / ".cache").write_text("a file")
     assert enable_compilation_cache() is None
-    assert "every start compiles anew" in caplog.text
+    assert "every start compiles again" in caplog.text

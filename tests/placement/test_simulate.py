@@ -129,7 +129,7 @@ def test_a_trace_of_another_model_is_refused(records):
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)
     with pytest.raises(RoutingAlignmentError, match="expected records of one model"):
         placement.simulate([*records, other], ExpertPlacement.identity(3, 16, 4))
-    with pytest.raises(RoutingAlignmentError, match="no record came"):
+    with pytest.raises(RoutingAlignmentError, match="there are no records"):
         placement.simulate([], ExpertPlacement.identity(3, 16, 4))
 
 

@@ -128,11 +128,13 @@ def test_a_stop_token_before_min_tokens_does_not_end_a_request():
 def test_the_queue_takes_a_call_whole_or_not_at_all():
     bench = Bench(max_queued_requests=3)
     bench.add(source(prompt(3), rid="a"), source(prompt(3), rid="b"))
-    with pytest.raises(QueueFullError, match="2 requests wait and 2 came, max_queued_requests=3; try again later"):
+    with pytest.raises(
+        QueueFullError, match="2 requests wait and 2 more exceed max_queued_requests=3; try again later"
+    ):
         bench.add(source(prompt(3), rid="c"), source(prompt(3), rid="d"))
     assert [req.rid for req in bench.scheduler.waiting] == ["a", "b"]
     bench.add(source(prompt(3), rid="e"))
-    with pytest.raises(QueueFullError, match="4 requests came in one call, max_queued_requests=3; send at most 3"):
+    with pytest.raises(QueueFullError, match="4 requests in one call exceed max_queued_requests=3; send at most 3"):
         bench.add(*(source(prompt(3), rid=f"x{i}") for i in range(4)))
 
 

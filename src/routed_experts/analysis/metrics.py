@@ -106,7 +106,7 @@ def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
     """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a
     record."""
     if not records:
-        raise RoutingAlignmentError("no record came; expected at least one")
+        raise RoutingAlignmentError("there are no records; expected at least one")
     for other in records[1:]:
         _check_alike(records[0], other)
     return np.concatenate([record.ids[record.known] for record in records])
@@ -115,9 +115,7 @@ def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
 def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
     shapes = [f"layers {record.layer_ids}, {record.num_experts} experts, top-{record.top_k}" for record in (a, b)]
     if shapes[0] != shapes[1]:
-        raise RoutingAlignmentError(
-            f"records of {shapes[0]} and of {shapes[1]} came together; expected records of one model"
-        )
+        raise RoutingAlignmentError(f"records of {shapes[0]} and of {shapes[1]} differ; expected records of one model")
 
 
 def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:

@@ -55,10 +55,7 @@ class ExpertOffloadConfig:
             if not left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 0; leave it out if in doubt")
         if self.kt_method not in KT_METHODS:
-            raise ConfigError(
-                f"kt_method={self.kt_method!r} is not among what exists here: {', '.join(KT_METHODS)}; "
-                "choose one of them"
-            )
+            raise ConfigError(f"kt_method={self.kt_method!r} is unknown; choose one of {', '.join(KT_METHODS)}")
         if self.kt_weight_path is not None and not isinstance(self.kt_weight_path, str):
             raise ConfigError(
                 f"kt_weight_path={self.kt_weight_path!r} must be text, the folder of the experts' safetensors, or None"
@@ -73,7 +70,7 @@ class ExpertOffloadConfig:
             )
         if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is not among what exists here: 'first', 'adaptive', or a ResidencyMap; "
+                f"residency={self.residency!r} is unknown; choose 'first', 'adaptive' or a ResidencyMap; "
                 "for residents by captured frequency plan one from RoutingStats, and give it here or to "
                 "Engine.apply_residency"
             )

@@ -158,7 +158,7 @@ def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K
     ours, theirs = ((each.layer_ids, each.num_experts, each.top_k) for each in (record, first))
     if ours != theirs:
         shapes = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
-        raise PlacementError(f"a record of {shapes[0]} came with one of {shapes[1]}; expected records of one model")
+        raise PlacementError(f"a record of {shapes[0]} differs from one of {shapes[1]}; expected records of one model")
     generated = np.arange(record.start, record.start + record.num_rows) >= record.num_prompt_tokens
     num_layers, num_experts = len(record.layer_ids), record.num_experts
     rows = (generated * num_layers)[:, None] + np.arange(num_layers)  # [R, M]

@@ -101,7 +101,7 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError(
-                "messages came, but this engine has no tokenizer; give token ids to generate", param="messages"
+                "messages are given, but this engine has no tokenizer; give token ids to generate", param="messages"
             )
         conversations: Any = messages
         if not conversations:
@@ -191,7 +191,7 @@ def _params_list(params: Params, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        text = f"{len(params)} SamplingParams came for {count} prompts; give one for all, or one each"
+        text = f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"
         raise InvalidRequestError(text, param="sampling_params")
     return params
 

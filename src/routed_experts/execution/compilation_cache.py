@@ -22,7 +22,7 @@ def enable_compilation_cache() -> Path | None:
         folder = Path.home() / ".cache" / "routed-experts" / "jax"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        logger.warning("compiled programs are not kept: %s; every start compiles anew", error)
+        logger.warning("compiled programs are not kept: %s; every start compiles again", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

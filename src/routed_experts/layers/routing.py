@@ -95,7 +95,7 @@ def replay_topk(
 ) -> Routing:
     """Choose K experts a token by the spec, or take `routed` where it is valid. `bias` moves the choice, never a
     weight."""
-    assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased come together"
+    assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     wide = logits.astype(jnp.float32)
     scores = _scores(wide, spec)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)

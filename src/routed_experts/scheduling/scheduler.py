@@ -60,11 +60,12 @@ class Scheduler:
         limit = self._args.max_queued_requests
         if len(reqs) > limit:
             raise QueueFullError(
-                f"{len(reqs)} requests came in one call, max_queued_requests={limit}; send at most {limit} at once"
+                f"{len(reqs)} requests in one call exceed max_queued_requests={limit}; send at most {limit} at once"
             )
         if len(self.waiting) + len(reqs) > limit:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait and {len(reqs)} came, max_queued_requests={limit}; try again later"
+                f"{len(self.waiting)} requests wait and {len(reqs)} more exceed max_queued_requests={limit}; "
+                "try again later"
             )
         for req in reqs:
             if req.source.choice == 0:

@@ -147,7 +147,7 @@ def build_engine(
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, backends=names, **sizes_of_check)
-        clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+        clock.done("self-check", f"{compared} sequences, run alone and batched, bitwise equal")
     if self_check and capture is not None and offloaded is None:
         rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")

@@ -47,7 +47,7 @@ class MemoryControl:
         """`Engine.resume_memory_occupation`."""
         core = self._context.core
         if (state is None) != (version is None):
-            text = "state and version come together: weights, and the number that they are known by"
+            text = "state and version belong together: weights and their version number"
             raise InvalidRequestError(text, param="version")
 
         def resume(arrays: nnx.State[Any, Any] | None) -> None:

@@ -163,7 +163,7 @@ class Tokenizer:
         `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
         if self._template is None:
             raise InvalidRequestError(
-                "messages came, but the checkpoint has no chat template; send a prompt", param="messages"
+                "messages are given, but the checkpoint has no chat template; send a prompt", param="messages"
             )
         for name, value in (scalars or {}).items():
             if (

@@ -23,7 +23,7 @@ def hugging_face_tensors(
         tensors[source.name] = np.ascontiguousarray(array.T if source.transpose else array).astype(jnp.dtype(dtype))
         if tensors[source.name].shape != source.shape:
             raise ValueError(
-                f"{source.name} came out as {tensors[source.name].shape}, expected {source.shape}; correct the table "
+                f"{source.name} has shape {tensors[source.name].shape}, expected {source.shape}; correct the table "
                 "of names"
             )
     return tensors

@@ -130,7 +130,7 @@ async def health_generate(request: Request, server: ServerState) -> Response:
         async with asyncio.timeout(server.settings.stall_timeout):
             await server.run_probe(lambda: asyncio.create_task(generate_one_token()))
     except TimeoutError as error:
-        raise unavailable("no token came in time; the engine is stalled or full", code="stalled") from error
+        raise unavailable("no token arrived in time; the engine is stalled or full", code="stalled") from error
     return json_response({"status": "ok"})
 
 
