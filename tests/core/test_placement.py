@@ -115,8 +115,8 @@ WRONG_PLACEMENTS = {
 
 @pytest.mark.parametrize("name", WRONG_PLACEMENTS)
 def test_a_wrong_placement_is_refused_by_name(name):
-    make, words = WRONG_PLACEMENTS[name]
-    with pytest.raises(PlacementError, match=re.escape(words)) as refused:
+    make, match = WRONG_PLACEMENTS[name]
+    with pytest.raises(PlacementError, match=re.escape(match)) as refused:
         make()
     assert isinstance(refused.value, ConfigError)
 
@@ -201,8 +201,8 @@ WRONG_MAPS = {
 
 @pytest.mark.parametrize("name", WRONG_MAPS)
 def test_a_wrong_residency_map_is_refused_by_name(name):
-    make, words = WRONG_MAPS[name]
-    with pytest.raises(PlacementError, match=re.escape(words)):
+    make, match = WRONG_MAPS[name]
+    with pytest.raises(PlacementError, match=re.escape(match)):
         make()
 
 

@@ -33,8 +33,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_value_that_cannot_work_is_refused_by_name(case):
-    fields, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words):
+    fields, match = REFUSED[case]
+    with pytest.raises(ConfigError, match=match):
         PlacementConfig(**({"plan": PLAN} | fields))
 
 

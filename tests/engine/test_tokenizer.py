@@ -141,7 +141,7 @@ def test_tokenizer_json_alone_is_enough(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text", "match"),
     [
         ("tokenizer.json", None, "tokenizer.json does not exist"),
         ("tokenizer.json", "{", "tokenizer.json is not JSON"),
@@ -154,13 +154,13 @@ def test_tokenizer_json_alone_is_enough(tmp_path):
         ("generation_config.json", '{"eos_token_id": "2"}', "generation_config.json: eos_token_id='2'"),
     ],
 )
-def test_bad_file_is_named(tmp_path, name, text, words):
+def test_bad_file_is_named(tmp_path, name, text, match):
     folder = write_tiny_tokenizer(tmp_path)
     if text is None:
         (folder / name).unlink()
     else:
         (folder / name).write_text(text)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=match):
         Tokenizer.from_directory(folder)
 
 

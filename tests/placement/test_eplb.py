@@ -134,6 +134,6 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_refused_by_name(name):
-    load, sizes, words = WRONG[name]
-    with pytest.raises(PlacementError, match=re.escape(words)):
+    load, sizes, match = WRONG[name]
+    with pytest.raises(PlacementError, match=re.escape(match)):
         rebalance(load, **{"num_instances": 6, "num_devices": 2} | sizes)

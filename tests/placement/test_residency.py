@@ -144,8 +144,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_refused_by_name(name):
-    make, words = WRONG[name]
-    with pytest.raises(PlacementError, match=re.escape(words)):
+    make, match = WRONG[name]
+    with pytest.raises(PlacementError, match=re.escape(match)):
         make()
 
 
