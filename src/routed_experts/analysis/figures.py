@@ -46,8 +46,8 @@ def draw_routing(
     records = [text.record for text in texts]
     first = records[0]
     column = len(first.layer_ids) // 2 if column is None else column
-    placed = [place_tokens(text.pieces, columns=_COLUMNS) for text in texts]
-    lines = sum(tokens[-1].line + _BETWEEN_LINES for tokens in placed)
+    positioned = [place_tokens(text.pieces, columns=_COLUMNS) for text in texts]
+    lines = sum(tokens[-1].line + _BETWEEN_LINES for tokens in positioned)
     text_height, map_height = lines * _LINE_PT / 72, min(max(len(first.layer_ids) * 0.24, 1.3), 8.0)
     height = 0.7 + text_height + 0.35 + map_height + 0.95
     figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, height), facecolor="white")
@@ -60,7 +60,7 @@ def draw_routing(
     axes.set(xlim=(0, _COLUMNS * _CHAR_PT), ylim=(text_height * 72, 0))
     axes.axis("off")
     top = 0.0
-    for text, tokens in zip(texts, placed, strict=True):
+    for text, tokens in zip(texts, positioned, strict=True):
         top = _draw_text(axes, text, tokens, column, top)
     _draw_loads(figure, texts, column, bottom=0.85 / height, height=map_height / height)
     caption = (
@@ -77,7 +77,7 @@ def draw_routing(
 def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:
     """Break tokens into lines of `columns` characters, one cell a character; a line feed shows as ↵ and ends its
     line."""
-    placed: list[PlacedToken] = []
+    positioned: list[PlacedToken] = []
     line = column = 0
     for token, piece in enumerate(pieces):
         visible = printable(piece).replace("\n", "↵\n") or "·"
@@ -87,16 +87,16 @@ def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:
                 line, column = line + 1, 0
             while rest:
                 cut = rest[: columns - column]
-                placed.append(PlacedToken(token=token, line=line, column=column, text=cut))
+                positioned.append(PlacedToken(token=token, line=line, column=column, text=cut))
                 rest, column = rest[len(cut) :], column + len(cut)
                 if rest:
                     line, column = line + 1, 0
             if part.endswith("\n"):
                 line, column = line + 1, 0
-    return placed
+    return positioned
 
 
-def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer: int, top: float) -> float:
+def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], layer: int, top: float) -> float:
     """Draw one text below `top` (points) and return where it ends."""
     box, palette = _library("matplotlib.patches").FancyBboxPatch, expert_palette(text.record.num_experts)
     drawable, prompt = _drawable(), text.record.num_prompt_tokens
@@ -109,7 +109,7 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
     named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
     axes.annotate(subtitle, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
     start = top + 1.65 * _LINE_PT
-    for part in placed:
+    for part in positioned:
         x, y, width = part.column * _CHAR_PT, start + part.line * _LINE_PT, len(part.text) * _CHAR_PT
         experts = text.experts(part.token, layer)
         fill = palette[experts[0]] if experts else "#ffffff"
@@ -124,7 +124,7 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
             axes.text(x + width / 2, y + 10, str(experts[0]), fontsize=4.8, color=_SOFT, ha="center", va="center")
         if part.token < text.cached_tokens:
             axes.plot([x, x + width], [y - 8.2, y - 8.2], color="black", linewidth=0.7, solid_capstyle="butt")
-    return start + (placed[-1].line + _BETWEEN_LINES - 1.65) * _LINE_PT
+    return start + (positioned[-1].line + _BETWEEN_LINES - 1.65) * _LINE_PT
 
 
 def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom: float, height: float) -> None:

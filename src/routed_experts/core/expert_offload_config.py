@@ -70,7 +70,7 @@ class ExpertOffloadConfig:
             )
         if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is unknown; choose 'first', 'adaptive' or a ResidencyMap; "
+                f"residency={self.residency!r} is unknown; choose 'first', 'adaptive', or a ResidencyMap; "
                 "for residents by captured frequency plan one from RoutingStats, and give it here or to "
                 "Engine.apply_residency"
             )

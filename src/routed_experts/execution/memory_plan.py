@@ -104,16 +104,16 @@ def require_one_dtype(state: nnx.State[Any, Any]) -> None:
     """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables with metadata
     "wide", numbers that choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are
     loaded; a module is not."""
-    found: dict[str, list[str]] = {}
+    names_by_dtype: dict[str, list[str]] = {}
     for path, leaf in nnx.to_flat_state(state):
         dtype = np.dtype(leaf.dtype).name
         if dtype != "float32" or not leaf.get_metadata("wide", False):
-            found.setdefault(dtype, []).append(".".join(map(str, path)))
-    if len(found) > 1 or not found.keys() <= set(_COMPUTED):
-        listed = "; ".join(
-            f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in found.items()
+            names_by_dtype.setdefault(dtype, []).append(".".join(map(str, path)))
+    if len(names_by_dtype) > 1 or not names_by_dtype.keys() <= set(_COMPUTED):
+        summary = "; ".join(
+            f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in names_by_dtype.items()
         )
-        text = f"the arrays of this model cannot be computed with together: {listed}"
+        text = f"the arrays of this model cannot be computed with together: {summary}"
         expected = f"one of {', '.join(_COMPUTED)} for all but those that the architecture keeps in float32"
         cast = "nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"
         raise ConfigError(f"{text}; expected {expected}; cast: {cast}")

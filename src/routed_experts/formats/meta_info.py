@@ -90,7 +90,7 @@ def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedE
         return None
     if holder.get(INFO_KEY) is None:
         raise RoutingFormatError(
-            f"{PAYLOAD_KEY} has no {INFO_KEY}; expected both, for a bare int32 payload does not say its shape"
+            f"{PAYLOAD_KEY} without {INFO_KEY}; expected both, for a bare int32 payload does not say its shape"
         )
     prompt_payload = holder.get(PROMPT_KEY, data.get(PROMPT_KEY))
     return decode_routed_experts(

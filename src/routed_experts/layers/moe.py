@@ -109,7 +109,7 @@ class TilePlan:
     last one belong to the next expert, whose own tile overwrites them."""
 
     order: Int[Array, " NK"]  # slot (n*K + k) at each sorted position
-    place: Int[Array, " NK"]  # sorted position of each slot
+    position: Int[Array, " NK"]  # sorted position of each slot
     row: Int[Array, " NK"]  # tile * T + row in the tile, of each slot
     tile_expert: Int[Array, " tiles"]
     tile_start: Int[Array, " tiles"]  # sorted position of the tile's first row
@@ -121,7 +121,7 @@ def plan_tiles(ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts:
     slots = ids.size
     key = jnp.where(valid[:, None], ids, num_experts).reshape(-1)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    place = jnp.zeros(slots, jnp.int32).at[order].set(jnp.arange(slots, dtype=jnp.int32), unique_indices=True)
+    position = jnp.zeros(slots, jnp.int32).at[order].set(jnp.arange(slots, dtype=jnp.int32), unique_indices=True)
     counts = jnp.sum(key[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
     tiles = (counts + tile - 1) // tile
@@ -133,8 +133,8 @@ def plan_tiles(ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts:
     first = ends - tiles
     start = starts[expert] + (index - first[expert]) * tile
     own = jnp.minimum(key, num_experts - 1)
-    row = jnp.clip(first[own] * tile + place - starts[own], 0, index.shape[0] * tile - 1)
-    return TilePlan(order=order, place=place, row=row, tile_expert=expert, tile_start=start, num_tiles=ends[-1])
+    row = jnp.clip(first[own] * tile + position - starts[own], 0, index.shape[0] * tile - 1)
+    return TilePlan(order=order, position=position, row=row, tile_expert=expert, tile_start=start, num_tiles=ends[-1])
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
@@ -163,7 +163,7 @@ def tiled_experts(call: ExpertCall) -> Float[Array, "N D"]:
         return lax.dynamic_update_slice_in_dim(outputs, biased(hidden @ down, call.down_bias, expert), start, axis=0)
 
     outputs = lax.fori_loop(0, plan.num_tiles, run_tile, jnp.zeros_like(sorted_x))
-    outputs = jnp.take(outputs, plan.place, axis=0).reshape(num_rows, top_k, width)
+    outputs = jnp.take(outputs, plan.position, axis=0).reshape(num_rows, top_k, width)
     return combine(outputs, call.weights, call.valid)
 
 
@@ -173,8 +173,8 @@ def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
     tile = tile_rows(call.ids.size, call.num_experts)
     plan = plan_tiles(call.ids, call.valid, num_experts=call.num_experts, tile=tile)
     index = jnp.arange(plan.tile_expert.shape[0])
-    places = plan.tile_start[:, None] + jnp.arange(tile)  # [tiles, T]
-    slots = jnp.take(plan.order, jnp.clip(places, 0, plan.order.shape[0] - 1))
+    positions = plan.tile_start[:, None] + jnp.arange(tile)  # [tiles, T]
+    slots = jnp.take(plan.order, jnp.clip(positions, 0, plan.order.shape[0] - 1))
     rows = jnp.take(call.x, slots // top_k, axis=0)  # [tiles, T, D]
     experts = call.first_expert + jnp.where(index < plan.num_tiles, plan.tile_expert, 0)
     hidden = jnp.einsum("itd,idf->itf", rows, jnp.take(call.gate_up, experts, axis=0))

@@ -89,15 +89,15 @@ class OffloadRunner(ModelRunner):
             slots = f"this engine's tables have {self.residency.num_resident} slots a layer"
             raise PlacementError(f"the map has num_resident={residency.num_resident}; {slots}")
         aligned = residency.aligned_to(self.residency)
-        before, held, new = self.residency.experts, self.residency.experts, aligned.experts
+        before, current, new = self.residency.experts, self.residency.experts, aligned.experts
         try:
-            self._swap_residents(held, new)
+            self._swap_residents(current, new)
         except Exception:
             self.num_failed += 1
-            self._bind(ResidencyMap.from_experts(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
+            self._bind(ResidencyMap.from_experts(current, num_experts=residency.num_experts, epoch=self.residency.epoch))
             raise
         finally:
-            copied = int(np.count_nonzero(held != before))
+            copied = int(np.count_nonzero(current != before))
             self.num_swapped += copied
         self._bind(aligned)
         return copied
@@ -149,11 +149,11 @@ class OffloadRunner(ModelRunner):
         self.slot_of = jax.device_put(residency.slot_of, self._device)
         self._arrays = OffloadArrays.create(self.model, self.tables)
 
-    def _swap_residents(self, held: Int32[np.ndarray, "M N"], new: Int32[np.ndarray, "M N"]) -> None:
+    def _swap_residents(self, current: Int32[np.ndarray, "M N"], new: Int32[np.ndarray, "M N"]) -> None:
         """Write the experts of all slots that change, and note each in `held`. A table is donated to each write and
         rebound after it, so a write that fails leaves what was written before."""
         for layer in self._table_layers(self.tables):
-            slots, experts = held[layer.moe_layer], new[layer.moe_layer]
+            slots, experts = current[layer.moe_layer], new[layer.moe_layer]
             for slot in np.flatnonzero(slots != experts).tolist():
                 self._write(self.model, self.tables, layer, slot, int(experts[slot]))
                 slots[slot] = experts[slot]

@@ -22,7 +22,7 @@ def native_layer_stack(
     pool: Float[Array, "LP page 2G C"],
     block: Int[Array, "MK N"] | None,
     routed: RunRouting | None,
-    places: StackOffsets,
+    offsets: StackOffsets,
     spec: RouterSpec,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
     """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is
@@ -50,8 +50,8 @@ def native_layer_stack(
         pool,
         *blocks,
         *replay,
-        first_layer=np.int64(places.first_layer),
-        first_column=np.int64(places.first_moe_layer),
+        first_layer=np.int64(offsets.first_layer),
+        first_column=np.int64(offsets.first_moe_layer),
         layer_pages=np.int64(attend.num_pages),
         top_k=np.int64(spec.top_k),
         eps=np.float32(arrays.eps),

@@ -168,8 +168,8 @@ class GroupedAttention:
                 rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
             )
         if self.tuning[0]:
-            places = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
-            grown = jnp.log1p(places) * self.tuning[1] + 1.0
+            steps = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
+            grown = jnp.log1p(steps) * self.tuning[1] + 1.0
             queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
         if self.needs:
             sinks = params.get("sinks") if self.sinks else None

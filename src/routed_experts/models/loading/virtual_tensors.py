@@ -72,9 +72,9 @@ class Mxfp4:
         return (experts, blocks * half * 2, outputs if self.start is None else outputs // 2), "bfloat16"
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
-        whole = slice(None)
-        blocks = Checkpoint.read(checkpoint, self.blocks, (box[0], whole, whole, whole))
-        scales = Checkpoint.read(checkpoint, self.scales, (box[0], whole, whole))
+        full = slice(None)
+        blocks = Checkpoint.read(checkpoint, self.blocks, (box[0], full, full, full))
+        scales = Checkpoint.read(checkpoint, self.scales, (box[0], full, full))
         if self.start is not None:
             blocks, scales = blocks[:, self.start :: 2], scales[:, self.start :: 2]
         return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(
