@@ -187,13 +187,13 @@ def test_a_tile_plan_gives_every_valid_slot_one_row_of_its_expert(seed):
     assert plan.num_tiles <= plan.tile_expert.size
     rows = []
     for slot in range(ids.size):
-        assert plan.order[plan.place[slot]] == slot
+        assert plan.order[plan.position[slot]] == slot
         if valid[slot // top_k]:
             at, row = divmod(int(plan.row[slot]), tile)
             rows.append((at, row))
             assert at < plan.num_tiles
             assert plan.tile_expert[at] == ids.reshape(-1)[slot]
-            assert plan.tile_start[at] + row == plan.place[slot]
+            assert plan.tile_start[at] + row == plan.position[slot]
     assert len(set(rows)) == len(rows)
 
 

@@ -154,9 +154,9 @@ def _fraction(name: str, value: object) -> None:
 
 
 def _increasing(name: str, value: object) -> None:
-    listed: tuple[object, ...] = value if isinstance(value, tuple) else ()
-    sizes = [size for size in listed if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
-    if not sizes or len(sizes) != len(listed) or any(a >= b for a, b in itertools.pairwise(sizes)):
+    values: tuple[object, ...] = value if isinstance(value, tuple) else ()
+    sizes = [size for size in values if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+    if not sizes or len(sizes) != len(values) or any(a >= b for a, b in itertools.pairwise(sizes)):
         raise ConfigError(
             f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)"
         )

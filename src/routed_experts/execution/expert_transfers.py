@@ -102,9 +102,9 @@ def move_experts(
         def run_round(index: Array, after: Array) -> Array:
             expert = lax.dynamic_index_in_dim(before, sent[index, rank], keepdims=False)
             source, target = received[index, rank], written[index, rank]
-            received = lax.dynamic_index_in_dim(lax.all_gather(expert, axis), jnp.maximum(source, 0), keepdims=False)
+            arriving = lax.dynamic_index_in_dim(lax.all_gather(expert, axis), jnp.maximum(source, 0), keepdims=False)
             present = lax.dynamic_index_in_dim(after, target, keepdims=False)
-            return lax.dynamic_update_index_in_dim(after, jnp.where(source >= 0, received, present), target, axis=0)
+            return lax.dynamic_update_index_in_dim(after, jnp.where(source >= 0, arriving, present), target, axis=0)
 
         moved = lax.fori_loop(0, num_rounds, run_round, before)
         return lax.dynamic_update_slice_in_dim(table, moved, row * per_device, axis=0)

@@ -41,8 +41,8 @@ def decode(payload: tuple[Sequence[Int[Any, "T K"]], Bool[Any, " T"] | None], in
     outside the mask are not known."""
     if not isinstance(payload, tuple) or len(payload) != 2:
         refuse("megatron", f"a {type(payload).__name__} of {len(payload)}", "the pair (layers, mask)")
-    listed, mask = payload
-    layers = [to_int_array(layer, "megatron") for layer in listed]
+    routed, mask = payload
+    layers = [to_int_array(layer, "megatron") for layer in routed]
     shapes = {layer.shape for layer in layers}
     if len(layers) != info.spec.num_moe_layers or len(shapes) != 1 or layers[0].ndim != 2:
         received = f"{len(layers)} layers of shapes {[layer.shape for layer in layers][:4]}"

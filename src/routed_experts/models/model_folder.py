@@ -117,7 +117,9 @@ class ModelFolder:
             return dummy_model(lambda: build(rngs=nnx.Rngs(0)), device_for=device_for, put_array=put_array)
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        shardings = {name: None if (device := device_for(name)) is None else SingleDeviceSharding(device) for name in flat}
+        shardings = {
+            name: None if (device := device_for(name)) is None else SingleDeviceSharding(device) for name in flat
+        }
         targets = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name]) for name, leaf in flat.items()
         }

@@ -94,7 +94,9 @@ class OffloadRunner(ModelRunner):
             self._swap_residents(current, new)
         except Exception:
             self.num_failed += 1
-            self._bind(ResidencyMap.from_experts(current, num_experts=residency.num_experts, epoch=self.residency.epoch))
+            self._bind(
+                ResidencyMap.from_experts(current, num_experts=residency.num_experts, epoch=self.residency.epoch)
+            )
             raise
         finally:
             copied = int(np.count_nonzero(current != before))

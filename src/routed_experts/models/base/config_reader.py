@@ -68,8 +68,8 @@ def read_config(
         )
     file = folder / "config.json"
     config = read_json_object(file)
-    found = config.get("architectures")
-    only = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
+    declared = config.get("architectures")
+    only = str(declared[0]) if isinstance(declared, list) and len(declared) == 1 else ""
     accepted = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
     if config.get("auto_map") is not None and not accepted.code:
         raise CheckpointError(
@@ -81,7 +81,7 @@ def read_config(
     _refuse_quantized(folder, config, accepted)
     if only not in architectures:
         raise CheckpointError(
-            f"{file}: architectures={found!r} is not known here; expected one of {_listed(architectures)}"
+            f"{file}: architectures={declared!r} is not known here; expected one of {_listed(architectures)}"
         )
     return config
 
@@ -114,9 +114,9 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: Acce
 
 def parse_architecture(config: Mapping[str, object]) -> str:
     """Return the one architecture of a config that read_config accepted."""
-    found = config["architectures"]
-    assert isinstance(found, list), found
-    return str(found[0])
+    architectures = config["architectures"]
+    assert isinstance(architectures, list), architectures
+    return str(architectures[0])
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
@@ -221,12 +221,12 @@ class ConfigReader:
 
     def _find(self, key: builtins.str) -> object:
         spellings = [name for name in (key, *_SYNONYMS.get(key, ())) if self.values.get(name) is not None]
-        found = [self.values[name] for name in spellings]
-        if any(value != found[0] for value in found):
+        values = [self.values[name] for name in spellings]
+        if any(value != values[0] for value in values):
             raise CheckpointError(
-                f"{self.path}: {' and '.join(spellings)} differ: {found}; expected one value; correct the file"
+                f"{self.path}: {' and '.join(spellings)} differ: {values}; expected one value; correct the file"
             )
-        return found[0] if found else None
+        return values[0] if values else None
 
     def _value(self, key: builtins.str, default: object, expected: builtins.str) -> object:
         value = self._find(key)
