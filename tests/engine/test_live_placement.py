@@ -434,7 +434,7 @@ def test_released_memory_is_no_failure(following):
             runner.placement.physical_to_logical_map[:, : runner.placement.num_instances // 2]
         ):
             skewed[1, layer, experts] = 1000  # one device has it all
-        follower._look(lambda: skewed, 1e6, following._follow)
+        follower._plan_and_move(lambda: skewed, 1e6, follower._apply)
         after = following.placement_stats()
         following.resume_memory_occupation()
     assert after.move_estimate.pays_off
