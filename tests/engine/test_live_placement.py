@@ -184,7 +184,9 @@ def assert_same(answers, expected, *, atol):
 
 def read_metrics(engine):
     metrics = Metrics(compat=None)
-    metrics.watch(AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    metrics.watch(
+        AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, call_later=lambda *_: None)
+    )
     lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
 
