@@ -54,7 +54,7 @@ def test_calls_of_one_event_loop_share_a_wake_up_and_get_their_own_in_order():
         thread.start()
         received = {name: [(await receiver.queue.get()).rid for _ in range(3)] for name, receiver in queues.items()}
         await asyncio.to_thread(thread.join)
-        return received, [call for call in wakes if call[0].__name__ == "_hand_over"]
+        return received, [call for call in wakes if call[0].__name__ == "_deliver"]
 
     received, wakes = asyncio.run(run())
     assert received == {name: [f"{name}{step}" for step in range(3)] for name in "abc"}

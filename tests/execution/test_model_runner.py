@@ -289,9 +289,12 @@ def test_a_donation_that_does_not_fit_deletes_nothing():
 
 
 def changed(state, change):
-    """The state with its first leaf changed, and the name of that leaf."""
-    [(path, leaf), *rest], tree = jax.tree_util.tree_flatten_with_path(state)
-    return jax.tree.unflatten(tree, [change(leaf), *(other for _, other in rest)]), jax.tree_util.keystr(path)
+    """The state with its embedding changed, and the name of that leaf."""
+    entries, tree = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path) for path, _ in entries]
+    (name,) = (name for name in names if "embed" in name)
+    arrays = [change(leaf) if each == name else leaf for each, (_, leaf) in zip(names, entries, strict=True)]
+    return jax.tree.unflatten(tree, arrays), name
 
 
 @pytest.mark.parametrize(

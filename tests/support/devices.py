@@ -15,7 +15,7 @@ import jax
 import pytest
 
 OPTION_COUNT, OPTION_REPORTS = "--num-devices", "--device-reports"
-TIMEOUT_S = 1800
+TIMEOUT_S = 900
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -37,7 +37,7 @@ class DevicesPlugin:
             jax.config.update("jax_num_cpu_devices", self._num_devices)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         count = num_devices(item)
         if count is None or count == self._num_devices:
             return None
@@ -45,6 +45,7 @@ class DevicesPlugin:
         for report in self._run_on_devices(item, count):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.session._setupstate.teardown_exact(nextitem)  # what the test before has left for this one
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

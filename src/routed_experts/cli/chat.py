@@ -59,7 +59,7 @@ def _read_line() -> str | None:
 
 def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:
     """Print an answer as it is generated, and return it. An interrupt ends it early."""
-    text = ""
+    printed = ""
     num_free = engine.get_server_info()["context_length"] - len(ids)
     length = max(1, min(options.max_new_tokens, num_free))
     stream = engine.generate(
@@ -68,9 +68,9 @@ def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:
     try:
         for output in stream:
             text = cast("str", output["text"])
-            print(text[len(text) :], end="", flush=True)
-            text = text
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
     except KeyboardInterrupt:
         stream.close()
     print()
-    return text
+    return printed
