@@ -92,3 +92,16 @@ def test_a_test_that_the_process_does_not_find_fails(run):
 def test_a_process_that_takes_too_long_is_ended_and_fails(run):
     counts, output = run(NEVER_ENDS, CONFTEST + "\nfrom support import devices\ndevices.TIMEOUT_S = 3\n")
     assert counts == {"failed": 1} and "ended after 3 s" in output
+
+
+def test_the_test_after_one_of_several_devices_is_set_up(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    pytester.makeconftest(CONFTEST)
+    one_device, two_devices = "def test_passes():\n    pass\n", "import pytest\n\n@pytest.mark.devices(2)\n"
+    files = {"a/test_1.py": one_device, "a/test_2.py": two_devices + one_device, "b/test_3.py": one_device}
+    for name, text in files.items():
+        file = pytester.path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    assert result.parseoutcomes() == {"passed": 3}
