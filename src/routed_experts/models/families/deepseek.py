@@ -41,7 +41,7 @@ def read_biased_router(
 ) -> RouterSpec:
     """The router of V3, which other families share; arguments are the family's defaults."""
     experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
-    num_groups, topk_group = read_groups(reader, experts, top_k, default=num_groups, default_kept=topk_group)
+    num_groups, topk_group = read_groups(reader, experts, top_k, default=num_groups, default_topk_group=topk_group)
     reader.require(num_groups == topk_group or experts // num_groups >= 2, "n_group", "groups of at least 2 experts")
     return RouterSpec(
         num_experts=experts,
@@ -58,12 +58,12 @@ def read_biased_router(
 
 
 def read_groups(
-    reader: ConfigReader, experts: int, top_k: int, *, default: int, default_kept: int = 1
+    reader: ConfigReader, experts: int, top_k: int, *, default: int, default_topk_group: int = 1
 ) -> tuple[int, int]:
     """Groups of experts, and how many of them a token may choose from."""
     num_groups = reader.int("n_group", minimum=1, default=default)
     reader.require(experts % num_groups == 0, "n_group", f"a divisor of {experts} experts")
-    topk_group = reader.int("topk_group", minimum=1, maximum=num_groups, default=min(default_kept, num_groups))
+    topk_group = reader.int("topk_group", minimum=1, maximum=num_groups, default=min(default_topk_group, num_groups))
     reader.require(
         topk_group * experts // num_groups >= top_k, "topk_group", f"groups that hold {top_k} experts together"
     )
