@@ -14,7 +14,7 @@ prefill alone: --new 8.
 
 `ratio`: throughput over "off", the median over groups of neighbouring steps; `+-`: the standard error of that median
 (1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed by
-itself: `rare us` is the time a step in which rows are filed and experts counted, on all threads, and `with it` the
+itself: `rare us` is the time a step, over all threads, in which rows are filed and experts counted. `with it` is the
 ratio with that added to every step; where steps overlap it is a bound. `on, both` are the two engines with capture
 over the two without. `whole` is the ratio of all steps together. With --pool, ratios are weighted by 1 / (+-)^2 and
 the rest is a mean of runs."""
@@ -61,12 +61,12 @@ class RareWork:
     """Times the work of a core that few steps do: filing rows, counting experts."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._taken: dict[str, float] = {"file": 0.0, "add": 0.0}  # each written by one thread
+        self._seconds: dict[str, float] = {"flush": 0.0, "add": 0.0}  # each written by one thread
         self._counts: Any = None
         if core.capturer.enabled:
             cache: Any = core.capturer.host_cache
             self._counts = cache._counts
-            cache.file = self._timed("file", cache.file, time.perf_counter)
+            cache.flush = self._timed("flush", cache.flush, time.perf_counter)
             self._counts.add = self._timed("add", self._counts.add, time.thread_time)
 
     @property
@@ -74,13 +74,13 @@ class RareWork:
         """Counts until now; waits for the worker."""
         if self._counts is not None:
             self._counts._worker.submit(lambda: None).result()
-        return sum(self._taken.values())
+        return sum(self._seconds.values())
 
     def _timed(self, name: str, call: Callable[..., None], clock: Callable[[], float]) -> Callable[..., None]:
         def timed(*args: Any) -> None:
             start = clock()
             call(*args)
-            self._taken[name] += clock() - start
+            self._seconds[name] += clock() - start
 
         return timed
 
@@ -118,8 +118,7 @@ def off_and_on(
 
 
 def compare_steps(base: list[float], measured: list[float], rare: float) -> dict[str, object]:
-    """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a
-    median does not see."""
+    """Compare neighbouring steps of two engines; `rare`: seconds a step that a median does not see."""
     ratios = sorted(a / b for a, b in zip(base, measured, strict=True))
     quarter, ratio = len(ratios) // 4, statistics.median(ratios)
     return {

@@ -21,8 +21,10 @@ from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
 
@@ -54,39 +56,29 @@ HF_CONFIG = {
 }
 
 
-def benchmark_config() -> Qwen3MoeConfig:
-    """The benchmark model's config, as the module takes it."""
-    return Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=128,
-        dense_width=1024,
-        expert_width=256,
-        router=RouterSpec(num_experts=32, top_k=4, renormalize=True),
-        moe_layers=tuple(range(6)),
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        context_length=1024,
-    )
+def read_config(values: dict[str, object]) -> FamilyConfig:
+    """A config.json, as the module takes it."""
+    return read_qwen3_moe(ConfigReader(values, "config.json"))
 
 
-def benchmark_model(dtype: jnp.dtype) -> Qwen3Moe:
+def benchmark_config(**changed: object) -> FamilyConfig:
+    """The benchmark model's config, with some keys of HF_CONFIG changed."""
+    return read_config(HF_CONFIG | changed)
+
+
+def benchmark_model(dtype: jnp.dtype) -> FamilyDecoder:
     """Random weights; the router's are ten times as wide, so that tokens spread over the experts."""
-    model = Qwen3Moe(benchmark_config(), rngs=nnx.Rngs(0), dtype=dtype)
-    for run in model.blocks:
-        run.router[...] = run.router[...] * jnp.asarray(10, dtype)
+    model = FamilyDecoder(benchmark_config(), rngs=nnx.Rngs(0), dtype=dtype)
+    for [arrays] in model.blocks:
+        arrays["router"][...] = arrays["router"][...] * jnp.asarray(10, dtype)
     return model
 
 
-def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
+def write_checkpoint(model: FamilyDecoder, folder: Path) -> Path:
     """The same weights as a Hugging Face folder, for other engines."""
     flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     tensors: dict[str, np.ndarray] = {}
-    for source in Qwen3Moe.weight_sources(model.config):
+    for source in weight_sources(model.config):
         piece = flat[source.target][source.index]
         width = source.shape[0] if source.transpose else piece.shape[-1]
         piece = piece[..., source.offset : source.offset + width]
@@ -95,7 +87,7 @@ def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
     return folder
 
 
-def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> EngineComponents:
+def build(model: FamilyDecoder, *, capture: bool, **changes: object) -> EngineComponents:
     """Components of an engine over the benchmark model, without a thread, so that steps can be timed."""
     args = ServerArgs(enable_return_routed_experts=capture, max_total_tokens=16_384, **changes)
     return build_engine(args, model=model)

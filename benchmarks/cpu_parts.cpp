@@ -66,7 +66,7 @@ double best_seconds(int threads, int rounds, const Body& body) {
     const double since = now();
     std::vector<std::thread> team;
     for (int t = 0; t < threads; t++) team.emplace_back([&, t] { body(t); });
-    for (auto& one : team) one.join();
+    for (auto& thread : team) thread.join();
     best = std::min(best, now() - since);
   }
   return best;

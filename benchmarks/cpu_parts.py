@@ -2,16 +2,20 @@
 it.
 
     python benchmarks/cpu_parts.py [--batches 1 8 32] [--dtypes float32 bfloat16] [--rounds 3]
+    python benchmarks/cpu_parts.py --small      # one short batch: does it run
 
-The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the
-sources as they are), so parts are timed where they stand: same buffers, same threads awake. Steps are taken one by
-one, from scheduling to tokens and rows on the host, nothing overlapped; `overlapped` is what a decode step takes
-when they do. A part's floor is the longer of its bytes (weights that are read, of experts those that were chosen;
-keys and values) over the rate at which this machine's cores read memory, and its arithmetic over the rate at which
-they multiply and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a
-float32 product of NumPy's is given beside). What fits the caches can be read faster than that. `norms` is the rest of
-the layers' kernel; `programs` the rest between dispatch and read-back: packing, starting two programs, embedding,
-angles, gathering; `host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
+The engine runs its own kernels, compiled here with a clock at each part (cpu_parts.cpp includes the sources as they
+are), so buffers and threads are those of a normal step. Steps run one at a time, from scheduling to tokens and rows on
+the host, without overlap; `overlapped` is a decode step with overlap.
+
+A part's floor is the longer of two times: its bytes (weights that are read, of the chosen experts only; keys and
+values) over this machine's memory bandwidth, and its operations over the rate at which the cores multiply and add in
+registers, in float32 or, with weights of bfloat16, in pairs of bfloat16. Both rates are measured first, beside a
+float32 product of NumPy. Data in the caches can be read faster than the floor.
+
+Columns: `norms` is the rest of the layers' kernel; `programs` the rest between dispatch and read-back (packing,
+starting two programs, embedding, angles, gathering); `host` all other Python; `sum / step` the sum of the parts'
+medians over the median step."""
 
 import argparse
 import ctypes
@@ -25,8 +29,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import VOCABULARY, Prompts, benchmark_config, benchmark_model, build, print_table, write_result
+from common import HF_CONFIG, VOCABULARY, Prompts, benchmark_config, benchmark_model, build, print_table, write_result
 
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
@@ -37,15 +42,18 @@ MATRICES = ("experts", "projections", "head")  # multiplied in the weights' dtyp
 COLUMNS = ("experts", "attention", "projections", "router", "norms", "head", "sampler", "programs", "host")
 
 
-def clocked_library() -> ctypes.CDLL:
-    """The native kernels with clocks, in place of the engine's own; call it before an engine is built."""
+def clocked_library(*, optimized: bool) -> ctypes.CDLL:
+    """The native kernels with clocks, in place of the engine's own; call it before an engine is built. Without
+    optimisations they compile in seconds, and no figure is of use."""
     command = toolchain.compiler()
     assert command is not None, "no C++ compiler"
-    made = Path(tempfile.mkdtemp()) / "clocked.so"
+    file = Path(tempfile.mkdtemp()) / "clocked.so"
+    level = () if optimized else ("-O0",)
     include = (f"-I{jax.ffi.include_dir()}", f"-I{toolchain.HERE}")
     source = str(Path(__file__).with_suffix(".cpp"))
-    subprocess.run([*command, *toolchain.FLAGS, *toolchain.simd_flags(), *include, source, "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
+    flags = (*toolchain.FLAGS, *toolchain.simd_flags(), *level, *include)
+    subprocess.run([*command, *flags, source, "-o", str(file)], check=True)
+    library = ctypes.CDLL(str(file))
     library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
     library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (
         (ctypes.c_int64, ctypes.c_int, ctypes.c_int),
@@ -68,7 +76,7 @@ def product_rate(size: int = 1536, rounds: int = 8) -> float:
 
 
 class ClockedRunner:
-    """A runner that notes when its steps begin and end, and what they held; stands in for it in the core."""
+    """Wraps a runner and notes when its steps begin and end, and their batches and rows."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
@@ -85,8 +93,15 @@ class ClockedRunner:
         """Wait for the device."""
         result = self._runner.read(pending)
         jax.block_until_ready(result.rows)
-        self.ended, self.rows = time.perf_counter(), result.rows
+        self.ended, self.rows = time.perf_counter(), np.asarray(result.rows)
         return result
+
+
+def unpack_rows(rows: np.ndarray, tokens: int, spec: CaptureSpec) -> np.ndarray:
+    """Ids [N, layers, top_k] of a step's tokens; `rows` are ids or, in int32, end with packed words."""
+    if rows.dtype == np.int32:
+        rows = np.ascontiguousarray(rows[:tokens, -spec.row_words :]).view(spec.dtype)[:, : spec.row_ids]
+    return rows[:tokens].reshape(tokens, spec.num_moe_layers, spec.top_k)
 
 
 def required_work(
@@ -97,13 +112,13 @@ def required_work(
     layers, hidden, spec, mixed = (
         config.num_layers,
         config.hidden_size,
-        config.router,
+        config.capture_spec,
         config.num_heads * config.head_dim,
     )
     projected, key_row = mixed + 2 * config.num_kv_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
-    ids = np.asarray(rows)[:tokens].reshape(tokens, layers, spec.top_k)
+    ids = unpack_rows(rows, tokens, config.capture_spec)
     chosen = sum(np.unique(ids[:, layer]).size for layer in range(layers))
-    requests, expert = int((np.diff(batch.query_starts) > 0).sum()), 3 * hidden * config.expert_width
+    requests, expert = int((np.diff(batch.query_starts) > 0).sum()), 3 * hidden * HF_CONFIG["moe_intermediate_size"]
     looked_at = int((np.asarray(batch.positions)[:tokens] + 1).sum())
     matrices, router = hidden * projected + mixed * hidden, hidden * spec.num_experts
     return {
@@ -149,7 +164,7 @@ def measure_steps(
 
 
 def overlapped(core: EngineCore, batch: int, turn: int) -> float:
-    """Seconds of a decode step while the next one is in flight."""
+    """Seconds of a decode step while the next step is in flight."""
     core.flush_cache()
     reqs = Prompts(1000 + turn).requests(batch, prompt=128, new=40, ask=True)
     core.add(reqs)
@@ -164,32 +179,32 @@ def overlapped(core: EngineCore, batch: int, turn: int) -> float:
 
 
 def table_rows(steps: list[dict[str, object]], rates: dict[str, float], **labels: object) -> list[dict[str, object]]:
-    """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
+    """A row of milliseconds, one of floors, one of ratios, from the medians of steps of the same phase and size."""
     step = statistics.median(step_times["step"] for step_times in steps)
     times = {name: statistics.median(step_times[name] for step_times in steps) * 1e3 for name in COLUMNS}
     floors = {}
     for name in steps[0]["work"]:
-        held, operations = (statistics.median(step["work"][name][index] for step in steps) for index in (0, 1))
+        num_bytes, operations = (statistics.median(step["work"][name][index] for step in steps) for index in (0, 1))
         multiplied = rates[labels["dtype"] if name in MATRICES else "float32"]
-        floors[name] = max(held / rates["read"], operations / multiplied) * 1e3
-    named = sum(times[name] for name in COLUMNS)
+        floors[name] = max(num_bytes / rates["read"], operations / multiplied) * 1e3
+    sum_of_parts = sum(times[name] for name in COLUMNS)
     columns = {
         "ms": times,
         "floor": floors,
         "ms / floor": {name: times[name] / floor for name, floor in floors.items()},
     }
-    whole = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
-    shown = ("-",) * len(COLUMNS)
+    of_step = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
+    dashes = ("-",) * len(COLUMNS)
     return [
         {
             **labels,
-            "of": what,
-            **dict(zip(COLUMNS, shown, strict=True)),
+            "of": kind,
+            **dict(zip(COLUMNS, dashes, strict=True)),
             **values,
-            "step": whole[what],
-            "sum / step": named / step / 1e3,
+            "step": of_step[kind],
+            "sum / step": sum_of_parts / step / 1e3,
         }
-        for what, values in columns.items()
+        for kind, values in columns.items()
     ]
 
 
@@ -199,11 +214,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--small", action="store_true", help="one short batch of kernels without optimisations: does it run"
+    )
     args = parser.parse_args()
-    library = clocked_library()
+    if args.small:
+        vars(args).update(batches=[1], dtypes=["float32"], rounds=1)
+    library = clocked_library(optimized=not args.small)
     threads = os.cpu_count() or 1
-    rates = {"read": library.rex_read_rate(1 << 29, threads, 6)}
-    rates |= {dtype: library.rex_multiply_rate(threads, 20, dtype == "bfloat16") for dtype in ("float32", "bfloat16")}
+    probes = 1 if args.small else 20
+    rates = {"read": library.rex_read_rate(1 << 29, threads, min(6, probes))}
+    rates |= {
+        dtype: library.rex_multiply_rate(threads, probes, dtype == "bfloat16") for dtype in ("float32", "bfloat16")
+    }
     probe = {
         "read GB/s": rates["read"] / 1e9,
         "float32 Gop/s": rates["float32"] / 1e9,
@@ -223,13 +246,13 @@ def main() -> None:
                 for turn in range(args.rounds + 1)
             ]
             core.runner = clock._runner
-            alone = statistics.median(overlapped(core, batch, turn) for turn in range(args.rounds)) * 1e3
+            overlapped_ms = statistics.median(overlapped(core, batch, turn) for turn in range(args.rounds)) * 1e3
             steps = [step for run in runs[1:] for step in run]  # the first one warms up
             for phase in ("decode", "prefill"):
                 most = max(step["tokens"] for step in steps if step["phase"] == phase)
                 selected = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
                 labels = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
-                table += table_rows(selected, rates, **labels, overlapped=alone if phase == "decode" else "-")
+                table += table_rows(selected, rates, **labels, overlapped=overlapped_ms if phase == "decode" else "-")
             print_table(table[-6:])
     print(write_result("cpu_parts", table, probe=probe, rounds=args.rounds))
 

@@ -107,14 +107,14 @@ def options() -> argparse.Namespace:
 
 def build_config(args: argparse.Namespace) -> dict[str, Any]:
     """The config with `--layers` layers."""
-    whole = (
+    config = (
         QWEN3_30B_A3B
         if args.config is None
         else HF_CONFIG
         if args.config == "small"
         else json.loads(Path(args.config).read_text())
     )
-    return {**whole, "num_hidden_layers": args.layers}
+    return {**config, "num_hidden_layers": args.layers}
 
 
 def look(engine: Engine, prompts: list[list[int]], new: int, first: First | None) -> tuple[First, dict[str, object]]:

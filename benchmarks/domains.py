@@ -6,13 +6,19 @@ share a direction, along which each router scores its experts by normal noise ti
 domain that it sees. So what is captured is real routing, of skewed frequencies (0.4 is near what is published of
 Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots)."""
 
+import argparse
+import contextlib
 import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Prompts
+from step import QWEN3_30B_A3B
 
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.model_folder import ModelFolder
@@ -30,11 +36,25 @@ SMALL = {
 }
 
 
+@contextlib.contextmanager
+def skewed_checkpoint(args: argparse.Namespace) -> Iterator[tuple[dict[str, object], Path, FamilyDecoder]]:
+    """The config of a skewed model, its folder and its weights; `args`: layers, dtype, skew and small. Engines of one
+    process share their programs by a cache in the folder."""
+    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        (folder / "config.json").write_text(json.dumps(config))
+        yield config, folder, skewed_model(folder, args.dtype, args.skew)
+
+
 def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
     """Random weights, experts on the host; a router's score of expert e is moved by its noise in that domain times
     skew."""
     host = jax.devices("cpu")[-1]
-    opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
+    opened = ModelFolder.open(folder, load_format="dummy")
     model = opened.load(jnp.dtype(dtype), device_for=lambda target: host if is_expert(target) else jax.devices()[0])
     assert isinstance(model, FamilyDecoder) and model.head is not None
     embed, head, router = model.embed, model.head, model.blocks[0][0]["router"]

@@ -3,12 +3,13 @@
     python benchmarks/expert_offload.py [--layers 4] [--batches 1 4 16 64] [--fractions 0.95 0.3 0.1 0.5 0.7 1]
     JAX_NUM_CPU_DEVICES=2 python benchmarks/expert_offload.py --small      # CPU
 
-The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not fall into
-one loop. `first`: experts 0 to N-1. `static`: the most used of a run before it, with other prompts, exchanged live.
-Residents that follow the load: residency.py. Rows alternate: whole runs, of which the median decode step counts.
+The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not all
+repeat one loop. `first`: experts 0 to N-1. `static`: the most used experts of an earlier run with other prompts,
+swapped in while the engine runs. Residents that follow the load: residency.py. Rows are measured in turns of complete
+runs; the figure is the median decode step.
 
 Columns. `serial`: the same step, but the device waits for the host's experts where they are submitted. `overlap`:
-serial over the step, what running both at once gains. `host`: ms of the host's threads in a serial step. `device`: ms
+serial over the step, the gain of running both at once. `host`: ms of the host's threads in a serial step. `device`: ms
 to read the residents of a step at --bandwidth, less than they take. `bound`: the serial step over itself without the
 shorter of host and device. `of bound`: overlap over it. `plain`: without experts=. Hits are counted by the runner;
 bytes are those of the arrays on the device, and what the device reports. Results are written after every engine."""
@@ -19,7 +20,6 @@ import dataclasses
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +27,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, Domain, build_domains, skewed_model
+from domains import Domain, build_domains, skewed_checkpoint
 from flax import nnx
-from step import QWEN3_30B_A3B, Run, drive
+from step import Run, drive
 
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import ResidencyMap
@@ -44,7 +44,7 @@ from routed_experts.placement.residency import most_used
 
 
 def on_accelerator(model: FamilyDecoder) -> FamilyDecoder:
-    """The same weights, all there."""
+    """The same weights, all on the accelerator."""
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.device_put(state, jax.devices()[0]))
 
@@ -82,13 +82,13 @@ class Bench:
 
     def run(self, batch: int, *, domain: int = 0, ask: bool = False, new: int | None = None) -> Run:
         """A batch of new prompts; `host_s` becomes the seconds of the host's threads in its decode steps."""
-        how = {"prompt": self.args.prompt, "new": new or self.args.new, "ask": ask, "logprobs": True}
+        options = {"prompt": self.args.prompt, "new": new or self.args.new, "ask": ask, "logprobs": True}
         host, before = getattr(self.core.runner, "host", None), []
 
         def prefilled() -> None:
             before.append(0.0 if host is None else host.queue.stats().busy_s)
 
-        run = drive(self.core, self.domains[domain], batch, **how, on_prefilled=prefilled)
+        run = drive(self.core, self.domains[domain], batch, **options, on_prefilled=prefilled)
         self.host_s = 0.0 if host is None else host.queue.stats().busy_s - before[0]
         return run
 
@@ -158,17 +158,17 @@ def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
 
 
 def accelerator_bytes(core: EngineCore) -> dict[str, float]:
-    """Of all arrays that are there, each buffer once, and as the device counts."""
+    """Of all arrays on the accelerator, each buffer once, and as the device counts."""
     device = jax.devices()[0]
-    here = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
+    buffers = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
     stats = device.memory_stats() or {}
-    return {"arrays MB": sum(here.values()) / 1e6, "in use MB": stats.get("bytes_in_use", float("nan")) / 1e6}
+    return {"arrays MB": sum(buffers.values()) / 1e6, "in use MB": stats.get("bytes_in_use", float("nan")) / 1e6}
 
 
 def rows_of_engine(
     model: FamilyDecoder, args: argparse.Namespace, folder: Path, fraction: float
 ) -> Iterator[dict[str, object]]:
-    """All rows of one number of residents; 1.0 once, for there `first` is all."""
+    """All rows of one number of residents; a fraction of 1.0 has one row a batch, because `first` has all experts."""
     config = json.loads((folder / "config.json").read_text())
     gc.collect()  # the tables of the last engine
     experts = ExpertOffloadConfig(
@@ -216,16 +216,9 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Run, print, write."""
     args, rows = parsed(), list[dict[str, object]]()
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
     settings = {name: vars(args)[name] for name in ("layers", "skew", "prompt", "new")}
     settings["accelerator"] = str(jax.devices()[0])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        (folder / "config.json").write_text(json.dumps(config))
-        model = skewed_model(folder, args.dtype, args.skew)
+    with skewed_checkpoint(args) as (config, folder, model):
         for fraction in args.fractions:
             begin = time.perf_counter()
             rows += rows_of_engine(model, args, folder, fraction)

@@ -1,4 +1,4 @@
-"""Faults of a whole server process with their trials: slow readers and clients, SIGTERM idle and busy,
+"""Faults of a server process with their trials: slow readers and clients, SIGTERM idle and busy,
 SIGKILL and a new start on the same port. After each kind every accepted request has one outcome, nothing is held,
 and a request is served. The demo model, on CPU.
 
@@ -65,7 +65,7 @@ class Server:
         wire.sendall(content)
         return wire
 
-    def check_whole(self) -> None:
+    def check_intact(self) -> None:
         """Every accepted request has ended once, all pages can be freed, and a request is served with its rows."""
         deadline = time.monotonic() + 30
         while (info := self.ask("GET", "/get_server_info")[1])["requests_accepted"] != sum(
@@ -121,7 +121,7 @@ def slow_readers() -> Row:
             among += latencies(server)
             for wire in wires:
                 wire.close()
-            server.check_whole()
+            server.check_intact()
         ended = server.ask("GET", "/get_server_info")[1]["requests_finished"]
         assert ended.get("abort", 0) + ended["length"] + ended.get("stop", 0) == sum(ended.values()), ended
         return {
@@ -151,12 +151,13 @@ def slow_headers() -> Row:
                 closed += 1
         assert closed == 50, f"{len(wires)} connections are open after 30 s"
         took = time.monotonic() - start
-        server.check_whole()
+        server.check_intact()
         return {"trials": 50, "closed after s": took, "others p99 ms": sorted(among)[len(among) * 99 // 100]}
 
 
 def sigterm() -> Row:
-    """12: idle and busy, with 0 and 30 s to end what runs. Exit 0; what ran is whole, or an abort with its rows."""
+    """12: idle and busy, with 0 and 30 s for running requests to end. Exit 0; each answer is complete, or an abort with
+    its rows."""
     ends = []
     for busy, timeout in ((False, 0), (False, 30), (True, 0), (True, 30)) * 3:
         server = Server("--shutdown-timeout", str(timeout))
@@ -189,12 +190,12 @@ def sigkill() -> Row:
     for _ in range(5):
         server = Server(port=port)
         port = server.port
-        server.check_whole()
+        server.check_intact()
         with server.connect(post({**LONG, "stream": True})) as wire:
             wire.recv(4096)
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
     last = Server(port=port)
-    last.check_whole()
+    last.check_intact()
     assert last.end(signal.SIGTERM) == 0
     return {"trials": 5, "starts": 6}
 

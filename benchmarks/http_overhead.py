@@ -130,21 +130,21 @@ def one_round(
             "cpu": measured["cpu"],
         }
 
-    ways: dict[str, Callable[[], dict[str, object]]] = {
+    methods: dict[str, Callable[[], dict[str, object]]] = {
         "streamed in process": lambda: in_process(stream=True),
         "rows too, in process": lambda: in_process(return_routed_experts=True),
         "HTTP": through_http,
         "HTTP with rows": lambda: through_http(return_routed_experts=True),
     }
 
-    def run(way: Callable[[], dict[str, object]]) -> dict[str, object]:
+    def run(method: Callable[[], dict[str, object]]) -> dict[str, object]:
         engine.flush_cache()
-        return way()
+        return method()
 
     before = run(in_process)
     measured: dict[str, dict[str, object]] = {"at once": {**before, "of at once": 1.0}}
-    for name, way in ways.items():
-        result, after = run(way), run(in_process)
+    for name, method in methods.items():
+        result, after = run(method), run(in_process)
         seconds = [1 / run_["tokens/s"] for run_ in (before, result, after)]
         measured[name] = {**result, "of at once": (seconds[0] + seconds[2]) / 2 / seconds[1]}
         before = after

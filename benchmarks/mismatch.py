@@ -31,7 +31,7 @@ from training.rollouts import compare, roll_out, training_logprobs
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.layers.permuted_moe import PERMUTED
-from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.replay import mismatch_report
 from support import gpu_replay
 
@@ -55,7 +55,7 @@ def parse_sizes(args: argparse.Namespace) -> Sizes:
     if args.small:
         plan = {"batch": 2, "length": 32, "block": 2}
         return Sizes(engine=gpu_replay.SMALL, sequences=4, prompt=8, new=8, text_bytes=200_000, plan=plan)
-    engine = gpu_replay.Sizes(config=gpu_replay.qwen3_config())
+    engine = gpu_replay.Sizes(config=gpu_replay.byte_config())
     return Sizes(engine=engine, sequences=512, prompt=32, new=224, text_bytes=60_000_000, plan={"batch": args.batch})
 
 
@@ -63,7 +63,7 @@ def parse_sizes(args: argparse.Namespace) -> Sizes:
 class Rollout:
     """A trained model in the served dtype; tokens [B S], logprobs [B G] and a record a sequence of its engine."""
 
-    model: Qwen3Moe
+    model: FamilyDecoder
     tokens: np.ndarray
     logprobs: np.ndarray
     records: list[RoutedExperts]

@@ -18,9 +18,7 @@ end."""
 
 import argparse
 import dataclasses
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, Domain, build_domains, skewed_model
-from step import QWEN3_30B_A3B
+from domains import Domain, build_domains, skewed_checkpoint
 
 from routed_experts import Engine, PlacementConfig
 from routed_experts.core.placement import ExpertPlacement
@@ -130,7 +127,7 @@ def median_ms(seconds: list[float]) -> float:
 
 def ways(bench: Bench) -> list[Row]:
     """Step times of all ways, which take turns."""
-    args, built = bench.args, {name: bench.assembled(way) for name, way in WAYS.items()}
+    args, built = bench.args, {name: bench.assembled(options) for name, options in WAYS.items()}
     rows: list[Row] = []
     slots = int(bench.config["num_hidden_layers"]) * int(bench.config["num_experts_per_tok"])
     for batch in args.batches:
@@ -298,13 +295,9 @@ def main() -> None:
     args = parsed()
     if args.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
     results = dict[str, list[Row]]()
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(config))
-        bench = Bench(
-            args=args, config=config, folder=Path(name), model=skewed_model(Path(name), args.dtype, args.skew)
-        )
+    with skewed_checkpoint(args) as (config, folder, model):
+        bench = Bench(args=args, config=config, folder=folder, model=model)
         for part in args.parts:
             begin = time.perf_counter()
             results[part] = PARTS[part](bench)

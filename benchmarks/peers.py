@@ -3,10 +3,12 @@
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
-without --peer, transformers of this environment. This engine runs with capture on and rows in every request. Prefill
-is a run of one new token, and decode what the whole run takes more, for all alike. Rounds alternate, with half a
-second between two turns; a ratio is that of one round; medians are given. `same` is the share of greedy tokens
-before the first difference that equal those of this engine: a low share means that the peer computes something else."""
+llama_cpp also needs torch, transformers and LLAMA_CPP=FOLDER, the source of llama.cpp.
+Without --peer, transformers of this environment. This engine runs as a user calls it: Engine.generate with the rows
+of every request. Prefill is a run of one new token, and decode what the whole run takes more, for all alike. Rounds
+alternate, with half a second between two turns; a ratio is that of one round; medians are given. `same` is the share
+of greedy tokens before the first difference that equal those of this engine: a low share means that the peer computes
+something else."""
 
 import argparse
 import dataclasses
@@ -20,12 +22,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from common import Prompts, benchmark_model, build, print_table, write_checkpoint, write_result
+from common import VOCABULARY, benchmark_model, print_table, write_checkpoint, write_result
 
-from routed_experts.engine.loop.core import EngineCore
+from routed_experts import Engine
 
 # threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
-_REST_S = 0.5
+REST_S = 0.5
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 
@@ -39,19 +41,31 @@ class Timing:
     tokens: list[list[int]]
 
 
+class PeerEnded(RuntimeError):
+    """A peer's process ended; the text is its last error."""
+
+
 class Peer:
-    """Another engine's process."""
+    """Another engine's process. It must announce that it is ready: raises PeerEnded where it ends before."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str) -> None:
         command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.name, self.version = name, self._answer()["version"]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process is
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self.name = name
+        self.version = self._answer()["version"]
 
     def _answer(self) -> dict:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a peer ended with {self._process.wait()}; its words are above")
+            code = self._process.wait()
+            self._log.seek(0)
+            lines = [text for text in self._log.read().splitlines() if text.strip()]
+            errors = [text for text in lines if "Error" in text] or lines or ["no output"]
+            raise PeerEnded(f"{errors[-1].strip()} (exit code {code})")
         return json.loads(line)
 
     def run(self, prompts: list[list[int]], new: int) -> Timing:
@@ -65,22 +79,29 @@ class Peer:
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
+        self._log.close()
 
 
-def measure_engine(core: EngineCore, prompts: Prompts, ids: list[np.ndarray], new: int) -> Timing:
-    """One round of this engine, measured as its peers are."""
-    seconds, reqs = [], []
+def measure_engine(
+    engine: Engine, prompts: list[list[int]], new: int, *, ask: bool = True
+) -> tuple[Timing, list[dict]]:
+    """One round of this engine, measured as its peers are, through the call that users make; and its outputs. `ask`:
+    for the rows of every request."""
+    seconds, outputs = [], []
     for count in (1, new):
-        reqs = prompts.build_requests(ids, new=count, ask=True)
-        core.flush_cache()
+        engine.flush_cache()
         start = time.perf_counter()
-        core.add(reqs)
-        while not core.is_idle:
-            core.step()
+        outputs = engine.generate(
+            input_ids=prompts,
+            sampling_params={"temperature": 0.0, "ignore_eos": True},
+            max_new_tokens=count,
+            return_routed_experts=ask,
+        )
         seconds.append(time.perf_counter() - start)
-    first, whole = seconds
-    tokens = [req.tokens[req.prompt_len : req.num_known].tolist() for req in reqs]
-    return Timing(prefill=sum(map(len, ids)) / first, decode=len(ids) * (new - 1) / (whole - first), tokens=tokens)
+    first, total = seconds
+    tokens = [output["output_ids"] for output in outputs]
+    num_prompt_tokens, num_decoded = sum(map(len, prompts)), len(prompts) * (new - 1)
+    return Timing(prefill=num_prompt_tokens / first, decode=num_decoded / (total - first), tokens=tokens), outputs
 
 
 def same(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -127,30 +148,31 @@ def main() -> None:
     parser.add_argument("--peer", action="append", metavar="NAME=PYTHON")
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype(args.dtype))
-    core = build(model, capture=True).core
+    engine = Engine(model=model, enable_return_routed_experts=True, max_total_tokens=16_384, skip_tokenizer_init=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_checkpoint(model, Path(temporary))
         named = [peer.split("=", 1) for peer in args.peer or [f"transformers={sys.executable}"]]
         peers = [Peer(name, python, folder, args.dtype) for name, python in named]
-    prompts, rows = Prompts(), []
+    noise, rows = np.random.default_rng(0), []
     for batch in args.batches:
         ours: list[Timing] = []
         theirs: dict[str, list[Timing]] = {peer.name: [] for peer in peers}
         for turn in range(-1, args.rounds):  # the first round warms up
             new = args.new if turn >= 0 else 8
-            ids = [req.source.input_ids for req in prompts.requests(batch, prompt=args.prompt, new=1, ask=True)]
-            time.sleep(_REST_S)
-            own = measure_engine(core, prompts, ids, new)
+            prompts = noise.integers(0, VOCABULARY, (batch, args.prompt)).tolist()
+            time.sleep(REST_S)
+            own, _ = measure_engine(engine, prompts, new)
             answers: dict[str, Timing] = {}
             for peer in peers:
-                time.sleep(_REST_S)
-                answers[peer.name] = peer.run([list(map(int, prompt)) for prompt in ids], new)
+                time.sleep(REST_S)
+                answers[peer.name] = peer.run(prompts, new)
             if turn >= 0:
                 ours.append(own)
                 for name, answer in answers.items():
                     theirs[name].append(answer)
         rows += table(batch, ours, theirs)
         print_table(rows[-2 * len(peers) :])
+    engine.shutdown()
     versions = {peer.name: peer.version for peer in peers}
     for peer in peers:
         peer.close()

@@ -113,10 +113,12 @@ def judge_balance(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedE
         }
         num_layers, num_experts = stats[domain].load.shape
         for name, plan in {"none": ExpertPlacement.identity(num_layers, num_experts, DEVICES), **plans}.items():
-            whole = placement.eplb_balancedness(placement.simulate(records, plan, step_tokens=10**9).device_load)
-            row: dict[str, object] = {"judged on": domain, "plan from": name, "whole trace": whole}
-            for way in ("even", "waterfill"):
-                row[way] = float(placement.simulate(records, plan, dispatch=way, step_tokens=256).balancedness.mean())
+            whole_trace = placement.eplb_balancedness(placement.simulate(records, plan, step_tokens=10**9).device_load)
+            row: dict[str, object] = {"judged on": domain, "plan from": name, "whole trace": whole_trace}
+            for dispatch in ("even", "waterfill"):
+                row[dispatch] = float(
+                    placement.simulate(records, plan, dispatch=dispatch, step_tokens=256).balancedness.mean()
+                )
             rows.append(row)
     return rows
 
@@ -157,16 +159,16 @@ def time_plans() -> list[dict[str, object]]:
     """Milliseconds of a plan for 58 layers of 256 experts, gamma loads; and the copies after the load has drifted."""
     rng = np.random.default_rng(0)
     load = rng.gamma(0.5, size=(58, 256))
-    later = load * np.exp(0.5 * rng.standard_normal(load.shape))
+    drifted = load * np.exp(0.5 * rng.standard_normal(load.shape))
     rows = []
     for num_instances, num_devices in ((288, 32), (384, 128)):
         sizes = {"num_instances": num_instances, "num_devices": num_devices}
         greedy, greedy_ms = timed(lambda sizes=sizes: rebalance(load, **sizes, refined=False))
         old, refined_ms = timed(lambda sizes=sizes: rebalance(load, **sizes))
-        new = rebalance(later, **sizes)
-        named, relabel_ms = timed(lambda new=new, old=old: placement.relabel(new, old))
+        new = rebalance(drifted, **sizes)
+        relabelled, relabel_ms = timed(lambda new=new, old=old: placement.relabel(new, old))
         balance = [placement.eplb_balancedness(placement.device_load(load, plan)) for plan in (greedy, old)]
-        copies = [int(placement.num_copies(old, plan).sum()) for plan in (new, named)]
+        copies = [int(placement.num_copies(old, plan).sum()) for plan in (new, relabelled)]
         rows.append(
             {
                 "instances": num_instances,

@@ -16,17 +16,14 @@ import dataclasses
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 from common import print_table, write_result
-from domains import SMALL, build_domains, skewed_model
+from domains import build_domains, skewed_checkpoint
 from expert_offload import Bench, by_frequency, server_args
-from step import QWEN3_30B_A3B
 
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.engine.build.builder import build_engine
@@ -106,7 +103,6 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Run, print, write after every number of residents."""
     args, rows = parsed(), list[dict[str, object]]()
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
     figures = {
         "layers": args.layers,
         "skew": args.skew,
@@ -114,13 +110,7 @@ def main() -> None:
         "new": args.new,
         "runs": args.runs,
     }
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        (folder / "config.json").write_text(json.dumps(config))
-        model = skewed_model(folder, args.dtype, args.skew)
+    with skewed_checkpoint(args) as (_, folder, model):
         for fraction in args.fractions:
             begin = time.perf_counter()
             rows += of_fraction(model, args, folder, fraction)

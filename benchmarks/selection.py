@@ -38,7 +38,7 @@ WATERFILL_SIZES = [(288, 32), (384, 128)]
 top_k = jax.jit(lambda inputs: jax.lax.top_k(inputs.scores, TOP_K))
 targets = jax.jit(lambda inputs, room: choose_by_rounds(inputs.scores, room, inputs.valid, TOP_K))
 native = jax.jit(lambda inputs: native_selection(inputs, TOP_K, overflows=True))
-whole = jax.jit(
+select = jax.jit(
     lambda inputs: balanced_expert_selection(
         inputs.scores,
         inputs.scores,
@@ -75,7 +75,7 @@ def selection_row(spread: float, factor: float, repeats: int) -> dict[str, objec
     calls = {
         "top_k": functools.partial(top_k, inputs),
         "choice": functools.partial(targets, inputs, room),
-        "whole": functools.partial(whole, inputs),
+        "whole": functools.partial(select, inputs),
     }
     if jax.default_backend() == "cpu" and unavailable_reason() is None:
         calls["native"] = functools.partial(native, inputs)
@@ -85,7 +85,7 @@ def selection_row(spread: float, factor: float, repeats: int) -> dict[str, objec
         start = time.perf_counter()
         law = sequential_selection(scores, scores, order, capacity, k=TOP_K)
         loop_ms.append((time.perf_counter() - start) * 1e3)
-    assert np.array_equal(whole(inputs).instance_ids, law.instance_ids), "a benchmark of another result"
+    assert np.array_equal(select(inputs).instance_ids, law.instance_ids), "a benchmark of another result"
     return {
         "spread": spread,
         "factor": factor,

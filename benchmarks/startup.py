@@ -45,6 +45,8 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import weight_sources
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 
@@ -136,7 +138,7 @@ def write_checkpoint(folder: Path, megabytes: int) -> None:
     )
     family = FAMILIES["Qwen3MoeForCausalLM"]
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-    for source in family.weight_sources(family.read_config(ConfigReader(config, "config.json"))):
+    for source in weight_sources(family.read_config(ConfigReader(config, "config.json"))):
         match = re.search(r"layers\.(\d+)\.", source.name)
         files[f"model-{match[1] if match else 'ends'}.safetensors"].append((source.name, source.shape))
     rng = np.random.default_rng(0)
@@ -207,7 +209,7 @@ def lower(architecture: str, num_layers: int) -> jax.stages.Lowered:
     family = FAMILIES[architecture]
     config = family.read_config(ConfigReader(values, "config.json"))
     graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
+        nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
     )
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)

@@ -14,6 +14,7 @@ XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import statistics
@@ -197,9 +198,15 @@ def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, EngineCompo
 
 
 def measure(
-    cores: dict[str, EngineCore], config: dict[str, object], args: argparse.Namespace, batch: int
+    cores: dict[str, EngineCore],
+    config: dict[str, object],
+    args: argparse.Namespace,
+    batch: int,
+    *,
+    read_bytes: Callable[[int, float, float], float] | None = None,
 ) -> list[dict[str, object]]:
-    """All variants at one batch."""
+    """All variants at one batch. `read_bytes`: what a step must read, by batch, context and experts a layer; by default
+    of the layers of Qwen3-MoE."""
     prompt = min(args.prompt, 128) if batch == 1 else args.prompt
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
     for turn in range(-1, args.rounds * (4 if batch <= 16 else 1)):  # a run of few requests is short, and noisier
@@ -221,7 +228,8 @@ def measure(
                 runs[name].append(run)
     experts = np.mean([experts_a_step(run, prompt) for run in runs["on, asked"]], axis=0)
     context, layers = prompt + args.new / 2, int(config["num_hidden_layers"])
-    floor = floor_bytes(config, layers, batch, context, float(experts.mean())) / args.bandwidth
+    read_bytes = read_bytes or functools.partial(floor_bytes, config, layers)
+    floor = read_bytes(batch, context, float(experts.mean())) / args.bandwidth
     base = [statistics.median(run.steps) for run in runs["off"]]
     rows = []
     for name in VARIANTS:

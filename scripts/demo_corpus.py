@@ -195,7 +195,9 @@ def fetch(source: Source, folder: Path) -> Path:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != source.sha256:
-        raise SystemExit(f"{archive.name}: sha256 {digest}, wanted {source.sha256}; delete the file and fetch it again")
+        raise SystemExit(
+            f"{archive.name}: sha256 {digest}, expected {source.sha256}; delete the file and fetch it again"
+        )
     return archive
 
 

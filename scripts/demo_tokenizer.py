@@ -37,7 +37,9 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer.train_from_iterator((text.replace(IM_START, "").replace(IM_END, "") for text in texts), trainer=trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"the corpus gave {tokenizer.get_vocab_size()} tokens, wanted {VOCAB_SIZE}; give it more text")
+        raise SystemExit(
+            f"the corpus gave {tokenizer.get_vocab_size()} tokens, expected {VOCAB_SIZE}; give it more text"
+        )
     return tokenizer
 
 

@@ -24,7 +24,9 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from routed_experts.layers.moe import ExpertCall, MoeBackend, grouped_experts
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import weight_sources
+from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.replay.forward import forward
@@ -160,7 +162,7 @@ def optimizer(plan: Plan) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
-def train(model: Qwen3Moe, documents: list[Int[np.ndarray, " S"]], plan: Plan) -> list[tuple[int, float]]:
+def train(model: FamilyDecoder, documents: list[Int[np.ndarray, " S"]], plan: Plan) -> list[tuple[int, float]]:
     """Update `model` in place; returns the loss curve as (step, mean next-token loss since the last point)."""
     graph, state = nnx.split(model)
     rule = optimizer(plan)
@@ -168,7 +170,7 @@ def train(model: Qwen3Moe, documents: list[Int[np.ndarray, " S"]], plan: Plan) -
 
     def objective(state: nnx.State, tokens: Int[Array, "B S1"], positions: Int[Array, "B S"]) -> Float[Array, ""]:
         merged = nnx.merge(graph, state)
-        backend = balanced_experts(merged.blocks[-1].router[...], plan.balance)
+        backend = balanced_experts(merged.blocks[-1][0]["router"][...], plan.balance)
         logits = forward(merged, tokens[:, :-1], positions=positions, backend=backend).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -211,11 +213,10 @@ def main() -> None:
     demo_tokenizer.write(tokenizer, options.out, context_length=CONFIG["max_position_embeddings"])
     documents = [demo_report.encode(tokenizer, document.text) for document in corpus if not document.held_out]
     print(f"{sum(map(len, documents)):,} tokens to train on", flush=True)
-    model = Qwen3Moe(
-        Qwen3MoeConfig.from_reader(ConfigReader(CONFIG, "CONFIG")), rngs=nnx.Rngs(plan.seed), dtype=jnp.float32
-    )
+    config = read_qwen3_moe(ConfigReader(CONFIG, "CONFIG"))
+    model = FamilyDecoder(config, rngs=nnx.Rngs(plan.seed), dtype=jnp.float32)
     curve = train(model, documents, plan)
-    save(options.out, CONFIG, hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
+    save(options.out, CONFIG, hugging_face_tensors(model, weight_sources(config)))
     (options.out / "README.md").write_text(README, encoding="utf-8")
     (options.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a wheel would keep
     minutes = (time.perf_counter() - began) / 60

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, Family
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -17,6 +19,21 @@ v are the scores of the chosen experts.
 | family | checkpoints | architecture | routing | captured | refused | test |
 |---|---|---|---|---|---|---|
 """
+_PATHS = """
+## How layers run
+
+The kernels say which features they have, and the layers say which they need (`models/decoder/fused_path.py`). In a
+"fused run" neighbouring layers that follow one pattern and have equal sizes are one kernel. On CPU dense layers are
+part of it, before MoE layers or between them (`decoder_sparse_step` 2). On a GPU each MoE layer is a few kernels, for
+steps of up to 512 tokens; longer steps run layer by layer. "pieces" are the parts of a layer that have kernels of their
+own, where layers run one by one; `inspect` says "plain" where all is array code, which XLA compiles. On a TPU the
+kernel of the delta rule runs requests of one token; prompts run array code, chunk by chunk. The table is for one
+device, for `auto` backends, and for models as they are published; `routed-experts inspect MODEL` says it for a
+checkpoint.
+
+| architecture | CPU | GPU | TPU |
+|---|---|---|---|
+"""
 _FOOT = """
 A record holds the K experts that each token ran, best first, as logical ids. Shared experts and layers without a
 router have no column. A dense model is served; capturing it is refused.
@@ -25,17 +42,76 @@ Weights are bfloat16, float16 or float32. A quantised checkpoint (fp8, AWQ, GPTQ
 before any memory is taken. An architecture that is not in the table is refused with the list of those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
-the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5), the prefix cache is
-off: `get_server_info()["prefix_cache"]` says so.
-
-To add a family, see "Where to add things" in `CONTRIBUTING.md`.
+the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the
+prefix cache is off: `get_server_info()["prefix_cache"]` says so.
 """
+_LAST = """
+To add one: [add a model family](add-a-family.md).
+"""
+
+
+# Keys of config.json that decide which features the layers have, and sizes; a reader takes those of its family.
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32_768,
+    "num_experts": 16,
+    "n_routed_experts": 16,
+    "moe_num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "use_qk_norm": True,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.2,
+}
+_PHIMOE = {"attention_bias": True, "lm_head_bias": True}
+_LLAMA4 = {"num_experts_per_tok": 1}
+_OWN = {
+    "PhimoeForCausalLM": _PHIMOE,
+    "PhiMoEForCausalLM": _PHIMOE,
+    "DeepseekV2ForCausalLM": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+    "Glm4MoeForCausalLM": {"attention_bias": True},
+    "BailingHybridForCausalLM": {"q_lora_rank": None, "n_group": 4, "topk_group": 2},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
+    "BailingMoeV2ForCausalLM": {"partial_rotary_factor": 0.5},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": {"text_config": _SIZES | _LLAMA4},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": _SIZES},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": _SIZES},
+}
+
+
+def layer_paths(architecture: str) -> dict[str, str]:
+    """How the layers of an architecture run, by platform."""
+    keys = _SIZES | _OWN.get(architecture, {})
+    return DEFAULT_BACKENDS.layer_paths(FAMILIES[architecture].read_config(ConfigReader(keys, architecture)))
 
 
 def render() -> str:
     """The whole page."""
     rows = "".join(_row(architecture, family) for architecture, family in FAMILIES.items())
-    return f"{_HEAD}{rows}{_FOOT}"
+    paths = ((architecture, layer_paths(architecture)) for architecture in FAMILIES)
+    layers = "".join(f"| `{name}` | {path['cpu']} | {path['gpu']} | {path['tpu']} |\n" for name, path in paths)
+    return f"{_HEAD}{rows}{_FOOT}{_PATHS}{layers}{_LAST}"
 
 
 def _row(architecture: str, family: Family) -> str:

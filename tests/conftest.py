@@ -15,9 +15,8 @@ import jax
 import pytest
 
 from routed_experts import Engine
-from support import fast_compile, lazy_compile
+from support import engines, fast_compile, lazy_compile
 from support.devices import DevicesPlugin, add_options
-from support.engines import shared_engine
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 # A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
@@ -38,16 +37,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     config.pluginmanager.register(DevicesPlugin(config), "devices")
+    config.pluginmanager.register(engines, "shared_engines")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update(
             "jax_compilation_cache_dir", str(config.cache.mkdir("jax"))
         )  # .pytest_cache: of this checkout alone
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    if on_gpu():
+        check_gpu()
 
 
 def on_gpu() -> bool:
     """True in a run that was started for a GPU: `scripts/test --gpu`."""
     return os.environ["JAX_PLATFORMS"].partition(",")[0] in ("cuda", "gpu", "rocm")
+
+
+def check_gpu() -> None:
+    """End the run with one sentence where JAX finds no GPU: each test would fail with the traceback of that."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: JAX's own, where its CUDA plugin is missing
+        reason = next(iter(str(error).splitlines()), "this JAX has no such platform")
+        raise pytest.UsageError(
+            f"the tests marked gpu need a GPU, and JAX finds none (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}: "
+            f"{reason}); on a machine with one, install a JAX with CUDA: "
+            '.venv/bin/python -m pip install "jax[cuda12]"; scripts/test runs the other tests on the CPU'
+        ) from None
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -106,7 +121,7 @@ def lazy_compilation() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def engine_factory() -> Callable[..., AbstractContextManager[Engine]]:
     """`with engine_factory(**args) as engine`: the shared engine of these settings, with an empty cache."""
-    return shared_engine
+    return engines.shared_engine
 
 
 @pytest.fixture(scope="module")

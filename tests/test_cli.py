@@ -14,7 +14,7 @@ import pytest
 
 import routed_experts
 from routed_experts import Engine, ExpertOffloadConfig
-from routed_experts.cli import add_engine_flags, add_expert_flags, engine_args, expert_args, load_bar, main
+from routed_experts.cli import LoadBar, add_engine_flags, add_expert_flags, engine_args, expert_args, main
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
@@ -114,6 +114,11 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("dance",), "dance"),
         (("generate",), "MODEL"),
         (("generate", "model"), "--prompt"),
+        (("srve", "demo"), "did you mean serve?\nsee routed-experts --help"),
+        (("serve", "--max-num-seq", "32"), "did you mean --max-num-seqs?\nsee routed-experts serve --help"),
+        (("analyze", "stat", "a.jsonl"), "did you mean stats?\nsee routed-experts analyze --help"),
+        (("serve", "--dtype=flaot32"), "did you mean float32?\nsee routed-experts serve --help"),
+        (("serve", "demo", "--seeed=3"), "--seeed=3; did you mean --seed?\n"),
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
         (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
@@ -195,12 +200,19 @@ def test_generate_writes_answers_with_their_records(tmp_path):
 
 
 def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
-    for done in (0, 1_500_000_000, 3_000_000_000):
-        load_bar(done, 3_000_000_000)
+    bar = LoadBar()
+    for done in (0, 10, 1_500_000_000, 3_000_000_000, 3_000_000_000):
+        bar(done, 3_000_000_000)
     first, half, whole = capsys.readouterr().err.split("\r")[1:]
     assert first == f"loading [{'.' * 30}] 0.00 of 3.00 GB"
     assert half == f"loading [{'#' * 15}{'.' * 15}] 1.50 of 3.00 GB"
     assert whole == f"loading [{'#' * 30}] 3.00 of 3.00 GB\n"
+
+
+def test_a_small_model_is_counted_in_megabytes(capsys):
+    bar = LoadBar()
+    bar(1_000_000, 13_000_000)
+    assert capsys.readouterr().err.endswith("] 1.00 of 13.00 MB")
 
 
 def test_the_engine_reports_loading_progress():

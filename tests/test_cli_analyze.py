@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from routed_experts.cli import main
+from routed_experts.demo import demo_model_path
+from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import encode_record
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -102,6 +104,21 @@ def test_tokens_stand_beside_their_experts(files, records, capsys):
         assert "".join(ast.literal_eval(cells[5]) for cells in lines[:-1]).startswith(json.loads(line)["prompt"])
     squares = run(capsys, "tokens", files / "one.safetensors")[1]
     assert squares.count("▪") == records[0].num_tokens and "layer 2" in squares
+
+
+def test_a_tokenizer_is_named_as_a_model_is(files, capsys, tmp_path):
+    """`demo` too, with token ids that this vocabulary has another text for."""
+    (line, *_) = (files / "out.jsonl").read_text().splitlines()
+    answer = json.loads(line)
+    ids = [7] * answer["meta_info"]["prompt_tokens"]
+    del answer["prompt"]
+    (tmp_path / "ids.jsonl").write_text(json.dumps({**answer, "input_ids": ids}))
+    code, out, err = run(capsys, "tokens", tmp_path / "ids.jsonl", "--tokenizer", "demo")
+    text = Tokenizer.from_directory(demo_model_path()).token_text(7)
+    assert code == 0, err
+    assert [line.split(maxsplit=5)[5] for line in out.splitlines()[1 : 1 + len(ids)]] == [repr(text)] * len(ids)
+    code, _, err = run(capsys, "tokens", tmp_path / "ids.jsonl", "--tokenizer", tmp_path / "no")
+    assert code == 2 and "no checkpoint folder" in err
 
 
 def test_pictures_and_pages_are_written(files, capsys, tmp_path):

@@ -3,6 +3,7 @@ model."""
 
 import io
 import json
+import re
 from importlib import import_module
 
 import numpy as np
@@ -76,7 +77,16 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     code, out, err = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "8", *SIZES)
     half = len(out) // 2
     assert code == 0 and half > 1 and out[:half] == out[half:], "forgotten, the same question gets the same answer"
-    assert "/new starts a new conversation" in err
+    assert "/new starts a new conversation" in err and "Ctrl-D" not in out
+
+
+def test_chat_on_a_terminal_begins_with_its_commands(tmp_path, capsys, monkeypatch):
+    terminal = io.StringIO("hello\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    folder = write_tiny_checkpoint(tmp_path)
+    code, out, _ = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "2", *SIZES)
+    assert code == 0 and re.match(r"/new .*Ctrl-C .*/quit or Ctrl-D ends the chat\n> ", out) and out.endswith("> \n")
 
 
 def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
@@ -122,6 +132,7 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(bad), encoding="utf-8")
         code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
         assert code == 2 and "line 2 must be an object with prompt (or text) or input_ids" in err
+        assert ("it has 'texts': did you mean text?" in err) == ("texts" in bad)
     half = '{"prompt": "a", "tag": "\\ud800"}'
     for bad, message in (
         (half, "half a character"),
@@ -133,6 +144,17 @@ def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
             capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", "--output", tmp_path / "never.jsonl", *SIZES
         )
         assert code == 2 and message in err and "line 1" in err and "ready" not in err
+
+
+def test_a_file_that_is_not_there_is_named_without_a_number(tmp_path, capsys):
+    for argv in (
+        ("generate", "demo", "--input", tmp_path / "nosuch"),
+        ("analyze", "stats", tmp_path / "nosuch.jsonl"),
+        ("convert", tmp_path / "nosuch.safetensors", tmp_path / "b.json"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and err.count("\n") == 1 and "Errno" not in err
+        assert "nosuch" in err and "cannot be read (No such file or directory); name a file" in err
 
 
 def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatch):
@@ -231,7 +253,7 @@ def test_convert_names_what_is_wrong(answers, capsys, tmp_path):
         (folder / "many.jsonl", "b.json", ("--line", 9), 2),
         (folder / "a.json", "b.npy", ("--to", "megatron"), 2),
         (tmp_path / "no.json", "b.json", (), 2),
-        (folder / "nowhere.json", "b.json", (), 1),
+        (folder / "nowhere.json", "b.json", (), 2),
         (folder / "listed.json", "b.json", ("--choice", 5), 2),
     ):
         status, _, err = run(capsys, "convert", source, tmp_path / target, *flags)

@@ -91,7 +91,7 @@ def test_transformers_tokenizes_alike_and_special_tokens_stop_a_chat() -> None:
 
 def test_load_is_spread_but_differs_by_token() -> None:
     logits, ids = ours()
-    num_experts = ModelFolder.open(FOLDER).config.router.num_experts
+    num_experts = ModelFolder.open(FOLDER).config.capture_spec.num_experts
     for column in ids.transpose(1, 0, 2):
         share = np.bincount(column.reshape(-1), minlength=num_experts) / column.size
         used = share[share > 0]

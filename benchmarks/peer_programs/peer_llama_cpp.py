@@ -1,79 +1,43 @@
-"""llama.cpp as a peer, through llama-cpp-python: python peer_llama_cpp.py FOLDER DTYPE. The weights are written as GGUF
-first. Prompts are fed as one batch, then one token of each sequence a step; argmax is taken in NumPy."""
+"""llama.cpp as a peer, through llama-cpp-python: LLAMA_CPP=SOURCE python peer_llama_cpp.py FOLDER DTYPE. SOURCE is
+the source of llama.cpp (vendor/llama.cpp in that of llama-cpp-python), whose own code writes the weights as GGUF first;
+it needs torch and transformers. Prompts are fed as one batch, then one token of each sequence a step; argmax is taken
+in NumPy."""
 
-import json
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import gguf
 import llama_cpp
-import ml_dtypes  # noqa: F401  # makes bfloat16 known to NumPy, and so to safetensors
 import numpy as np
 from protocol import serve
-from safetensors.numpy import load_file
+
+if "LLAMA_CPP" not in os.environ:
+    sys.exit("LLAMA_CPP is not set; set it to the folder of llama.cpp's source")
+SOURCE = Path(os.environ["LLAMA_CPP"])
+sys.path[:0] = [str(SOURCE), str(SOURCE / "gguf-py")]
+
+import conversion  # noqa: E402  # of llama.cpp
+import gguf  # noqa: E402
+import torch  # noqa: E402
 
 KINDS = {"float32": gguf.LlamaFileType.ALL_F32, "bfloat16": gguf.LlamaFileType.MOSTLY_BF16}
 
 
 def write_gguf(folder: Path, file: Path, dtype: str) -> None:
-    """The checkpoint's tensors under llama.cpp's names (architecture qwen3moe), each layer's experts as one array."""
-    config = json.loads((folder / "config.json").read_text())
-    tensors: dict[str, np.ndarray] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(shard)
-    writer = gguf.GGUFWriter(file, "qwen3moe")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_file_type(KINDS[dtype])
-    writer.add_tokenizer_model("none")
-    writer.add_vocab_size(config["vocab_size"])
+    """The checkpoint as llama.cpp converts it, without a tokenizer."""
+    settings = conversion.ModelBase.load_hparams(folder, False)
+    architecture = conversion.get_model_architecture(settings, conversion.ModelType.TEXT)
+    converter = conversion.get_model_class(architecture)
 
-    def add(name: str, array: np.ndarray) -> None:
-        wide = array.astype(np.float32)
-        if dtype == "bfloat16" and wide.ndim > 1 and "ffn_gate_inp" not in name:
-            packed = gguf.quants.quantize(wide, gguf.GGMLQuantizationType.BF16)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        else:
-            writer.add_tensor(name, wide)
+    def set_vocab(self: conversion.TextModel) -> None:
+        self.gguf_writer.add_tokenizer_model("none")
+        self.gguf_writer.add_vocab_size(self.hparams["vocab_size"])
 
-    add("token_embd.weight", tensors["model.embed_tokens.weight"])
-    add("output_norm.weight", tensors["model.norm.weight"])
-    add("output.weight", tensors["lm_head.weight"])
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate": "ffn_gate_inp",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-    }
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        for theirs, mine in names.items():
-            add(f"blk.{layer}.{mine}.weight", tensors[f"{at}{theirs}.weight"])
-        for part in ("gate", "up", "down"):
-            experts = [tensors[f"{at}mlp.experts.{e}.{part}_proj.weight"] for e in range(config["num_experts"])]
-            add(f"blk.{layer}.ffn_{part}_exps.weight", np.stack(experts))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    converter.set_vocab = set_vocab
+    with torch.inference_mode():
+        converter(folder, KINDS[dtype], file).write()
 
 
 class Batch:

@@ -23,7 +23,8 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from routed_experts.layers.moe import ExpertCall, MoeBackend
 from routed_experts.layers.permuted_moe import PERMUTED
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.replay import forward
 
 HELD_OUT = 20
@@ -108,9 +109,9 @@ def make_steps(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformat
     return steps
 
 
-def init(config: Qwen3MoeConfig, file: Path | None) -> tuple[nnx.GraphDef[Any], Any]:
+def init(config: FamilyConfig, file: Path | None) -> tuple[nnx.GraphDef[Any], Any]:
     """The module and its float32 weights: random ones, or those of `file` where it is there."""
-    graphdef, params = nnx.split(Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
+    graphdef, params = nnx.split(FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
     if file is None or not file.exists():
         return graphdef, params
     with np.load(file) as stored:

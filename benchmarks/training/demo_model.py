@@ -20,7 +20,6 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
-from routed_experts.layers.rotary import rotary_cos_sin
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align
 
@@ -44,7 +43,7 @@ Rounder = Callable[[str, Array], Array]
 def attention(h: Float[Array, "B S D"], run: Any, layer: int, config: Any, r: Rounder) -> Float[Array, "B S D"]:
     """Causal attention of one layer, and its projection."""
     (batch, length, _), heads, groups, c = h.shape, config.num_heads, config.num_kv_heads, config.head_dim
-    cos, sin = rotary_cos_sin(jnp.arange(length), head_dim=c, theta=config.rope_theta)
+    cos, sin = (jnp.tile(part, 2) for part in config.layers[0].mixer.rotary.cos_sin(jnp.arange(length)))
     qkv = r("qkv", h @ run["qkv"][layer]).reshape(batch, length, heads + 2 * groups, c)
 
     def rotated(x: Array, scale: Array) -> Array:
@@ -78,7 +77,7 @@ def sparse(
     h: Float[Array, "B S D"], run: Any, layer: int, ids: Array, config: Any, r: Rounder
 ) -> Float[Array, "B S D"]:
     """The experts of one layer on given ids, each run on every token."""
-    experts = config.router.num_experts
+    experts = config.capture_spec.num_experts
     weights = jax.nn.softmax(jnp.take_along_axis(h @ run["router"][layer], ids, axis=-1), axis=-1)
     gate_up, down = (run[name][layer * experts : (layer + 1) * experts] for name in ("gate_up", "down"))
     wide = jnp.broadcast_to(h, (experts, *h.shape))
@@ -93,13 +92,13 @@ def forward(weights: Any, tokens: Array, ids: Array, config: Any, sites: frozens
         return jax.lax.reduce_precision(x, 8, 7) if site in sites else x
 
     x, column = weights["embed"][tokens], 0
-    for index, (first, end) in enumerate(config.blocks):
-        run = weights["blocks"][index]
-        for layer in range(end - first):
+    for index, block in enumerate(config.blocks):
+        run = weights["blocks"][index][0]
+        for layer in range(block.repeats):
             x = r("stream", x + attention(norm(x, run["input_norm"][layer], config, r), run, layer, config, r))
             h = norm(x, run["post_norm"][layer], config, r)
-            if "router" not in run or run["router"] is None:
-                y = r("experts", gated(h, run["gate_up"][layer], r) @ run["down"][layer])
+            if "router" not in run:
+                y = r("experts", gated(h, run["dense_gate_up"][layer], r) @ run["dense_down"][layer])
             else:
                 y = sparse(h, run, layer, ids[:, :, column], config, r)
                 column += 1

@@ -16,7 +16,10 @@ import torch
 import transformers
 
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import weight_sources
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.replay import Sample, align
@@ -30,9 +33,13 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "device": device}
 
 
-def hf_config(model: Qwen3Moe) -> dict[str, Any]:
-    """config.json of the model."""
+def hf_config(model: FamilyDecoder) -> dict[str, Any]:
+    """config.json of a model of Qwen3-MoE's layers."""
     config = model.config
+    spec, feeds, mixer = config.capture_spec, [layer.feed for layer in config.layers], config.layers[0].mixer
+    sparse = next(feed for feed in feeds if isinstance(feed, Sparse))
+    assert spec is not None and isinstance(mixer, GroupedAttention) and mixer.rotary is not None, config
+    base = mixer.rotary.inverse[1] ** (-config.head_dim / 2)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -45,17 +52,17 @@ def hf_config(model: Qwen3Moe) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in config.moe_layers],
-        "intermediate_size": config.dense_width,
-        "moe_intermediate_size": config.expert_width,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in spec.layer_ids],
+        "intermediate_size": next((feed.width for feed in feeds if isinstance(feed, Dense)), sparse.width),
+        "moe_intermediate_size": sparse.width,
         "head_dim": config.head_dim,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "num_experts": config.router.num_experts,
-        "num_experts_per_tok": config.router.top_k,
-        "norm_topk_prob": config.router.renormalize,
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": spec.top_k,
+        "norm_topk_prob": sparse.router.renormalize,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": base,
         "max_position_embeddings": config.context_length,
         "tie_word_embeddings": config.tie_embeddings,
         "pad_token_id": None,
@@ -67,14 +74,15 @@ class Trainer:
     """A model of transformers whose routers take rows; it computes in `dtype`, and its weights are rounded to
     bfloat16."""
 
-    def __init__(self, model: Qwen3Moe, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: FamilyDecoder, dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder), hf_config(model), hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
+            save(Path(folder), hf_config(model), hugging_face_tensors(model, weight_sources(model.config)))
             read = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = read.to(self.device).eval()
         self.routers = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        assert len(self.routers) == len(model.config.moe_layers), (len(self.routers), model.config.moe_layers)
+        spec = model.config.capture_spec
+        assert spec is not None and len(self.routers) == len(spec.layer_ids), (len(self.routers), spec)
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
         """[B S-1], float64, of each next token."""
@@ -116,7 +124,7 @@ def replay_router(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: l
 
 
 def training_logprobs(
-    model: Qwen3Moe, tokens: np.ndarray, records: list[RoutedExperts], prompt: int
+    model: FamilyDecoder, tokens: np.ndarray, records: list[RoutedExperts], prompt: int
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Logprobs [B G] of the answers: live, replayed, and of the first sequences with no row valid; and of the first two
     the canary, the share of slots that the trainer's router would not choose."""

@@ -41,8 +41,10 @@ def main():
             "--run-time",
             "6s",
         ]
-        subprocess.run([*command, "--host", os.environ["COMPAT_URL"], "--csv", folder / "told"], cwd=folder, check=True)
-        total = (folder / "told_stats.csv").read_text().splitlines()[-1].split(",")
+        subprocess.run(
+            [*command, "--host", os.environ["COMPAT_URL"], "--csv", folder / "requests"], cwd=folder, check=True
+        )
+        total = (folder / "requests_stats.csv").read_text().splitlines()[-1].split(",")
         assert total[1] == "Aggregated" and int(total[2]) > 50 and int(total[3]) == 0, total
         print(f"8 users, {total[2]} requests over kept connections, none failed")
 

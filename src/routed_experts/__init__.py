@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+    from routed_experts.core.integrity import Violation
     from routed_experts.core.placement import ExpertPlacement, ResidencyMap
     from routed_experts.core.placement_config import PlacementConfig
     from routed_experts.core.routed_experts import RoutedExperts
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.control.score import ScoreOutput
-    from routed_experts.engine.control.stats import EngineStats
+    from routed_experts.engine.control.stats import EngineStats, PlacementStats
     from routed_experts.engine.engine import Engine
     from routed_experts.engine.llm import LLM
     from routed_experts.engine.requests.outputs import CompletionOutput, RequestOutput
@@ -61,6 +62,7 @@ _HOMES = MappingProxyType(
         "LLM": "engine.llm",
         "ExpertPlacement": "core.placement",
         "PlacementConfig": "core.placement_config",
+        "PlacementStats": "engine.control.stats",
         "RequestOutput": "engine.requests.outputs",
         "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
@@ -69,6 +71,7 @@ _HOMES = MappingProxyType(
         "ScoreOutput": "engine.control.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
+        "Violation": "core.integrity",
         "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
         "set_global_experts_capturer": "capture.routed_experts_capturer",
@@ -93,6 +96,7 @@ __all__ = [
     "MemoryPlanError",
     "PlacementConfig",
     "PlacementError",
+    "PlacementStats",
     "PromptTooLongError",
     "QueueFullError",
     "RequestOutput",
@@ -108,6 +112,7 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "ServerArgs",
+    "Violation",
     "WeightsMismatchError",
     "WriteError",
     "extract_routed_experts_from_meta_info",

@@ -67,7 +67,7 @@ class HostCacheMachine(RuleBasedStateMachine):
 
     @rule()
     def poison(self):
-        self.cache.poison()
+        self.cache.overwrite_invalid_rows()
         ids, valid, _ = self.cache.gather(np.arange(NUM_SLOTS))
         assert (ids[~valid] == 0xFFFF).all()
 

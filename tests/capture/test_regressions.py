@@ -138,8 +138,8 @@ def test_retracted_and_aborted_requests_keep_their_rows(testbed):
     drive.add(*reqs)
     drive.steps(8)
     assert drive.retract_victim()
-    assert drive.core.abort("r3")  # it waits, without a page
-    assert drive.core.abort("r0")  # it runs
+    assert drive.core.abort("r3")  # in the queue, without a page
+    assert drive.core.abort("r0")  # running
     drive.run()
     assert [drive.outputs[f"r{i}"].end.finish_reason.type for i in range(4)] == ["abort", "length", "length", "abort"]
     assert drive.outputs["r3"].end.routed_experts.num_rows >= 20 + 4
@@ -178,7 +178,7 @@ def test_layer_ids_name_the_hidden_layer(dense, columns):
         assert_margin_rule(testbed.oracle, [(req.tokens, record.ids)])
 
 
-# --- flag off, request with rows: the server dies
+# --- flag off, rows requested: the server ends
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -191,28 +191,28 @@ def test_asking_without_the_flag_is_a_typed_error_and_the_engine_lives(tokenizer
         assert engine.check_integrity() == []
 
 
-# --- busy wait, unbounded queue, thread lag: the reader polls a copy thread
+# --- busy wait, unbounded queue, thread lag: the reader polls a copying thread
 
 
 def test_late_read_back_delays_only_its_request(engine, oracle):
     """A caller that does not read its outputs (its thread waits on an event) blocks no other caller and loses
     nothing."""
-    started, may_go_on = threading.Event(), threading.Event()
+    started, may_continue = threading.Event(), threading.Event()
 
     def slow_reader():
         stream = engine.generate("The router scores", GREEDY, stream=True, return_routed_experts=True)
         next(stream)
         started.set()
-        assert may_go_on.wait(60)
+        assert may_continue.wait(60)
         return list(stream)[-1]
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         late = pool.submit(slow_reader)
         assert started.wait(60)
-        others = engine.generate([f"expert {i}" for i in range(10)], GREEDY, return_routed_experts=True)
+        prompt_results = engine.generate([f"expert {i}" for i in range(10)], GREEDY, return_routed_experts=True)
         assert not late.done()
-        may_go_on.set()
-        results = [*others, late.result()]
+        may_continue.set()
+        results = [*prompt_results, late.result()]
     texts = [*(f"expert {i}" for i in range(10)), "The router scores"]
     assert_margin_rule(
         oracle, [tokens_and_rows(engine, text, result) for text, result in zip(texts, results, strict=True)]
@@ -329,8 +329,8 @@ def test_a_stop_string_across_tokens_leaves_a_row_for_every_token_but_the_last(e
     assert result["output_ids"] == free["output_ids"][: len(result["output_ids"])]
     record, tokens = record_from_meta_info(result), [*engine.tokenizer.encode(text), *result["output_ids"]]
     assert (record.start, record.num_rows) == (start, len(tokens) - 1 - start)
-    whole = oracle.run(tokens[:-1])
-    np.testing.assert_array_equal(record.ids, whole.ids[start:])
+    expected = oracle.run(tokens[:-1])
+    np.testing.assert_array_equal(record.ids, expected.ids[start:])
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -384,7 +384,7 @@ def test_missing_row_fails_the_request_with_its_position(testbed):
 def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
     with new_engine(tokenizer, deterministic=True) as engine:
         core = engine.components.core
-        long = GREEDY | {"max_tokens": 69}  # all that the context holds
+        long = GREEDY | {"max_tokens": 69}  # as many as fit the context
         stream = engine.generate(
             input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True
         )
@@ -411,7 +411,7 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     drive.add(request("across", prompt, 20))
     drive.steps(6)
     version = drive.update_weights(other_weights(1), cache=cache)
-    assert drive.core.scheduler.pages.cache.num_cached == 0  # what "across" still reads belongs to it alone
+    assert drive.core.scheduler.pages.cache.num_cached == 0  # the pages that "across" still reads are its own
     drive.run(request("new", prompt, 8))
     assert drive.core.scheduler.namespace(drive.reqs["new"]) != drive.core.scheduler.namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))
@@ -426,22 +426,22 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     assert_margin_rule(other_oracle(1), [(drive.reqs["new"].tokens, ends["new"].routed_experts.ids)])
 
 
-# --- whole history sent every turn
+# --- the full history is sent every turn
 
 
 def test_turns_send_only_new_rows(testbed):
-    drive, rng, history, rows, known = testbed.drive(), make_rng(10), np.zeros(0, np.int32), 0, []
+    drive, rng, history, rows, record_ids = testbed.drive(), make_rng(10), np.zeros(0, np.int32), 0, []
     for turn in range(20):
         prompt = np.concatenate([history, random_prompt(rng, 2)])
-        drive.run(request(f"turn{turn}", prompt, 2, start=len(known)))
+        drive.run(request(f"turn{turn}", prompt, 2, start=len(record_ids)))
         record = drive.outputs[f"turn{turn}"].end.routed_experts
-        assert record.start == len(known)
-        known += list(record.ids)
+        assert record.start == len(record_ids)
+        record_ids += list(record.ids)
         rows += record.num_rows
         history = np.concatenate([prompt, drive.outputs[f"turn{turn}"].tokens]).astype(np.int32)
     assert rows == history.size - 1
     assert_all_faithful(drive)
-    assert_margin_rule(testbed.oracle, [(history, np.stack(known))])
+    assert_margin_rule(testbed.oracle, [(history, np.stack(record_ids))])
 
 
 # --- another forward replays by accident; missing rows are replayed as expert 0
@@ -463,28 +463,27 @@ def routed_batch(ids, valid):
 
 def test_two_forwards_in_one_process_do_not_see_each_other(score):
     live = score(TOKENS, None)
-    others = (np.asarray(live.ids) + 5) % 16
+    other_ids = (np.asarray(live.ids) + 5) % 16
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        replayed = [pool.submit(score, TOKENS, routed_batch(others, np.ones(TOKENS.shape, bool))) for _ in range(4)]
-        beside = [pool.submit(score, TOKENS, None) for _ in range(4)]
+        replayed = [pool.submit(score, TOKENS, routed_batch(other_ids, np.ones(TOKENS.shape, bool))) for _ in range(4)]
+        live_runs = [pool.submit(score, TOKENS, None) for _ in range(4)]
     for result in replayed:
-        np.testing.assert_array_equal(result.result().ids, others)
+        np.testing.assert_array_equal(result.result().ids, other_ids)
         assert (np.asarray(result.result().logits) != np.asarray(live.logits)).any(axis=(1, 2)).all()
-    for result in (*(future.result() for future in beside), score(TOKENS, None)):
+    for result in (*(future.result() for future in live_runs), score(TOKENS, None)):
         np.testing.assert_array_equal(result.ids, live.ids)
         np.testing.assert_array_equal(result.logits, live.logits)
 
 
 @pytest.mark.parametrize("filler", [0, 15, 255])
 def test_invalid_rows_use_the_live_router(score, filler):
-    """Bit for bit, whatever stands in the rows that are not valid; and replaying what the live router chose changes no
-    bit."""
+    """Invalid rows change no bit, whatever they hold. Replay of the live router's own choice changes no bit either."""
     live, valid = score(TOKENS, None), np.arange(TOKENS.size).reshape(TOKENS.shape) % 3 > 0
     live_ids = np.asarray(live.ids)
-    everything = score(TOKENS, routed_batch(live_ids, np.ones_like(valid)))
-    some = score(TOKENS, routed_batch(np.where(valid[..., None, None], live_ids, np.uint8(filler)), valid))
-    none = score(TOKENS, routed_batch(np.full_like(live_ids, filler), np.zeros_like(valid)))
-    for out in (everything, some, none):
+    all_valid = score(TOKENS, routed_batch(live_ids, np.ones_like(valid)))
+    some_valid = score(TOKENS, routed_batch(np.where(valid[..., None, None], live_ids, np.uint8(filler)), valid))
+    none_valid = score(TOKENS, routed_batch(np.full_like(live_ids, filler), np.zeros_like(valid)))
+    for out in (all_valid, some_valid, none_valid):
         np.testing.assert_array_equal(out.ids, live.ids)
         np.testing.assert_array_equal(out.logits, live.logits)
 
@@ -495,5 +494,5 @@ def test_a_row_of_one_expert_repeated_is_no_record(testbed):
     record = drive.outputs["r"].end.routed_experts
     ids = record.ids.copy()
     ids[5] = 0
-    with pytest.raises(ValueError, match="token 5, layer 1, slot 1: expert 0 is repeated"):
+    with pytest.raises(ValueError, match="token 5, hidden layer 1, slot 1: expert 0 is repeated"):
         dataclasses.replace(record, ids=ids).validate()

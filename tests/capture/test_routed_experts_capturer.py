@@ -30,7 +30,7 @@ def token_rows(tokens, salt=0):
 
 
 def fed(capturer, slots, tokens, version=0, salt=0):
-    capturer.host_cache.poison()
+    capturer.host_cache.overwrite_invalid_rows()
     capturer.on_forward_end(np.array(slots, np.int32), token_rows(tokens, salt), version)
 
 
@@ -73,7 +73,7 @@ def test_poison_is_never_returned_when_a_page_is_handed_out_again():
     capturer = build_capturer()
     fed(capturer, range(4, 8), range(4))
     capturer.on_pages_allocated(np.array([1]))
-    capturer.host_cache.poison()
+    capturer.host_cache.overwrite_invalid_rows()
     ids, valid, _ = capturer.get_routed_experts(np.arange(4, 8))
     assert not valid.any()
     assert (ids == 0xFF).all()

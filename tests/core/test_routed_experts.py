@@ -143,16 +143,17 @@ def test_a_record_that_breaks_its_own_laws_is_not_made(changes, text):
 
 def test_validate_names_the_first_bad_token_layer_and_slot():
     example().validate()
-    with pytest.raises(RoutingFormatError, match="token 3, layer 2, slot 0: id 8; expected 0 to 7"):
+    text = "token 3, hidden layer 2, slot 0: id 8; expected 0 to 7; give logical ids"
+    with pytest.raises(RoutingFormatError, match=text):
         example(ids=np.array([[[1, 0], [7, 3]], [[4, 2], [8, 1]]], np.uint8)).validate()
-    with pytest.raises(RoutingFormatError, match="token 2, layer 1, slot 1: expert 0"):
+    with pytest.raises(RoutingFormatError, match="token 2, hidden layer 1, slot 1: expert 0"):
         example(ids=np.array([[[0, 0], [7, 3]], [[4, 2], [5, 5]]], np.uint8)).validate()
 
 
 def test_validate_leaves_out_unknown_rows_and_hash_routed_repeats():
     repeated = np.array([[[255, 255], [7, 3]], [[4, 2], [5, 5]]], np.uint8)
     example(ids=repeated, valid=np.array([False, True])).validate(repeats_in_layers=[2])
-    with pytest.raises(RoutingFormatError, match="token 3, layer 2"):
+    with pytest.raises(RoutingFormatError, match="token 3, hidden layer 2"):
         example(ids=repeated, valid=np.array([False, True])).validate(repeats_in_layers=[1])
 
 

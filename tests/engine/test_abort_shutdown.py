@@ -15,10 +15,12 @@ from jax.experimental import io_callback
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.engine.requests.outputs import request_output
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.engine.requests.sglang_output import sglang_output
-from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info, record_from_meta_info
 from routed_experts.layers.moe import MoeBackend, reference_experts
+from routed_experts.replay import merge_turns
 from routed_experts.scheduling.schedule_batch import Req
 from support.engines import SMALL, assert_idle, on_engine_thread
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -110,6 +112,35 @@ def test_an_abort_at_any_step_keeps_the_output_and_its_rows(engine, num_steps, s
     assert result["meta_info"]["finish_reason"] == ABORTED
     assert len(result["output_ids"]) == max(0, num_steps - 4)  # four chunks; outputs arrive one step later
     assert_row_law(result, whole)
+
+
+def test_a_request_aborted_before_its_first_token_has_no_rows(engine):
+    """Null on the wire; empty as vLLM's arrays; and its continuation is merged with it."""
+    request = {"input_ids": LONG_PROMPT, "sampling_params": GREEDY | {"max_tokens": 4}, "return_routed_experts": True}
+    (sequence,) = (
+        SequenceState(made, engine.tokenizer, logprobs_mode="processed", capture=engine.components.capture)
+        for made in engine.input_processor.process(GenerateReqInput(**request))
+    )
+
+    def scene(core):
+        core.add([Req(sequence.request)])
+        core.abort(sequence.request.rid)
+        for out in core.step().outs:
+            sequence.update(out)
+
+    on_engine_thread(engine, scene)
+    assert_idle(engine)
+    answer, output = sglang_output(sequence), request_output([sequence], None)
+    assert extract_routed_experts_from_meta_info(answer) is record_from_meta_info(answer) is None
+    assert output.prompt_routed_experts.shape == output.outputs[0].routed_experts.shape == (0, 3, 4)
+    empty = output.outputs[0].record
+    assert (empty.num_rows, empty.num_tokens, empty.num_prompt_tokens) == (0, len(LONG_PROMPT), len(LONG_PROMPT))
+    whole = engine.generate(**request)
+    tokens, record = np.array([*LONG_PROMPT, *whole["output_ids"]]), record_from_meta_info(whole)
+    merged = merge_turns([(np.array(LONG_PROMPT), empty), (tokens, record)], tokens)
+    assert merged.valid is None and np.array_equal(merged.ids, record.ids)
+    alone = merge_turns([(np.array(LONG_PROMPT), empty)], tokens)
+    assert alone.num_rows == tokens.size - 1 and not alone.known.any()
 
 
 def test_an_aborted_prefix_serves_the_next_request(engine):

@@ -1,5 +1,6 @@
 """Bad input: one typed error in one line each, raised before any state changes; running requests are unaffected."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from routed_experts import (
 )
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
@@ -111,11 +113,28 @@ def test_text_that_only_looks_empty_is_a_prompt(engine, text):
 
 def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
     assert "the context of 512" in refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
-    assert "the context of 512" in refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
+    text = refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
+    assert text.endswith("the context of 512 must also hold one new token; shorten it to at most 511")
     assert "at most 509" in refused(
         engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens"
     )
     assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)
+
+
+def test_a_prompt_too_long_names_the_context_that_the_model_allows():
+    limits = RequestLimits(context_length=16, longest_context=512, pool_tokens=64, vocab_size=100, capture=False)
+    processor = InputProcessor(limits, None, random_seed=0)
+    with pytest.raises(PromptTooLongError, match="at most 15, or raise context_length, up to 512"):
+        processor.process(GenerateReqInput(input_ids=[1] * 16))
+    limits = dataclasses.replace(limits, context_length=512)
+    with pytest.raises(PromptTooLongError, match="shorten it to at most 63 or raise max_total_tokens"):
+        InputProcessor(limits, None, random_seed=0).process(GenerateReqInput(input_ids=[1] * 64))
+
+
+def test_a_fix_names_the_parameter_that_is_meant(engine):
+    assert "token ids go to input_ids=" in refused(engine, prompt=[1, 2, 3], param="prompt")
+    assert "token ids go to input_ids=" in refused(engine, prompt=[[1, 2], [3]], param="prompt")
+    assert "engine.score" in refused(engine, prompt="a", max_new_tokens=0)
 
 
 @pytest.mark.parametrize("value", [0, *MAGIC])
@@ -494,6 +513,7 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"max_running_requests": 5}, "max_running_requests=5 is above the largest of precompile_bs_paddings"),
         ({"page_sise": 4}, "page_sise is no parameter of Engine; did you mean page_size?"),
         ({"trust_remote_code": True}, "trust_remote_code is no parameter of Engine"),
+        ({"max_num_seqs": 4}, "max_num_seqs is no parameter of Engine; did you mean max_running_requests?"),
         ({"random_seed": -1}, "random_seed=-1"),
         ({"enable_return_routed_experts": "yes"}, "enable_return_routed_experts='yes' must be True or False"),
     ],

@@ -63,6 +63,16 @@ def num_steps(engine):
     return on_engine_thread(engine, lambda core: core.num_steps)
 
 
+def test_waiting_for_requests_to_pause_ends_with_what_refused_them_or_after_its_time(engine):
+    with pytest.raises(InvalidRequestError, match="313"):
+        PausedRequests(engine, PROMPT, [313])
+    assert_idle(engine)
+    engine.release_memory_occupation(["kv_cache"])
+    with pytest.raises(TimeoutError, match=r"1 requests .* in 0\.5 s"):
+        PausedRequests(engine, PROMPT, timeout_s=0.5)
+    engine.resume_memory_occupation()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
     """Tokens and rows are those of a run without a pause; a request submitted meanwhile waits."""

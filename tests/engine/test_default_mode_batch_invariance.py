@@ -2,10 +2,8 @@
 other requests of a step, on arrivals, on how its prompt is cut, on the contents of the prefix cache, nor on the padded
 sizes.
 
-In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as
-around a dense layer, is fused differently in every program, which float32 shows in its last bits and bfloat16 rounds
-away. Requests of a step are sampled by one kernel: greedy steps have another, whose logprobs are rounded
-differently."""
+In bfloat16 and in float32, with a dense first layer; test_families_batch_invariance.py has the families. Requests of a
+step are sampled by one kernel: greedy steps have another, whose logprobs are rounded differently."""
 
 import tempfile
 
@@ -21,7 +19,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))
 REQUEST_PROMPTS = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)
-WORLDS = {"bfloat16": {}, "float32": {"mlp_only_layers": []}}
+WORLDS = "bfloat16", "float32"
 TEMPERATURES = 0.0, 1.0
 CELLS = [
     Cell(batch=8, chunk=256, radix="off", preempt=False, n=1),
@@ -35,7 +33,7 @@ CELLS = [
 @pytest.fixture(scope="module", params=WORLDS)
 def testbed(request):
     with tempfile.TemporaryDirectory() as folder:
-        opened = ModelFolder.open(write_tiny_checkpoint(folder, tokenizer=False, **WORLDS[request.param]))
+        opened = ModelFolder.open(write_tiny_checkpoint(folder, tokenizer=False))
         return Bench(opened.load(jnp.dtype(request.param)), **SIZES)
 
 

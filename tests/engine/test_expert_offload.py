@@ -13,7 +13,9 @@ from engine.test_offload_two_devices import (
     MODEL,
     MOE_LAYERS,
     PROMPTS,
+    REQUEST_KWARGS,
     SIZES,
+    all_logprobs,
     any_residents,
     ask,
     assert_same,
@@ -148,15 +150,19 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
 
 
 def test_weights_of_several_groups_of_moe_layers_are_updated(tmp_path):
-    """Layers with a state and layers that attend have tables of their own."""
-    write_family(tmp_path, "qwen3-next")
-    ask = {"input_ids": [5, 6, 7], "sampling_params": GREEDY, "max_new_tokens": 6}
+    """Layers with a state and layers that attend have tables of their own. An engine without experts= is the oracle."""
+    old, new = (write_family(tmp_path / str(seed), "qwen3-next", seed=seed) for seed in (0, 1))
     sizes = {name: value for name, value in SIZES.items() if name != "enable_return_routed_experts"}
-    with Engine(str(tmp_path), experts=ExpertOffloadConfig(kt_num_gpu_experts=1), **sizes) as engine:
+    options = REQUEST_KWARGS | {"input_ids": PROMPTS[1], "return_routed_experts": False, "sampling_params": GREEDY}
+    with Engine(str(new), **sizes) as undivided:
+        expected = undivided.generate(**options)
+    with Engine(str(old), experts=ExpertOffloadConfig(kt_num_gpu_experts=1), **sizes) as engine:
         assert len(engine.components.core.runner.tables) > 1
-        before = engine.generate(**ask)["output_ids"]
-        engine.update_weights_from_disk(tmp_path, version=1)
-        assert engine.generate(**ask)["output_ids"] == before
+        before = engine.generate(**options)
+        engine.update_weights_from_disk(new, version=1)
+        after = engine.generate(**options)
+    assert after["output_ids"] == expected["output_ids"] != before["output_ids"]
+    np.testing.assert_allclose(all_logprobs(after), all_logprobs(expected), atol=1e-5, rtol=0)
 
 
 def test_the_start_log_names_where_experts_run(folder):

@@ -171,7 +171,7 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
             if step % 2:
                 drive.update_weights(other_weights(1 + step % 3), cache="flush")
             drive.core.resume_memory()
-            drive.bench.runner.poison()
+            drive.bench.runner.overwrite_pool()
 
     drive.run(*reqs, before_step=interfere)
     assert assert_all_faithful(drive) == sum(req.num_known - 1 for req in reqs)

@@ -125,7 +125,7 @@ def all_logprobs(answer):
 
 def load_weights(folder):
     """A whole model's arrays, on device 0."""
-    opened = ModelFolder.open(folder, in_parts=True)
+    opened = ModelFolder.open(folder)
     return nnx.split(opened.load(opened.dtype("auto")))[1]
 
 

@@ -1,11 +1,17 @@
 """Engine.stream: streamed outputs join to the result of `generate`, with rows and logprobs."""
 
 import asyncio
+import collections
+import contextlib
+import inspect
+import sys
 
 import numpy as np
 import pytest
 
 from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams
+from routed_experts.engine.requests import outputs as request_outputs
+from routed_experts.engine.requests import sequence_state
 from routed_experts.formats import record_from_response
 from support.engines import assert_idle, on_engine_thread
 
@@ -62,6 +68,46 @@ def test_deltas_join_to_the_answer(engine, whole):
         assert [token for choice in own for token in choice.token_ids] == expected["output_ids"]
         assert sum(len(choice.logprobs) for choice in own) == 12
         assert own[-1].record == record_from_response(expected) and own[-1].finish_reason == "length"
+
+
+@contextlib.contextmanager
+def counted_calls(*modules):
+    """A Counter of the calls of this thread, by code object, of the functions of these modules that do not suspend."""
+    files, calls = {module.__file__ for module in modules}, collections.Counter()
+    suspends = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename in files and not frame.f_code.co_flags & suspends:
+            calls[frame.f_code] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_delta_takes_the_same_work_at_any_position(engine):
+    async def read():
+        params = SamplingParams(max_tokens=200, seed=5, ignore_eos=True, logprobs=2)
+        work = []
+        with counted_calls(request_outputs, sequence_state) as calls:
+            async for output in engine.stream(PROMPT, params):
+                work.append((len(output.outputs[0].token_ids), sum(calls.values()), set(calls)))
+                calls.clear()
+        return work
+
+    work = asyncio.run(read())
+    assert sum(num_tokens for num_tokens, _, _ in work) == 200
+    later = [(num_calls, codes) for num_tokens, num_calls, codes in work[1:-1] if num_tokens == 1]
+    assert len(later) > 100 and len({num_calls for num_calls, _ in later}) == 1
+    whole_sequence = {
+        sequence_state.SequenceState.text.fget.__code__,
+        sequence_state.SequenceState.token_ids.fget.__code__,
+    }
+    assert work[0][2] >= whole_sequence
+    assert all(codes.isdisjoint(whole_sequence) for _, codes in later)
 
 
 def test_leaving_early_aborts(engine):

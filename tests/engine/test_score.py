@@ -155,9 +155,9 @@ MISFITS = {
     ),
     "too few rows": (lambda: drifted(40, rows=30), "sample 1: 30 rows"),
     "no record": (lambda: [1, 2], "sample 1: record is a list"),
-    "an expert twice": (lambda: with_ids((7, 1), [3, 5, 3, 6]), "sample 1, row 7, layer 2: .*repeat"),
-    "zeros": (lambda: with_ids(12, 0), "sample 1, row 12, layer 1: ids .0, 0, 0, 0. repeat"),
-    "no such expert": (lambda: with_ids((3, 2, 1), 16), "sample 1, row 3, layer 3: id 16 in slot 1"),
+    "an expert twice": (lambda: with_ids((7, 1), [3, 5, 3, 6]), "sample 1, token 7, hidden layer 2: .*repeat"),
+    "zeros": (lambda: with_ids(12, 0), "sample 1, token 12, hidden layer 1: ids .0, 0, 0, 0. repeat"),
+    "no such expert": (lambda: with_ids((3, 2, 1), 16), "sample 1, token 3, hidden layer 3, slot 1: id 16"),
 }
 
 

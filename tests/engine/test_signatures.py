@@ -2,9 +2,12 @@
 
 import dataclasses
 import inspect
+import types
+import typing
 
 import pytest
 
+import routed_experts
 from routed_experts import LLM, ConfigError, Engine, ServerArgs
 from routed_experts.core.io_struct import GenerateReqInput
 
@@ -34,6 +37,24 @@ def test_the_keywords_of_generate_are_the_fields_of_a_request_with_their_default
     assert params.keys() == fields.keys()
     for name, field in fields.items():
         assert params[name].default == field.default, name
+
+
+def classes_in(annotation):
+    """The classes of this package that a type names."""
+    if typing.get_args(annotation):
+        return set().union(*map(classes_in, typing.get_args(annotation)))
+    is_ours = isinstance(annotation, type) and annotation.__module__.startswith("routed_experts.")
+    return {annotation} if is_ours else set()
+
+
+def test_what_public_methods_return_can_be_imported_from_the_package():
+    returned = set()
+    for entrance in (Engine, LLM):
+        for name, method in vars(entrance).items():
+            if isinstance(method, types.FunctionType) and not name.startswith("_") and name != "new_call":
+                returned |= classes_in(typing.get_type_hints(inspect.unwrap(method))["return"])
+    assert len(returned) > 5
+    assert {kind.__name__ for kind in returned} - set(routed_experts.__all__) == set()
 
 
 def test_an_unknown_keyword_of_llm_names_the_nearest():

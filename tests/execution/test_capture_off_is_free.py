@@ -1,6 +1,6 @@
 """Capture off is the build without the feature; capture on is that build with one output more.
 
-"Without the feature" means here: the model, the programs and the runner's table are read as source, every name of the
+"Without the feature" means here: the decoder, the programs and the runner's table are read as source, every name of the
 feature is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and what is
 left is run as modules of its own. That source holds no name of the feature, so a trace of capture that the real build
 leaves in its lowered StableHLO cannot be in both texts. The same test fails on a build that does leave a trace. What
@@ -24,32 +24,42 @@ from jax.interpreters import partial_eval
 
 from routed_experts.engine.build.backends import ATTENTION, KERNELS
 from routed_experts.execution import aot_programs, programs, sampler
-from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.decoder import fused_path, sparse_block
-from routed_experts.models.families import qwen3_moe
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder import decoder, family_config, feed_forward, fused_path, layer_parts, sparse_block
+from routed_experts.models.families import common_config, qwen3_moe
 from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
-MODEL_NAMES = frozenset({"capture", "moe_layer", "columns"})
-BLOCK_NAMES = frozenset({"capture", "moe_layer", "block"})
-FUSED_NAMES = frozenset({"capture", "block"})
+LAYER_NAMES = frozenset({"capture", "moe_layer"})
+# The modules of the decoder that know the feature, and those that must import these; each after what it imports.
+MODEL_NAMES = {
+    layer_parts: LAYER_NAMES,
+    sparse_block: frozenset({"capture", "moe_layer", "block"}),
+    feed_forward: LAYER_NAMES,
+    family_config: frozenset(),
+    fused_path: frozenset({"capture", "id_block"}),
+    decoder: LAYER_NAMES,
+    common_config: frozenset(),
+    qwen3_moe: frozenset(),
+}
 PROGRAM_NAMES = frozenset({"capture", "rows", "counts", "rerouting"})
 DEVICE_CACHE = "RoutedExpertsDeviceCache"
 SIZES = dict(
     vocab_size=313,
     hidden_size=64,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=2,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     head_dim=16,
-    dense_width=96,
-    expert_width=32,
-    router=RouterSpec(num_experts=16, top_k=4, renormalize=True),
-    moe_layers=(1, 2, 4),
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_experts=16,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+    mlp_only_layers=[0, 3],
     rope_theta=1e4,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    context_length=32,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32,
 )  # dense, MoE, dense, MoE: four runs, so columns and layers differ
 
 
@@ -142,18 +152,19 @@ def stack_without_capture(whole):
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A package of its own: its model, its programs, its table."""
+    """A package of its own: its family, its decoder, its programs, its table."""
 
-    model: types.ModuleType
+    family: types.ModuleType
+    decoder: types.ModuleType
     programs: types.ModuleType
     runner: types.ModuleType
     has_feature: bool
 
     def spec(self, *, capture=False, moe="tiled", attention="paged", **sizes):
         """The program spec and the weights' shapes of a small model with a dense layer among MoE layers."""
-        config = self.model.Qwen3MoeConfig(**(SIZES | sizes))
+        config = self.family.read_qwen3_moe(ConfigReader(SIZES | sizes, "SIZES"))
         graphdef, state = nnx.split(
-            nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+            nnx.eval_shape(lambda: self.decoder.FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
         )
         feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
         kernels = KERNELS[moe].load()
@@ -181,19 +192,21 @@ POOL = KVPoolSpec(
     num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16)
 )
 RUNNER = aot_programs.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
-REAL = Build(qwen3_moe, programs, aot_programs, has_feature=True)
+REAL = Build(qwen3_moe, decoder, programs, aot_programs, has_feature=True)
 
 
-def build_from(model_text, programs_text):
-    """Six modules made of text, wired to one another and to the rest of the package."""
-    make_module("never.sparse_block", without(sparse_block, BLOCK_NAMES))
-    together = without(fused_path, FUSED_NAMES).replace(
-        "routed_experts.models.decoder.sparse_block", "never.sparse_block"
-    )
-    make_module("never.fused_path", together)
-    for name in ("sparse_block", "fused_path"):
-        model_text = model_text.replace(f"routed_experts.models.decoder.{name}", f"never.{name}")
-    model = make_module("never.qwen3_moe", model_text)
+def model_texts():
+    """The source of each module of the decoder without the feature."""
+    return {module.__name__: without(module, names) for module, names in MODEL_NAMES.items()}
+
+
+def build_from(texts, programs_text):
+    """Modules made of text, wired to one another and to the rest of the package."""
+    made = {}
+    for name, text in texts.items():
+        for other in made:
+            text = text.replace(f"from {other} import", f"from never.{other} import")
+        made[name] = make_module(f"never.{name}", text)
     own_programs = make_module("never.programs", programs_text)
     make_module(
         "never.sampler", inspect.getsource(sampler)
@@ -201,22 +214,18 @@ def build_from(model_text, programs_text):
     table = inspect.getsource(aot_programs)
     for name in ("programs", "sampler"):
         table = table.replace(f"routed_experts.execution.{name}", f"never.{name}")
-    return Build(model, own_programs, make_module("never.program_table", table), has_feature=False)
+    own_table = make_module("never.program_table", table)
+    return Build(made[qwen3_moe.__name__], made[decoder.__name__], own_programs, own_table, has_feature=False)
 
 
 @functools.cache
 def never():
     """The build without the feature."""
-    return build_from(without(qwen3_moe, MODEL_NAMES), without(programs, PROGRAM_NAMES))
+    return build_from(model_texts(), without(programs, PROGRAM_NAMES))
 
 
 def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
-    for module, names in (
-        (qwen3_moe, MODEL_NAMES),
-        (sparse_block, BLOCK_NAMES),
-        (fused_path, FUSED_NAMES),
-        (programs, PROGRAM_NAMES),
-    ):
+    for module, names in (MODEL_NAMES | {programs: PROGRAM_NAMES}).items():
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
         assert names <= before and names.isdisjoint(after)
         # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.
@@ -245,12 +254,11 @@ def test_off_is_the_build_that_never_heard_of_it(moe, attention):
 
 
 def test_a_build_that_leaves_a_trace_is_detected():
-    text = without(qwen3_moe, MODEL_NAMES)
-    call = "x + kernels.group.all_reduce(y)"
-    assert text.count(call) == 1
-    tracing = build_from(
-        text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES)
-    )
+    texts, name = model_texts(), feed_forward.__name__
+    call = "step.kernels.group.all_reduce(y if shared is None else y + shared)"
+    assert texts[name].count(call) == 1
+    texts[name] = texts[name].replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)")
+    tracing = build_from(texts, without(programs, PROGRAM_NAMES))
     key = "forward", DECODE
     assert tracing.jobs()[key]().as_text() != REAL.jobs()[key]().as_text()
 
@@ -264,8 +272,7 @@ def outputs(lowered):
 @pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
 @pytest.mark.parametrize(("num_experts", "dtype"), [(16, jnp.uint8), (257, jnp.uint16)])
 def test_on_has_one_output_more(shape, num_experts, dtype):
-    router = dataclasses.replace(SIZES["router"], num_experts=num_experts)
-    on, off = (REAL.jobs(capture=capture, router=router)["forward", shape]() for capture in (True, False))
+    on, off = (REAL.jobs(capture=capture, num_experts=num_experts)["forward", shape]() for capture in (True, False))
     on_outputs, off_outputs = outputs(on), outputs(off)
     [name] = on_outputs.keys() - off_outputs.keys()
     assert name == "[1].rows"

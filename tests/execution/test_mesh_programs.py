@@ -19,7 +19,7 @@ from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.models.base.partitioning import ParallelConfig
-from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.sharding import AXIS, ModelSharding
 from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
 from support.tpu_programs import SMALL, program_name, whole_pool_operations
@@ -41,9 +41,9 @@ def jobs(chip, kind):
     partitions = SMALL.config.partitions(by_expert=parallel.expert_parallel)
     shards = ModelSharding.create(partitions, parallel, devices=tuple(tpu_devices(chip)))
     assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
-    state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
+    state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     part = SMALL.config.shard(parallel)
-    graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
+    graphdef = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
     weights = nnx.from_flat_state(
         [(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)]
     )
@@ -99,7 +99,7 @@ def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer_and_o
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chip_holds_a_quarter_of_what_layers_and_head_need(kind):
     memory = compiled("v5e", kind, "forward decode").memory_analysis()
-    state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
+    state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     weights = sum(leaf.size * 2 for leaf in jax.tree.leaves(state))
     pages = POOL.abstract.size * 2
     assert weights / 4 <= memory.argument_size_in_bytes - pages <= 1.05 * weights / 4

@@ -62,8 +62,8 @@ COMMON = dict(
     tie_word_embeddings=False,
     head_dim=8,
 )
-# a dense layer, latent attention, a bias that chooses | states, a pattern, gated shared experts | weighed inputs |
-# scales, no head
+# a dense layer, latent attention, a bias that chooses | states, a pattern, gated shared experts | a short convolution |
+# weighed inputs | scales, no head
 # | biases, of the head too
 CONFIGS = {
     "DeepseekV3ForCausalLM": dict(
@@ -97,6 +97,13 @@ CONFIGS = {
         linear_value_head_dim=8,
         full_attention_interval=2,
         num_hidden_layers=4,
+    ),
+    "Lfm2MoeForCausalLM": dict(
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv"],
     ),
     "Llama4ForCausalLM": dict(
         num_local_experts=6,
@@ -235,8 +242,7 @@ class Offloaded:
         attend = PagedAttend(backend=program.attention, batch=batch.paged, num_pages=PAGES)
         ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else SequenceOps(attend)
         positions, config = batch.paged.positions, model.config
-        angles = {rotary: rotary.cos_sin(positions) for rotary in config.rotary}
-        step = LayerContext(positions, batch.paged.valid, ops.attend, ops.recur, program.kernels, angles)
+        step = LayerContext.create(positions, batch.paged.valid, ops, program.kernels, config.rotary)
         x = embed(config, model.embed_head.embed, batch.resolve_tokens(jnp.zeros(4, jnp.int32)))
         capture = create_device_cache(program.capture, shape.num_tokens)
         residual = Residual(x, capture, jnp.zeros((self.spec.num_moe_layers, 3), jnp.int32))

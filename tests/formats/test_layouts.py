@@ -87,6 +87,15 @@ def test_an_unknown_row_is_marked_or_refused(name):
             to(record, missing="zero")
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_id_that_is_no_expert_is_never_written(name):
+    record = build_record()
+    ids = record.ids.copy()
+    ids[4, 2, 1] = 77
+    with pytest.raises(RoutingFormatError, match="token 4, hidden layer 3, slot 1: id 77; expected 0 to 15; give"):
+        PAIRS[name][0](dataclasses.replace(record, ids=ids))
+
+
 def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
     """S - 1 rows came: the last of them feeds a scored token, and is not the one that a rollout leaves out."""
     record = build_record()

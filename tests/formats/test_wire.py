@@ -15,7 +15,7 @@ from routed_experts.formats import record_from_meta_info, record_from_npy, recor
 from routed_experts.formats.archive import decode_record, encode_record
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 from routed_experts.formats.metadata import to_metadata
-from routed_experts.formats.wire import encode_meta_info, encode_routed_experts, npy_bytes
+from routed_experts.formats.wire import encode_as_lists, encode_meta_info, encode_routed_experts, npy_bytes
 
 # Typed from the description of the wire (section 5), not from this code.
 INT32_TEXT = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"
@@ -195,17 +195,37 @@ def test_the_last_token_counts_as_included_when_it_has_a_row():
     )
 
 
-def test_no_rows_is_an_empty_payload_and_nothing_generated_before_an_abort_is_null():
-    empty = example()[3:3]
-    assert encode_routed_experts(empty, payload_format="int32", layers="all", aborted=True)["routed_experts"] == ""
-    npy = encode_routed_experts(empty, payload_format="npy", layers="all")["routed_experts"]
-    assert np.load(io.BytesIO(base64.b64decode(npy))).shape == (0, 3, 2)
+@pytest.mark.parametrize("layers", ["all", "moe"])
+def test_an_id_that_is_no_expert_is_never_written(layers):
+    ids = example().ids.copy()
+    ids[1, 1, 0] = 8
+    wrong = example(ids=ids)
+    for encode in (
+        lambda: encode_routed_experts(wrong, payload_format="int32", layers=layers),
+        lambda: encode_routed_experts(wrong, payload_format="npy", layers=layers),
+        lambda: encode_as_lists(wrong, layers=layers),
+    ):
+        with pytest.raises(RoutingFormatError, match="token 3, hidden layer 2, slot 0: id 8; expected 0 to 7"):
+            encode()
+
+
+def test_no_rows_are_an_empty_payload_and_null_where_nothing_was_generated_before_an_abort():
     score = example(num_tokens=4, num_prompt_tokens=4)  # nothing generated, yet not aborted
     assert encode_routed_experts(score, payload_format="int32", layers="all")["routed_experts"] == INT32_TEXT
     fields = encode_routed_experts(score, payload_format="int32", layers="all", aborted=True)
-    assert fields["routed_experts"] is None
-    assert fields["routed_experts_info"]["shape"] == [0, 3, 2]
+    assert fields["routed_experts"] is None and fields["routed_experts_info"]["shape"] == [0, 3, 2]
     assert extract_routed_experts_from_meta_info({"meta_info": fields}) is None
+    lists = encode_as_lists(score, layers="all", aborted=True)
+    assert lists["prompt_routed_experts"] is lists["routed_experts"] is None
+    empty = example()[3:3]
+    assert encode_routed_experts(empty, payload_format="int32", layers="all", aborted=True)["routed_experts"] == ""
+    fields = encode_routed_experts(empty, payload_format="int32", layers="all")
+    assert fields["routed_experts"] == "" and fields["routed_experts_info"]["shape"] == [0, 3, 2]
+    assert extract_routed_experts_from_meta_info({"meta_info": fields}).reshape(-1, 3, 2).shape == (0, 3, 2)
+    npy = encode_routed_experts(empty, payload_format="npy", layers="all")["routed_experts"]
+    assert np.load(io.BytesIO(base64.b64decode(npy))).shape == (0, 3, 2)
+    lists = encode_as_lists(empty, layers="moe")
+    assert lists["prompt_routed_experts"] == lists["routed_experts"] == []
 
 
 def test_rows_absent_or_null_read_as_none():

@@ -286,7 +286,7 @@ def test_paged_prefill_equals_causal_attention():
         np.testing.assert_allclose(attend(name, step), whole, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["paged", "reference"])
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("requests", [[(0, 40), (45, 1), (0, 20)], [(KEY_BLOCK - 2, 30), (0, 9)]])

@@ -11,6 +11,7 @@ import pytest
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS, causal_variant, write_latent
+from routed_experts.layers.native.ops import NATIVE_ATTENTION
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -32,7 +33,7 @@ STEPS = {  # (tokens in the pool after the step, tokens of the step) of each req
 }
 RUN = {
     name: jax.jit(backend.run_with_features)
-    for name, backend in ATTENTION_BACKENDS.items()
+    for name, backend in {**ATTENTION_BACKENDS, "native": NATIVE_ATTENTION}.items()
     if backend.run_with_features is not None
 }
 
@@ -152,6 +153,27 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
     hit = (same_request & sees)[:num_tokens]
     assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()
     assert np.array_equal(out[:num_tokens][~hit], expected[:num_tokens][~hit])
+
+
+@pytest.mark.parametrize("backend", sorted(RUN))
+@pytest.mark.parametrize("name", ["window", "window of one", "chunk", "window and sinks"])
+@pytest.mark.parametrize("step", STEPS)
+def test_what_no_token_of_the_step_sees_changes_nothing_by_a_bit(step, name, backend):
+    """Slots of a request before its window may be freed and hold another one's keys, or what is no number."""
+    features = TRAITS[name]
+    queries, pool, batch, _, num_tokens = build_step(step, latent=False)
+    run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
+    expected = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))[:num_tokens]
+    freed = 0
+    for row, (length, new) in enumerate(STEPS[step]):
+        at = length - new  # of the first token
+        low = max(0, at - features.window + 1) if features.window else at // features.chunk * features.chunk
+        for position in range(low):
+            pool[PAGES + int(batch.page_table[row, position // PAGE]), position % PAGE] = np.nan
+        freed += low
+    assert freed > 0 or step == "prefill"
+    out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))[:num_tokens]
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("name", TRAITS)

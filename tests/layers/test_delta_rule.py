@@ -1,6 +1,7 @@
 """The gated delta rule, a chunk of tokens at once, against a loop over tokens and heads in float64: ragged steps with
 states, and whole sequences."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,23 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_sequence
+from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, delta_ragged, delta_sequence
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=3, value_dim=5, width=4)
+SHAPES = {"by head": SHAPE, "by channel": dataclasses.replace(SHAPE, by_channel=True)}
 
 
 RUN = jax.jit(delta_ragged)
 
 
-def random_inputs(rng, num_tokens, *, forgets=1.0):
+def random_inputs(rng, num_tokens, *, forgets=1.0, shape=SHAPE):
     numbers = {
         "mixed": rng.standard_normal((num_tokens, SHAPE.channels)),
-        "decay": -forgets * rng.random((num_tokens, 4)),
+        "decay": -forgets * rng.random((num_tokens, shape.num_decays)),
     }
     numbers |= {"beta": rng.random((num_tokens, 4)), "kernel": rng.standard_normal((SHAPE.channels, 4))}
-    return DeltaInputs(**{name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}, shape=SHAPE)
+    return DeltaInputs(**{name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}, shape=shape)
 
 
 def loop(inputs, rows):
@@ -39,7 +41,7 @@ def loop(inputs, rows):
         queries, keys, values = turned[:6].reshape(2, 3), turned[6:12].reshape(2, 3), turned[12:].reshape(4, 5)
         for h in range(4):
             q, k = (x[h // 2] / np.sqrt(x[h // 2] @ x[h // 2] + 1e-6) for x in (queries, keys))
-            memory[h] *= np.exp(decay[t, h])
+            memory[h] *= np.exp(decay[t].reshape(4, -1, 1)[h])
             memory[h] += np.outer(k, beta[t, h] * (values[h] - memory[h].T @ k))
             outputs.append(memory[h].T @ q / np.sqrt(3))
     return np.array(outputs).reshape(-1, 4, 5)
@@ -51,7 +53,7 @@ def steps(inputs, lengths, cuts, state, *, width):
     for step in cuts:
         rows = [row for i, new in enumerate(step) for row in range(first[i] + done[i], first[i] + done[i] + new)]
         at = np.array(rows + [0] * (width - len(rows)))
-        cut = DeltaInputs(inputs.mixed[at], inputs.decay[at], inputs.beta[at], inputs.kernel, SHAPE)
+        cut = DeltaInputs(inputs.mixed[at], inputs.decay[at], inputs.beta[at], inputs.kernel, inputs.shape)
         starts = np.cumsum((0, *step, 0))
         read, state = RUN(cut, state, jnp.asarray(starts, jnp.int32))
         for i, new in enumerate(step):
@@ -62,6 +64,7 @@ def steps(inputs, lengths, cuts, state, *, width):
     return [np.concatenate(parts) for parts in reads], state
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("forgets", [0.01, 1.0, 40.0])
 @pytest.mark.parametrize(
     ("lengths", "cuts", "width"),
@@ -72,9 +75,10 @@ def steps(inputs, lengths, cuts, state, *, width):
         ((192,), ((192,),), 3 * CHUNK),
     ],
 )
-def test_steps_of_any_cut_are_the_loop_and_rows_of_no_sequence_change_no_state(lengths, cuts, width, forgets):
-    inputs, first = random_inputs(np.random.default_rng(0), sum(lengths), forgets=forgets), np.cumsum((0, *lengths))
-    state = DeltaState.zeros(len(lengths) + 1, SHAPE, jnp.dtype(jnp.float32))
+def test_steps_of_any_cut_are_the_loop_and_rows_of_no_sequence_change_no_state(lengths, cuts, width, forgets, shape):
+    inputs = random_inputs(np.random.default_rng(0), sum(lengths), forgets=forgets, shape=shape)
+    first = np.cumsum((0, *lengths))
+    state = SHAPE.zeros(len(lengths) + 1, jnp.dtype(jnp.float32))
     reads, _ = steps(inputs, lengths, cuts, state, width=width)
     for i, read in enumerate(reads):
         np.testing.assert_allclose(read, loop(inputs, np.arange(first[i], first[i + 1])), atol=2e-5)
@@ -85,7 +89,7 @@ def test_steps_of_any_cut_are_the_loop_and_rows_of_no_sequence_change_no_state(l
 def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(part, at):
     lengths, cuts = (100, 100), ((80, 80), (20, 1), (0, 19))
     inputs = random_inputs(np.random.default_rng(2), 200)
-    state = DeltaState.zeros(3, SHAPE, jnp.dtype(jnp.float32))
+    state = SHAPE.zeros(3, jnp.dtype(jnp.float32))
     expected, whole = steps(inputs, lengths, cuts, state, width=3 * CHUNK)
     numbers = {name: getattr(inputs, name) for name in ("mixed", "decay", "beta")}
     numbers[part] = numbers[part].at[at].set(jnp.nan)
@@ -97,9 +101,10 @@ def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(p
     assert np.array_equal(left.recurrent[1], whole.recurrent[1]) and not np.any(np.isfinite(left.recurrent[0]))
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("length", "cuts"), [(12, ()), (12, (5,)), (150, (3, 4, 63, 64, 128)), (129, ())])
-def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(length, cuts):
-    inputs = random_inputs(np.random.default_rng(1), 2 * length)
+def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(length, cuts, shape):
+    inputs = random_inputs(np.random.default_rng(1), 2 * length, shape=shape)
     bounds = (0, *cuts, length)
     segments = None if not cuts else jnp.asarray([np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))] * 2)
     read = np.asarray(jax.jit(delta_sequence, static_argnums=2)(inputs, segments, 2))

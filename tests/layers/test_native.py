@@ -2,6 +2,7 @@
 size against float64 loops, batch-invariant rows, weights that are read in place, and the error on a machine without a
 compiler."""
 
+import ctypes
 import dataclasses
 import re
 
@@ -16,6 +17,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.layers.attention import FusedQKV, write_kv
+from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import (
@@ -24,6 +26,7 @@ from routed_experts.layers.native.ops import (
     native_linear,
     native_qk_norm_rope,
     native_router,
+    native_variant,
 )
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
@@ -83,6 +86,50 @@ def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
     np.testing.assert_allclose(
         got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound
     )
+
+
+@pytest.fixture
+def use_pairs():
+    """Switches products in pairs of bfloat16 off or on, and back afterwards."""
+    library = toolchain.library()
+    yield lambda use: library.RexUsePairs(ctypes.c_bool(use))
+    file = toolchain.library_file(toolchain.compiler())
+    library.RexUsePairs(ctypes.c_bool(toolchain.pairs_gain(file, library.RexPairsGain) > 1.0))
+
+
+def test_experts_round_to_bfloat16_between_products_in_pairs_alone(use_pairs):
+    call = random_call(7, (40, 4, 8, 64, 32))
+    halves = {name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")}
+    call = dataclasses.replace(call, **halves)
+    expected = np.asarray(jnp.asarray(oracle(call), jnp.bfloat16))
+
+    def share_of_equal(use):
+        use_pairs(use)
+        got = np.asarray(EXPERTS(call))
+        np.testing.assert_allclose(got.astype(np.float64), oracle(call), atol=BOUNDS[jnp.bfloat16])
+        return np.mean(got == expected)
+
+    in_pairs, in_floats = share_of_equal(True), share_of_equal(False)
+    assert in_floats > 0.99 > in_pairs
+
+
+def test_the_gain_of_pairs_is_measured_once_for_a_processor(tmp_path, monkeypatch):
+    gains = iter([0.45, 1.7])
+    library, measure = tmp_path / "made.so", lambda: next(gains)
+    assert [toolchain.pairs_gain(library, measure) for _ in range(2)] == [0.45, 0.45]
+    assert len(list(tmp_path.iterdir())) == 1
+
+    def measured_second():
+        """Another process keeps its figure while this one measures."""
+        monkeypatch.setattr(toolchain, "_processor_name", lambda: "two at once")
+        assert toolchain.pairs_gain(library, measure) == 1.7
+        return 0.9
+
+    monkeypatch.setattr(toolchain, "_processor_name", lambda: "two at once")
+    assert toolchain.pairs_gain(library, measured_second) == 1.7
+    monkeypatch.setattr(toolchain, "_processor_name", lambda: "another")
+    with pytest.raises(StopIteration):
+        toolchain.pairs_gain(library, measure)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -204,12 +251,36 @@ def test_steps_that_cannot_be_are_an_error_and_not_a_crash():
         )
 
 
-@pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
-def test_deterministic_mode_refuses_it_by_name(field):
+@pytest.mark.parametrize("page", [10_000, -10_000])
+def test_a_page_outside_the_pool_is_an_error_where_it_is_read_and_not_before_a_window(page):
+    step = make_step([(40, 3)], page_size=16, heads=4)
+    strange = dataclasses.replace(step.batch, page_table=jnp.asarray(step.batch.page_table).at[0, 0].set(page))
+
+    def attend_to(batch, window):
+        arrays = jnp.asarray(step.queries), jnp.asarray(step.pool), jnp.int32(step.first_page)
+        return native_variant(*arrays, batch, AttentionFeatures(window=window))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a page outside the pool"):
+        jax.block_until_ready(attend_to(strange, 0))
+    np.testing.assert_array_equal(attend_to(strange, 8), attend_to(step.batch, 8))
+
+
+def test_deterministic_mode_uses_it_without_the_greedy_kernel():
+    """Greedy rows are rounded alike in greedy steps and beside sampled rows."""
+    for named in ({}, {"moe_backend": "native", "attention_backend": "native"}):
+        kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **named))
+        assert (kernels.moe.name, attention.name, kernels.argmax) == ("native", "native", None)
+        assert kernels.layer_stack is not None
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [("moe_backend", "tiled"), ("moe_backend", "grouped"), ("attention_backend", "paged")]
+)
+def test_deterministic_mode_refuses_what_is_not_batch_invariant_by_name(field, name):
     with pytest.raises(
-        ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on the batch"
+        ConfigError, match=f"{field}='{name}' with deterministic=True: its rows may depend on the batch"
     ):
-        DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: "native"}))
+        DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: name}))
 
 
 def test_router_replays_given_ids_and_records_them():

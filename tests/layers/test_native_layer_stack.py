@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from layers.test_attention import make_step
+from layers.test_scoring_funcs import SPECS
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.aot_programs import lowerings, sampler_key
 from routed_experts.layers.attention import ATTENTION_BACKENDS
@@ -210,7 +211,7 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
     wrong = np.zeros((2, case.x.shape[0], 2), np.uint8) + np.array([0, 5], np.uint8)
     with pytest.raises(jax.errors.JaxRuntimeError, match="names an expert that does not exist"):
         case.run(routed=routing(case, wrong))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("rows to replay are [R, N, K], and [N]")):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("rows to replay are [M, N, K], and [N]")):
         case.run(routed=routing(case, wrong[:1], False))
 
 
@@ -220,9 +221,10 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
         ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a stack have one dtype"),
         ({"positions": 10_000}, "query_starts or positions are outside the step or its page table"),
         ({"token_rows": 3}, "query_starts or positions are outside the step or its page table"),
+        ({"page_table": 10_000}, "query_starts or positions are outside the step or its page table"),
         ({"num_pages": 21}, "the pool has the pages of all layers"),
         ({"block": slice(0, 4)}, "the block of ids has the rows of the stack"),
-        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a stack, as StackWeights and StepInputs say"),
+        ({"arrays": {"down": slice(0, 5)}}, r"down of layer 0 of the pattern is \[5, 24, 40\], not \[10, 24, 40\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -235,8 +237,8 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
         case = dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **{name: changed}))
     if "num_pages" in change:
         attend = dataclasses.replace(attend, num_pages=change["num_pages"])
-    for name in change.keys() & {"positions", "token_rows"}:
-        array = getattr(attend.batch, name).at[2].set(change[name])
+    for name in change.keys() & {"positions", "token_rows", "page_table"}:
+        array = getattr(attend.batch, name).at[0 if name == "page_table" else 2].set(change[name])
         attend = dataclasses.replace(attend, batch=dataclasses.replace(attend.batch, **{name: array}))
     if "block" in change:
         case = dataclasses.replace(case, block=case.block[change["block"]])
@@ -244,9 +246,8 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
         case.run(attend=attend)
 
 
-def test_laws_that_it_does_not_know_go_layer_by_layer():
-    assert NATIVE_LAYER_STACK.supports(RouterSpec(num_experts=8, top_k=2, renormalize=True))
-    assert not NATIVE_LAYER_STACK.supports(RouterSpec(num_experts=8, top_k=2, renormalize=True, scale=2.5))
+def test_it_knows_every_law():
+    assert all(NATIVE_LAYER_STACK.supports(spec) for spec in SPECS.values())
 
 
 def test_many_runs_one_after_another_are_all_the_same():
@@ -303,12 +304,13 @@ def test_choice_among_scores_that_are_not_numbers():
 
 
 def test_an_engine_on_cpu_takes_both():
-    """One kernel for all MoE layers of the tiny model, none for their parts; one for the greedy choice."""
+    """One kernel for each block of layers of the tiny model, dense and MoE; none for their parts, one for the greedy
+    choice."""
     runner = build()
     jobs = lowerings(runner.state, runner.spec, runner.config)
     forward, greedy = (
         jobs["forward", DECODE]().as_text(),
         jobs[sampler_key(runner.spec, DECODE, SamplingMode.GREEDY)]().as_text(),
     )
-    assert forward.count("@RexLayerStack") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
+    assert forward.count("@RexLayerStack") == 2 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
     assert greedy.count("@RexArgmax") == 1

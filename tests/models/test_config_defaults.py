@@ -1,7 +1,9 @@
 """A key that a config.json leaves out means what transformers takes for it: each key that a family reads, left out and
 written out."""
 
+import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 import transformers
@@ -33,7 +35,18 @@ def build_config(name):
     case = CASES[name]
     kind = getattr(transformers, case.settings or f"{name}Config")
     config = kind(**{**SIZES, **case.config, "max_position_embeddings": LENGTH})
-    return kind, json.loads(config.to_json_string()), FAMILIES[f"{name}ForCausalLM"]
+    family = FAMILIES[case.model or f"{name}ForCausalLM"]
+    return kind, json.loads(config.to_json_string()), family if case.vision is None else OfText(family.read_config)
+
+
+@dataclasses.dataclass
+class OfText:
+    """A family whose config.json holds that of its text model."""
+
+    read_whole: Callable
+
+    def read_config(self, reader):
+        return self.read_whole(ConfigReader({"text_config": reader.values}, reader.path))
 
 
 def read(family, values):

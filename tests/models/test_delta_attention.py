@@ -11,7 +11,7 @@ from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4)
-LAYER = DeltaAttention(shape=SHAPE, eps=1e-6, by_key_head=True)
+LAYER = DeltaAttention(shape=SHAPE, eps=1e-6, layout="key heads")
 
 
 def by_hand(qkvz, ba):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 from support.tiny_checkpoint import tiny_config
@@ -24,7 +25,7 @@ def test_a_config_alone_makes_a_model_of_its_shapes(folder):
     opened = ModelFolder.open(folder, load_format="dummy")
     model = opened.load(opened.dtype("float32"))
     expected = nnx.state(
-        nnx.eval_shape(lambda: opened.family.build(opened.config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
+        nnx.eval_shape(lambda: FamilyDecoder(opened.config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
     )
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), state) for state in (nnx.state(model), expected)]
     assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
@@ -36,9 +37,9 @@ def test_its_values_are_finite_and_its_routing_spreads(folder):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, 256), jnp.int32)[None]
     out = forward(model, tokens, return_routed=True)
     assert np.isfinite(np.asarray(out.logits)).all()
-    ids = np.asarray(out.ids).reshape(256, len(model.config.moe_layers), -1)
+    ids = np.asarray(out.ids).reshape(256, model.config.capture_spec.num_moe_layers, -1)
     for layer in range(ids.shape[1]):
-        counts = np.bincount(ids[:, layer].reshape(-1), minlength=model.config.router.num_experts)
+        counts = np.bincount(ids[:, layer].reshape(-1), minlength=model.config.capture_spec.num_experts)
         assert counts.min() > 0.25 * counts.mean(), (layer, counts)
 
 

@@ -43,7 +43,12 @@ ALL_FORMS = (
     "Phimoe",
     "GraniteMoe",
 )  # of sampling: their heads have a bias, and scale; other families differ in layers alone
-NO_PREFIX_CACHE = ("Qwen3Next", "Qwen3_5Moe")  # they keep states, which cannot be cut where a prefix ends
+NO_PREFIX_CACHE = (
+    "Qwen3Next",
+    "Qwen3_5Moe",
+    "Lfm2Moe",
+    "BailingHybrid",
+)  # they keep states, which cannot be cut where a prefix ends
 
 
 @dataclasses.dataclass

@@ -26,6 +26,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 
@@ -98,6 +99,37 @@ REFUSED = {
         ["attn_temperature_tuning=-1", "at least 0"],
     ),
     "layer types of Llama 4": ("Llama4", dict(layer_types=["full_attention"] * 4), ["layer_types", "no_rope_layers"]),
+    "dense layers of GLM-4.7-Flash": (
+        "Glm4MoeLite",
+        dict(first_k_dense_replace=2),
+        ["mlp_layer_types", "first 2 layers", "first_k_dense_replace"],
+    ),
+    "windows of dots.llm1": ("Dots1", dict(sliding_window=...), ["layer_types", "without sliding_window"]),
+    "experts of HunYuan's layers": ("HunYuanMoEV1", dict(moe_topk=[4, 4, 4, 2]), ["moe_topk=[4, 4, 4, 2]", "same"]),
+    "a shared width of HunYuan": ("HunYuanMoEV1", dict(moe_intermediate_size=48), ["moe_intermediate_size=48", "24"]),
+    "keys that HunYuan's layers share": ("HunYuanMoEV1", dict(use_cla=True), ["use_cla=True", "false"]),
+    "alpha of HunYuan": (
+        "HunYuanMoEV1",
+        dict(rope_parameters={"rope_type": "dynamic", "alpha": -1.0}),
+        ["alpha=-1.0", "positive"],
+    ),
+    "layers of Ling 3.0": (
+        "BailingHybrid",
+        dict(layer_types=["linear_attention"] * 4),
+        ["layer_types", "at least one"],
+    ),
+    "queries of Ling 3.0": ("BailingHybrid", dict(q_lora_rank=16), ["q_lora_rank=16", "none"]),
+    "decays of Ling 3.0": ("BailingHybrid", dict(kda_lower_bound=1.0), ["kda_lower_bound=1.0", "negative"]),
+    "small matrices of Ling 3.0": ("BailingHybrid", dict(no_kda_lora=False), ["no_kda_lora=False", "true"]),
+    "two spellings of Ling 3.0": ("BailingHybrid", dict(n_group=2), ["n_group and num_expert_group differ"]),
+    "layers of LFM2": ("Lfm2Moe", dict(layer_types=["conv"] * 5), ["layer_types", "6 words"]),
+    "LFM2 without attention": ("Lfm2Moe", dict(layer_types=["conv"] * 6), ["layer_types", "at least one"]),
+    "taps of LFM2": ("Lfm2Moe", dict(conv_L_cache=1), ["conv_L_cache=1", "at least 2"]),
+    "renormalised Qwen3-VL": (
+        "Qwen3VLMoe",
+        dict(text_config={"norm_topk_prob": False}),
+        ["text_config: norm_topk_prob=False", "true"],
+    ),
     "floor of Ernie's sums": ("Ernie4_5_Moe", dict(moe_norm_min=0.5), ["moe_norm_min=0.5", "1e-6"]),
     "renormalised Qwen3.5": ("Qwen3_5Moe", dict(norm_topk_prob=False), ["norm_topk_prob=False", "true"]),
     "a window of Llama": ("Llama", dict(sliding_window=64), ["sliding_window=64", "none"]),
@@ -127,6 +159,25 @@ def test_llama_4_files_with_4_for_true_are_read(write_case, tmp_path):
         read(ConfigReader(values | {"attn_temperature_tuning": tuned}, "config.json")) for tuned in (False, True, 4, 0)
     )
     assert published == tuned != plain == none
+
+
+def test_dots_files_that_name_their_scores_by_the_method_are_read(write_case, tmp_path):
+    folder = write_case("Dots1", tmp_path)
+    values, read = json.loads((folder / "config.json").read_text()), FAMILIES["Dots1ForCausalLM"].read_config
+    plain, published = (
+        read(ConfigReader(values | {"scoring_func": scores}, "config.json")) for scores in ("sigmoid", "noaux_tc")
+    )
+    assert plain == published and plain.layers[1].feed.router.scoring_func == "sigmoid"
+
+
+def test_hunyuan_files_that_give_a_number_to_each_layer_are_read(write_case, tmp_path):
+    folder = write_case("HunYuanMoEV1", tmp_path)
+    values, read = json.loads((folder / "config.json").read_text()), FAMILIES["HunYuanMoEV1ForCausalLM"].read_config
+    lists = {"num_experts": 16, "moe_topk": 4, "moe_intermediate_size": 24, "num_shared_expert": 1}
+    plain, published = (
+        read(ConfigReader(values | more, "config.json")) for more in ({}, {key: [lists[key]] * 4 for key in lists})
+    )
+    assert plain == published and plain.layers[0].feed.router.top_k == 4
 
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
@@ -185,6 +236,19 @@ def test_a_text_model_beside_a_vision_tower_is_the_text_model(
     assert alone.keys() == nested.keys() and all(np.array_equal(alone[key], nested[key]) for key in alone)
 
 
+def test_published_stacks_of_qwen3_vl_hold_the_numbers_of_those_of_transformers(write_case, tmp_path):
+    folder = write_case("Qwen3VLMoe", tmp_path)
+    written = load_arrays(folder)
+    rewrite(folder, lambda tensors: {key: t.swapaxes(1, 2) if ".experts." in key else t for key, t in tensors.items()})
+    assert load_file(folder / "model.safetensors")["model.language_model.layers.0.mlp.experts.down_proj"].shape == (
+        16,
+        16,
+        64,
+    )
+    published = load_arrays(folder)
+    assert written.keys() == published.keys() and all(np.array_equal(written[key], published[key]) for key in written)
+
+
 def test_layers_that_predict_further_tokens_are_left_where_they_are(write_case, tmp_path):
     folder = write_case("Glm4Moe", tmp_path, num_nextn_predict_layers=1)
     rewrite(folder, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": np.zeros((2, 2), np.float32)})
@@ -213,7 +277,7 @@ def lowered_size(values, num_layers):
     family = FAMILIES[values["architectures"][0]]
     config = family.read_config(ConfigReader(values | {"num_hidden_layers": num_layers}, "config.json"))
     graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
+        nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
     )
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
@@ -248,9 +312,10 @@ def test_the_program_does_not_grow_with_the_number_of_layers(write_case, tmp_pat
     assert many < 1.05 * few, (few, many)
 
 
-def test_a_retracted_hybrid_request_and_reused_slots_give_the_same_tokens(write_case, tmp_path):
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2Moe"])
+def test_a_retracted_hybrid_request_and_reused_slots_give_the_same_tokens(write_case, tmp_path, name):
     """States are not pages: a request that starts again must start from nothing, in whichever slot."""
-    opened = ModelFolder.open(write_case("Qwen3Next", tmp_path))
+    opened = ModelFolder.open(write_case(name, tmp_path))
     bench = Bench(
         opened.load(jnp.dtype(jnp.float32)),
         page_size=4,

@@ -16,7 +16,14 @@ import pytest
 
 import routed_experts
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.loading.model_source import demo_model_path, find_model, local_folder, model_name
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.models.loading.model_source import (
+    demo_model_path,
+    find_model,
+    local_folder,
+    model_name,
+    with_local_model,
+)
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -195,6 +202,14 @@ def test_a_folder_the_demo_and_an_id_are_distinguished(tmp_path, monkeypatch):
                 local_folder(model)
 
 
+def test_the_tokenizer_of_the_package_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ServerArgs(model_path=str(demo_model_path()), tokenizer_path="demo")
+    assert with_local_model(args).tokenizer_path == str(demo_model_path())
+    (tmp_path / "demo").mkdir()
+    assert with_local_model(args).tokenizer_path == "demo"  # a folder of that name is meant
+
+
 def test_a_revision_is_for_repositories(tmp_path):
     with pytest.raises(ConfigError, match=r"revision='v1' with the folder .* which has no revisions"):
         find_model(str(tmp_path), revision="v1")
@@ -223,7 +238,8 @@ def test_a_revision_is_another_folder_and_weights_may_be_left_out(find):
     folder = Path(find("org/whole", revision="v1", weights=False))
     assert folder.name == OLDER and not list(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
     text = find("org/whole", revision="v1", HF_HUB_OFFLINE="1")
-    assert re.match(r"CheckpointError: org/whole is not whole in .*; connect, or give the folder of a checkpoint", text)
+    assert re.match(r"CheckpointError: no folder org/whole; as a repository it is not whole in the cache .*", text)
+    assert text.endswith("HF_HUB_OFFLINE is set; unset it, or give the folder of a checkpoint")
     assert Path(find("org/whole")).name == COMMIT
 
 
@@ -253,11 +269,11 @@ def test_a_repository_that_cannot_be_had_is_one_error(hub, find, model, revision
 
 def test_without_a_network_only_a_whole_cache_will_do(hub, find):
     offline = {"HF_HUB_OFFLINE": "1"}
-    assert "cannot be reached" in find("org/whole", **offline)
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # the port of `discard`: refused
-    assert re.match(
-        "CheckpointError: org/whole .* connect, or give the folder of a checkpoint", find("org/whole", **nobody)
-    )
+    text = r"CheckpointError: no folder org/whole; as a repository it is not in the cache \S+, and {}, or give .*"
+    assert re.fullmatch(text.format("HF_HUB_OFFLINE is set; unset it"), find("org/whole", **offline))
+    unreachable = "http://127.0.0.1:9 cannot be reached; connect"
+    assert re.fullmatch(text.format(unreachable), find("org/whole", **nobody)), "without the hub's own words"
     folder = find("org/whole")
     assert find("org/whole", **offline) == find("org/whole", **nobody) == folder
 
@@ -276,7 +292,7 @@ def test_an_interrupted_download_is_no_checkpoint_and_goes_on(hub, find):
     hub.repositories["org/shards"]["model-00001-of-00002.safetensors"] = b"arrives"
     match = r"CheckpointError: fetching org/shards was interrupted \(.*\); start again: what was fetched is kept"
     assert re.match(match, find("org/shards"))
-    assert find("org/shards", HF_HUB_OFFLINE="1").startswith("CheckpointError: org/shards is not whole in ")
+    assert "as a repository it is not whole in the cache" in find("org/shards", HF_HUB_OFFLINE="1")
     hub.cut_at = None
     hub.requests.clear()
     folder = find("org/shards")

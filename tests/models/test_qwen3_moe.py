@@ -19,7 +19,10 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import weight_sources
+from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.replay.forward import RoutedBatch, forward
 from support.tiny_checkpoint import tiny_config
 
@@ -27,12 +30,12 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def read(**overrides):
-    return Qwen3MoeConfig.from_reader(ConfigReader(tiny_config(**overrides), "config.json"))
+    return read_qwen3_moe(ConfigReader(tiny_config(**overrides), "config.json"))
 
 
 def abstract(config, dtype=jnp.float32):
     """The module without memory: shapes alone."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def abstract(config, dtype=jnp.float32):
         (dict(mlp_only_layers=[]), (0, 1, 2, 3), ((0, 4),)),
         (dict(mlp_only_layers=[0]), (1, 2, 3), ((0, 1), (1, 4))),
         (dict(mlp_only_layers=[1, 2]), (0, 3), ((0, 1), (1, 3), (3, 4))),
-        (dict(mlp_only_layers=[], decoder_sparse_step=2), (1, 3), ((0, 1), (1, 2), (2, 3), (3, 4))),
+        (dict(mlp_only_layers=[], decoder_sparse_step=2), (1, 3), ((0, 4),)),
         (dict(mlp_only_layers=[3], decoder_sparse_step=2), (1,), ((0, 1), (1, 2), (2, 4))),
         (dict(mlp_only_layers=[], decoder_sparse_step=3), (2,), ((0, 2), (2, 3), (3, 4))),
         (dict(mlp_only_layers=[0, 1, 2, 3]), (), ((0, 4),)),
@@ -51,7 +54,8 @@ def abstract(config, dtype=jnp.float32):
 )
 def test_layers_are_dense_or_moe_as_the_config_says(keys, moe_layers, runs):
     config = read(**keys)
-    assert (config.moe_layers, config.blocks) == (moe_layers, runs)
+    sparse = tuple(index for index, layer in enumerate(config.layers) if isinstance(layer.feed, Sparse))
+    assert (sparse, tuple((run.first, run.first + run.num_layers) for run in config.blocks)) == (moe_layers, runs)
     spec = config.capture_spec
     assert (spec is None) == (not moe_layers)
     if spec is not None:
@@ -151,17 +155,17 @@ def test_a_program_does_not_grow_with_depth(program, dense_first):
 
 @pytest.fixture(scope="module")
 def model():
-    return Qwen3Moe(read(num_hidden_layers=3, mlp_only_layers=[1]), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return FamilyDecoder(read(num_hidden_layers=3, mlp_only_layers=[1]), rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
 def test_a_model_that_was_not_loaded_has_the_shapes_of_the_checkpoint_table(model):
     """Every value of every array comes from exactly one tensor of the table."""
     config, sizes = model.config, {}
-    for source in Qwen3Moe.weight_sources(config):
+    for source in weight_sources(config):
         sizes[source.target] = sizes.get(source.target, 0) + int(np.prod(source.shape))
     arrays = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
     assert sizes == {name: int(np.prod(leaf.shape)) for name, leaf in arrays.items()}
-    names = [source.name for source in Qwen3Moe.weight_sources(config)]
+    names = [source.name for source in weight_sources(config)]
     assert len(set(names)) == len(names)
 
 
@@ -176,14 +180,14 @@ def test_asking_for_the_ids_does_not_change_the_logits(model):
 
 
 def test_a_dense_model_has_no_ids(model):
-    dense = Qwen3Moe(read(num_hidden_layers=2, num_experts=0), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    dense = FamilyDecoder(read(num_hidden_layers=2, num_experts=0), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     result = forward(dense, jnp.zeros((1, 3), jnp.int32), return_routed=True)
     assert result.ids is None
     assert result.logits.shape == (1, 3, 313) and result.logits.dtype == jnp.float32
 
 
 def test_a_tied_head_is_the_embedding(model):
-    tied = Qwen3Moe(read(tie_word_embeddings=True, num_hidden_layers=1), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    tied = FamilyDecoder(read(tie_word_embeddings=True, num_hidden_layers=1), rngs=nnx.Rngs(0), dtype=jnp.float32)
     assert tied.head is None
     assert np.array_equal(tied.lm_head(), tied.embed[...].T)
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32)

@@ -23,14 +23,17 @@ from routed_experts.models.registry import FAMILIES
 
 METHODS = ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "moe_k")
+PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
 UNREAD = {("Qwen3_5Moe", "intermediate_size")}  # no layer is dense
 BY_LAYER = (
     "layer_types",
+    "mlp_layer_types",
     "moe_layers",
     "no_rope_layers",
 )  # lists that a change of the layers would contradict before tensors do
+
+LISTED = ("Lfm2Moe",)  # no layer_types are no default of this family
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +64,10 @@ def faults(name, values):
     yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "'silu'"]
     for section in ("rope_parameters", "rope_scaling"):
         yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
-    yield {"num_hidden_layers": layers + 1} | dict.fromkeys(BY_LAYER), ["missing", f"layers.{layers}."]
-    yield {"num_hidden_layers": layers - 1} | dict.fromkeys(BY_LAYER), ["unexpected", f"layers.{layers - 1}."]
-    yield (
-        {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1} | dict.fromkeys(BY_LAYER),
-        [f"layers.{layers - 1}."],
-    )
+    longer, shorter = (relayered(name, values, count) for count in (layers + 1, layers - 1))
+    yield longer, ["missing", f"layers.{layers}."]
+    yield shorter, ["unexpected", f"layers.{layers - 1}."]
+    yield shorter | {"num_nextn_predict_layers": 1}, [f"layers.{layers - 1}."]
     yield {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]
     both = {"num_key_value_heads": 2 * heads} if "kv_lora_rank" in values else {}
     width = {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
@@ -89,6 +90,12 @@ def faults(name, values):
         yield from faults_of_experts(values)
 
 
+def relayered(name, values, count):
+    """Another number of layers, and lists that fit it where a family requires them."""
+    lists = {"layer_types": [*values["layer_types"], "conv"][:count]} if name in LISTED else {}
+    return {"num_hidden_layers": count} | dict.fromkeys(BY_LAYER) | lists
+
+
 def faults_of_experts(values):
     experts, per_token = known(values, EXPERTS), known(values, PER_TOKEN)
     count = values[experts]
@@ -97,17 +104,18 @@ def faults_of_experts(values):
     yield {experts: count // 2}, ["expected"]
     yield (
         {experts: 0},
-        ["unexpected"] if values["architectures"] == ["Qwen3MoeForCausalLM"] else [f"{experts}=0", "at least 1"],
+        ["unexpected"]
+        if values["architectures"][0].startswith(("Qwen3Moe", "Qwen3VLMoe"))
+        else [f"{experts}=0", "at least 1"],
     )
     yield {per_token: 0}, [f"{per_token}=0", "at least 1"]
     yield {per_token: count + 1}, [f"{per_token}={count + 1}", f"{count}"]
-    if values.get("n_group", 1) > 1:
-        yield {"n_group": 3}, ["n_group=3", "divisor"]
-        yield (
-            {"topk_group": values["n_group"] + 1},
-            [f"topk_group={values['n_group'] + 1}", f"at most {values['n_group']}"],
-        )
-        yield {"n_group": count, "topk_group": 1}, ["topk_group=1", "groups that hold"]
+    of_groups = "num_expert_group" if "num_expert_group" in values else "n_group"
+    groups = values.get(of_groups, 1)
+    if groups > 1:
+        yield {of_groups: 3}, [f"{of_groups}=3", "divisor"]
+        yield {"topk_group": groups + 1}, [f"topk_group={groups + 1}", f"at most {groups}"]
+        yield {of_groups: count, "topk_group": 1}, ["topk_group=1", "groups that hold"]
     else:
         yield {"n_group": 2, "topk_group": 3}, ["_group="]
 
@@ -115,14 +123,16 @@ def faults_of_experts(values):
 @pytest.mark.parametrize("name", CASES)
 def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(write_case, tmp_path, name):
     folder = shutil.copytree(write_case(name), tmp_path / "copy")
-    values = json.loads((folder / "config.json").read_text())
+    outer = json.loads((folder / "config.json").read_text())
+    values = {**outer.get("text_config", {}), **outer}
     assert ModelFolder.open(folder).config.num_layers == values["num_hidden_layers"]
     gc.collect()  # what other tests left may go at any time
     num_arrays, checked, wrong = len(jax.live_arrays()), 0, []
     for change, words in faults(name, values):
         if not change:
             continue
-        (folder / "config.json").write_text(json.dumps(values | change))
+        inner = {"text_config": outer["text_config"] | change} if "text_config" in outer else {}
+        (folder / "config.json").write_text(json.dumps(outer | change | inner))
         message = refusal(folder)
         if not all(word in message for word in (*words, str(folder), "expected")) or "\n" in message:
             wrong.append((change, message))
@@ -132,7 +142,14 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(write
     assert checked >= 25
 
 
-@pytest.mark.parametrize("architecture", ["Llama4ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Llama4ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_model_inside_another_may_not_be_quantised_either(tmp_path, architecture, method):
     inner = {"quantization_config": {"quant_method": method}}

@@ -81,7 +81,7 @@ class Bench:
         if self.runner.weight_version > self._version:  # the last drive changed them
             self._version = self.runner.weight_version + 1
             self.runner.update_weights(self._weights, version=self._version)
-        self.runner.poison()
+        self.runner.overwrite_pool()
         self.probe.clear()
         return Drive(self, dataclasses.replace(self.args, **changed), pages)
 
@@ -166,7 +166,7 @@ class Drive:
         self.log = DispatchLog(bench.runner, scheduler, args.page_size)
         self.core = EngineCore(scheduler, self.log, capturer)
         self.outputs, self.reqs = {}, {}
-        capturer.host_cache.poison()
+        capturer.host_cache.overwrite_invalid_rows()
 
     def add(self, *reqs):
         """Accept the requests of one call."""
@@ -179,7 +179,7 @@ class Drive:
         self._take(self.core.step())
         if check:
             assert self.core.check_integrity() == []
-            self.core.capturer.host_cache.poison()
+            self.core.capturer.host_cache.overwrite_invalid_rows()
 
     def drain(self):
         """Finish the step in flight."""

@@ -33,7 +33,7 @@ SIZES = dict(
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One family: the oracle's classes are <name>Config and <name>ForCausalLM. `router` is the suffix of a router's
-    class."""
+    class. `vision`: config of a tower beside the text model, which `config` and the class `settings` are then of."""
 
     name: str
     config: dict
@@ -45,6 +45,7 @@ class Case:
     settings: str = ""
     model: str = ""
     seed: int = 0
+    vision: dict | None = None
 
 
 @dataclasses.dataclass
@@ -73,6 +74,10 @@ class Oracle:
 
         self.case, self.folder = case, Path(folder)
         config = getattr(transformers, case.settings or f"{case.name}Config")(**{**SIZES, **case.config})
+        if case.vision is not None:
+            both = dict(text_config=config.to_dict(), vision_config=case.vision)
+            tied = config.tie_word_embeddings
+            config = getattr(transformers, f"{case.name}Config")(**both, tie_word_embeddings=tied)
         torch.manual_seed(case.seed)
         config._attn_implementation = config._experts_implementation = "eager"  # whatever the sizes
         self.model = getattr(transformers, case.model or f"{case.name}ForCausalLM")(config).to(torch.float32).eval()
@@ -84,7 +89,7 @@ class Oracle:
         self.model.save_pretrained(folder)
         if case.rewrite is not None:
             case.rewrite(Path(folder))
-        self.config = self.model.config
+        self.config = self.model.config.get_text_config()
         self.routers = [
             module
             for _, module in self.model.named_modules()
@@ -120,7 +125,7 @@ class Oracle:
         return {
             name.rpartition(".")[2]: bias.detach().numpy().reshape(-1)
             for name, bias in tensors
-            if name.endswith("correction_bias")
+            if name.endswith(("correction_bias", "expert_bias"))
         }
 
     def generate(self, prompt, count):
@@ -145,11 +150,11 @@ def random_weight(rng, name, shape, case):
         return noise * 0.1 + (0.0 if case.name in ("Qwen3Next", "Qwen3_5Moe") and "linear_attn" not in name else 1.0)
     if name.endswith("A_log"):
         return np.log(1 + 3 * rng.random(shape)).astype(np.float32)
-    if name.endswith(("e_score_correction_bias", "moe_statics")):
+    if name.endswith(("e_score_correction_bias", "moe_statics", "expert_bias")):
         return 0.1 * noise
     if name.endswith("sinks"):
         return noise
-    if "router" in name or name.endswith("gate.weight"):
+    if "router" in name or name.endswith(("gate.weight", "gate.wg.weight")):
         return 0.25 * noise
     if "embed" in name:
         return noise / case.config.get("embedding_multiplier", 1.0)
@@ -166,8 +171,8 @@ def choice(case, biases, logits):
     scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.scoring_func](
         logits.astype(np.float64)
     )
-    if "e_score_correction_bias" in biases:
-        scores = scores + biases["e_score_correction_bias"]
+    for bias in biases.keys() & {"e_score_correction_bias", "expert_bias"}:
+        scores = scores + biases[bias]
     groups, topk_group = case.config.get("n_group") or 1, case.config.get("topk_group") or 1
     if groups == topk_group or case.config.get("topk_method") == "greedy":
         return scores, np.full(len(scores), np.inf)
@@ -198,9 +203,9 @@ def as_bailing_moe_v2(folder):
     """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, rotary on half
     of it); names differ, and queries, keys and values are one tensor. Names from inclusionAI's published files."""
     tensors = load_file(folder / "model.safetensors")
-    for at in sorted({name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}):
-        parts = [tensors.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"]
-        tensors[f"{at}.attention.query_key_value.weight"] = np.concatenate(parts)
+    for layer in sorted({name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}):
+        parts = [tensors.pop(f"{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        tensors[f"{layer}.attention.query_key_value.weight"] = np.concatenate(parts)
     names = {
         "embed_tokens": "word_embeddings",
         "self_attn.o_proj": "attention.dense",
@@ -237,6 +242,29 @@ CASES = {
             "Qwen3Moe",
             dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, head_dim=16, mlp_only_layers=[1]),
             layer_ids=(0, 2, 3),
+        ),
+        Case(
+            "Qwen3VLMoe",
+            dict(
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                head_dim=16,
+                mlp_only_layers=[1],
+                rope_parameters=dict(rope_type="default", rope_theta=5e5, mrope_section=[4, 2, 2]),
+            ),
+            layer_ids=(0, 2, 3),
+            settings="Qwen3VLMoeTextConfig",
+            model="Qwen3VLMoeForConditionalGeneration",
+            vision=dict(
+                depth=2,
+                hidden_size=16,
+                intermediate_size=24,
+                num_heads=2,
+                out_hidden_size=64,
+                deepstack_visual_indexes=[0],
+                num_position_embeddings=16,
+            ),
         ),
         Case("Mixtral", dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=24)),
         Case(
@@ -352,6 +380,42 @@ CASES = {
             layer_ids=(1, 2, 3),
         ),
         Case(
+            "Glm4MoeLite",
+            dict(
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+                kv_lora_rank=24,
+                q_lora_rank=20,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=12,
+                v_head_dim=10,
+                num_key_value_heads=4,
+                routed_scaling_factor=1.8,
+            ),
+            scoring_func="sigmoid",
+            layer_ids=(1, 2, 3),
+        ),
+        Case(
+            "Dots1",
+            dict(
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                n_shared_experts=2,
+                first_k_dense_replace=1,
+                norm_topk_prob=True,
+                routed_scaling_factor=2.5,
+                attention_bias=True,
+                sliding_window=24,
+                max_window_layers=2,
+            ),
+            scoring_func="sigmoid",
+            layer_ids=(1, 2, 3),
+        ),
+        Case(
             "GptOss",
             dict(
                 num_local_experts=8,
@@ -396,6 +460,17 @@ CASES = {
             layer_ids=(1, 2),
         ),
         Case(
+            "HunYuanMoEV1",
+            dict(
+                num_experts=16,
+                moe_topk=4,
+                intermediate_size=24,
+                head_dim=24,
+                rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
+            ),
+            router="HunYuanMoEV1Gate",
+        ),
+        Case(
             "MiniMaxM2",
             dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
             scoring_func="sigmoid",
@@ -438,6 +513,46 @@ CASES = {
             rewrite=as_bailing_moe_v2,
         ),
         Case("Qwen3Next", QWEN_NEXT | dict(mlp_only_layers=[1]), layer_ids=(0, 2, 3, 4, 5, 6, 7)),
+        Case(
+            "Lfm2Moe",
+            dict(
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=24,
+                num_dense_layers=1,
+                num_hidden_layers=6,
+                layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+                conv_L_cache=4,
+                conv_bias=True,
+                routed_scaling_factor=1.5,
+            ),
+            scoring_func="sigmoid",
+            layer_ids=(1, 2, 3, 4, 5),
+        ),
+        Case(
+            "BailingHybrid",
+            dict(
+                num_hidden_layers=4,
+                num_local_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=24,
+                n_group=4,
+                topk_group=2,
+                first_k_dense_replace=1,
+                layer_group_size=2,
+                num_key_value_heads=4,
+                head_dim=6,
+                kv_lora_rank=24,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=12,
+                v_head_dim=10,
+                num_mtp_layers=0,
+                kda_safe_gate=True,
+                short_conv_kernel_size=3,
+            ),
+            scoring_func="sigmoid",
+            layer_ids=(1, 2, 3),
+        ),
         Case("Qwen3_5Moe", QWEN_NEXT, layer_ids=tuple(range(8)), settings="Qwen3_5MoeTextConfig"),
         Case(
             "Llama",

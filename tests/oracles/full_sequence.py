@@ -46,8 +46,8 @@ class FullSequence:
             x = x + self._attention(layer, self._norm(x, f"model.layers.{layer}.input_layernorm"))
             normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
             if layer not in self.moe_layers:
-                at = f"model.layers.{layer}.mlp"
-                gate, up, down = (self.tensors[f"{at}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
+                prefix = f"model.layers.{layer}.mlp"
+                gate, up, down = (self.tensors[f"{prefix}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
                 x = x + (_silu(normed @ gate) * (normed @ up)) @ down
                 continue
             chosen, weights, router_scores = self._route(layer, normed, np.asarray(forced, int)[:, len(ids)])
@@ -79,17 +79,17 @@ class FullSequence:
         return mixed
 
     def _attention(self, layer, x):
-        config, at = self.config, f"model.layers.{layer}.self_attn"
+        config, prefix = self.config, f"model.layers.{layer}.self_attn"
         heads, groups, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        q, k, v = (x @ self.tensors[f"{at}.{part}_proj.weight"].T for part in "qkv")
+        q, k, v = (x @ self.tensors[f"{prefix}.{part}_proj.weight"].T for part in "qkv")
         q, k, v = (part.reshape(len(x), -1, width) for part in (q, k, v))
-        q, k = self._rotate(self._norm(q, f"{at}.q_norm")), self._rotate(self._norm(k, f"{at}.k_norm"))
+        q, k = self._rotate(self._norm(q, f"{prefix}.q_norm")), self._rotate(self._norm(k, f"{prefix}.k_norm"))
         k, v = np.repeat(k, heads // groups, axis=1), np.repeat(v, heads // groups, axis=1)
         scores = np.einsum("shc,thc->hst", q, k) * width**-0.5
         scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("hst,thc->shc", weights, v).reshape(len(x), -1) @ self.tensors[f"{at}.o_proj.weight"].T
+        return np.einsum("hst,thc->shc", weights, v).reshape(len(x), -1) @ self.tensors[f"{prefix}.o_proj.weight"].T
 
     def _rotate(self, x):
         half = self.config["head_dim"] // 2
@@ -103,10 +103,11 @@ class FullSequence:
         )
 
     def _stacked(self, layer):
-        at = f"model.layers.{layer}.mlp.experts"
+        prefix = f"model.layers.{layer}.mlp.experts"
         experts = range(self.config["num_experts"])
         return tuple(
-            np.stack([self.tensors[f"{at}.{e}.{part}_proj.weight"] for e in experts]) for part in ("gate", "up", "down")
+            np.stack([self.tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in experts])
+            for part in ("gate", "up", "down")
         )
 
 

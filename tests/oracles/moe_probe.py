@@ -14,7 +14,7 @@ from routed_experts.engine.build.backends import BackendEntry, BackendRegistry
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ALL_EXPERTS, MoeBackend, reference_experts
 
-PLAIN = Kernels(moe=MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS))
+PLAIN = Kernels(moe=MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS, batch_invariant=True))
 
 
 class MoeProbe:
@@ -53,11 +53,11 @@ class MoeProbe:
         return np.stack(calls, axis=1)
 
     def _probed(self, run):
-        def probed(call):
+        def probed(call, *shared):
             ids = io_callback(
                 self._record, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True
             )
-            return run(dataclasses.replace(call, ids=ids))
+            return run(dataclasses.replace(call, ids=ids), *shared)
 
         return probed
 

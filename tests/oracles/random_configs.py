@@ -22,8 +22,16 @@ from oracles.variations import compare
 
 NAMES = tuple(name for name in CASES if name != "BailingMoeV2")  # its config class is defined here, not by transformers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "moe_k")
-HEADS_THAT_FILL = ("Olmoe", "GraniteMoe", "Llama", "DeepseekV2", "DeepseekV3")  # no head_dim of their own
+PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+HEADS_THAT_FILL = (
+    "Olmoe",
+    "GraniteMoe",
+    "Llama",
+    "DeepseekV2",
+    "DeepseekV3",
+    "Glm4MoeLite",
+    "Lfm2Moe",
+)  # no head_dim of their own
 CHOICES = {
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), (1, 5, 8, 13, 24)
@@ -42,6 +50,11 @@ CHOICES = {
     "linear_key_head_dim": (1, 5, 8),
     "linear_value_head_dim": (1, 12),
     "linear_conv_kernel_dim": (2, 3, 4),
+    "conv_L_cache": (2, 3, 5),
+    "kda_safe_gate": (False, True),
+    "short_conv_kernel_size": (2, 3, 4),
+    "conv_bias": (False, True),
+    "use_expert_bias": (False, True),
     "attention_bias": (False, True),
     "lm_head_bias": (False, True),
     "router_jitter_noise": (0.01, 0.2),
@@ -50,7 +63,9 @@ CHOICES = {
     "norm_topk_prob": (False, True),
 }
 ALWAYS = ("rms_norm_eps", "tie_word_embeddings", "intermediate_size")
-ONLY_SOME = {"norm_topk_prob": ("Qwen3Moe", "Qwen2Moe", "Olmoe", "Qwen3Next", "DeepseekV3", "Glm4Moe")}
+ONLY_SOME = {
+    "norm_topk_prob": ("Qwen3Moe", "Qwen2Moe", "Olmoe", "Qwen3Next", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1")
+}
 
 
 def pick(rng, options):
@@ -65,7 +80,7 @@ def draw_heads(name, rng):
     size = pick(rng, (4, 6, 8, 10, 14, 24))
     sizes = {
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if name.startswith("Deepseek") else pick(rng, fits),
+        "num_key_value_heads": heads if "kv_lora_rank" in CASES[name].config else pick(rng, fits),
     }
     if name in HEADS_THAT_FILL:
         return sizes | {"hidden_size": heads * size}
@@ -137,11 +152,15 @@ def drawn(name, seed):
     config = case.config | {key: pick(rng, CHOICES[key]) for key in varied}
     config |= draw_heads(name, rng)
     config |= draw_experts(name, config, rng)
-    if name == "MiniMaxM2":
+    if name == "BailingHybrid":  # two places of theta, and a head that transformers never ties
+        config |= draw_rope(name, config, rng)
+        config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "tie_word_embeddings": False}
+    elif name == "MiniMaxM2":
         config["rotary_dim"] = 2 * int(rng.integers(1, config["head_dim"] // 2 + 1))
     else:
         config |= draw_rope(name, config, rng)
-    rewrite = pick(rng, (None, in_the_old_spelling)) if "rope_parameters" in config else None
+    plain = "rope_parameters" in config and case.vision is None
+    rewrite = pick(rng, (None, in_the_old_spelling)) if plain else None
     return dataclasses.replace(case, config=config, seed=seed, rewrite=rewrite)
 
 

@@ -54,7 +54,7 @@ def assert_merged(drive, rids, record, tokens):
 def assert_chain(drive, rids):
     """The parts of a rollout that was aborted and sent again merge to the rows of their first writers."""
     turns = [(sequence_tokens(drive, rid), drive.outputs[rid].end.routed_experts) for rid in rids]
-    turns = [(own, record) for own, record in turns if record is not None]
+    turns = [(tokens, record) for tokens, record in turns if record is not None]
     if turns:
         assert_merged(drive, rids, merge_turns(turns, turns[-1][0]), turns[-1][0])
     assert len(turns) < len(rids) or turns[-1][0].size == sequence_tokens(drive, rids[-1]).size
@@ -85,10 +85,10 @@ def _prefix_hit(setup, rng):
     drive, page = setup.bench.drive(), setup.bench.args.page_size
     shared = setup.prompt(rng, 2 * page + 5)
     drive.run(request("writer", shared, 2 * page), check=False)
-    whole = sequence_tokens(drive, "writer")
+    written = sequence_tokens(drive, "writer")
     cuts = (page + 1, 2 * page + 5, 3 * page + 2)
     drive.run(
-        *(request(f"r{cut}", np.concatenate([whole[:cut], setup.prompt(rng, 3)]), 8) for cut in cuts), check=False
+        *(request(f"r{cut}", np.concatenate([written[:cut], setup.prompt(rng, 3)]), 8) for cut in cuts), check=False
     )
     assert [drive.outputs[f"r{cut}"].end.cached_tokens for cut in cuts] == [cut // page * page for cut in cuts]
     return drive

@@ -33,10 +33,10 @@ def replica_table(rng, num_experts, num_instances, width):
     while copies.sum() < num_instances:
         expert = rng.integers(num_experts)
         copies[expert] += copies[expert] < width
-    table, names, at = np.full((num_experts, width), -1, np.int32), rng.permutation(num_instances), 0
+    table, names, offset = np.full((num_experts, width), -1, np.int32), rng.permutation(num_instances), 0
     for expert, count in enumerate(copies):
-        table[expert, :count] = names[at : at + count]
-        at += count
+        table[expert, :count] = names[offset : offset + count]
+        offset += count
     return table
 
 

@@ -102,6 +102,19 @@ VARIED = {
         ),
         (dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, first_k_dense_replace=3), (3,)),
     ],
+    "Qwen3VLMoe": [
+        (dict(mlp_only_layers=[], decoder_sparse_step=2, tie_word_embeddings=True), (1, 3)),
+        (YARN | dict(num_attention_heads=6, num_key_value_heads=2), None),
+    ],
+    "Glm4MoeLite": [
+        (dict(mlp_layer_types=["sparse", "dense"] * 2, q_lora_rank=None, rope_interleave=False), (0, 2)),
+        (dict(mlp_layer_types=None), None),
+        (dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2) | YARN, None),
+    ],
+    "Dots1": [
+        (dict(attention_bias=False, sliding_window=None, norm_topk_prob=False, first_k_dense_replace=0), ALL_LAYERS),
+        (dict(n_group=4, topk_group=2, max_window_layers=0, tie_word_embeddings=True), None),
+    ],
     "GptOss": [
         (dict(attention_bias=False, sliding_window=4, num_experts_per_tok=1), None),
         (dict(layer_types=["full_attention"] * 4, tie_word_embeddings=True), None),
@@ -126,6 +139,10 @@ VARIED = {
         (dict(moe_layer_interval=2, moe_layer_end_index=3, tie_word_embeddings=True), (1, 3)),
         (dict(moe_num_shared_experts=0, moe_k=1), None),
         (LLAMA3, None),
+    ],
+    "HunYuanMoEV1": [
+        (positions("default") | dict(attention_bias=True, tie_word_embeddings=True, moe_topk=1), None),
+        (positions("dynamic") | dict(num_attention_heads=6, num_key_value_heads=3), None),
     ],
     "MiniMaxM2": [
         (dict(rotary_dim=24), None),
@@ -159,6 +176,33 @@ VARIED = {
     "Qwen3_5Moe": [
         (dict(layer_types=["linear_attention"] * 7 + ["full_attention"], linear_conv_kernel_dim=3), None),
         (dict(linear_num_key_heads=1, linear_num_value_heads=3, tie_word_embeddings=True), None),
+    ],
+    "BailingHybrid": [
+        (dict(kda_safe_gate=False, short_conv_kernel_size=2, norm_topk_prob=False, n_shared_experts=2), None),
+        (
+            YARN
+            | dict(
+                rope_theta=1e4,
+                layer_group_size=4,
+                kda_lower_bound=-2.0,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=0,
+            ),
+            ALL_LAYERS,
+        ),
+        (
+            dict(mlp_layer_types=["sparse", "dense"] * 2, layer_types=["full_attention", "linear_attention"] * 2),
+            (0, 2),
+        ),
+    ],
+    "Lfm2Moe": [
+        (dict(conv_bias=False, conv_L_cache=2, use_expert_bias=False, tie_word_embeddings=True), None),
+        (dict(layer_types=["full_attention", "conv"] * 3, norm_topk_prob=False, num_dense_layers=3), (3, 4, 5)),
+        (
+            YARN | dict(layer_types=["conv"] * 5 + ["full_attention"], conv_L_cache=3, num_dense_layers=0),
+            tuple(range(6)),
+        ),
     ],
     "Llama": [
         (YARN | dict(attention_bias=True), None),

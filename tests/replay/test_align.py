@@ -148,9 +148,12 @@ FAULTS = {
     "top_k": (record_with(top_k=3), "sample 1: the record has top_k=3, the model 4"),
     "experts": (record_with(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
     "depth": (record_with(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
-    "no such expert": (changed((4, 2, 1), 16), "sample 1, row 4, layer 3: id 16 in slot 1; expected 0 to 15"),
-    "twice": (changed((5, 1), [7, 2, 9, 7]), r"sample 1, row 5, layer 2: ids \[7, 2, 9, 7\] repeat an expert"),
-    "zeros": (changed(6, 0), r"sample 1, row 6, layer 1: ids \[0, 0, 0, 0\] repeat an expert"),
+    "no such expert": (
+        changed((4, 2, 1), 16),
+        "sample 1, token 4, hidden layer 3, slot 1: id 16; expected 0 to 15; give logical ids",
+    ),
+    "twice": (changed((5, 1), [7, 2, 9, 7]), r"sample 1, token 5, hidden layer 2: ids \[7, 2, 9, 7\] repeat an expert"),
+    "zeros": (changed(6, 0), r"sample 1, token 6, hidden layer 1: ids \[0, 0, 0, 0\] repeat an expert"),
     "no record": ("rows", "sample 1: record is a str"),
 }
 

@@ -98,8 +98,8 @@ def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_route
     assert not np.array_equal(live.balance.counts, out.balance.counts) and int(out.balance.num_tokens) == np.sum(~pad)
     np.testing.assert_array_equal(live.balance.counts.sum(axis=1), [np.sum(~pad) * spec.top_k] * spec.num_moe_layers)
     np.testing.assert_allclose(live.balance.probabilities, out.balance.probabilities, atol=1e-6)
-    assert np.all(np.isfinite(plain["blocks"][1]["router"][...])) and np.all(
-        np.any(plain["blocks"][1]["router"][...] != 0, axis=(1, 2))
+    assert np.all(np.isfinite(plain["blocks"][1][0]["router"][...])) and np.all(
+        np.any(plain["blocks"][1][0]["router"][...] != 0, axis=(1, 2))
     )
     assert not np.any(plain["head"][...]), "nothing of the logits is in it"
     for left, right in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):

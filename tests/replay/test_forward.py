@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from routed_experts import Engine, extract_routed_experts_from_meta_info
+from routed_experts import Engine, RoutingAlignmentError, extract_routed_experts_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support import fast_compile
@@ -113,6 +113,19 @@ def test_other_ids_give_other_logits_and_backends_agree_on_them(run):
     assert np.max(np.abs(replayed["grouped"].logits - run(tokens).logits)) > 0.1
     for backend, result in replayed.items():
         np.testing.assert_allclose(result.logits, replayed["reference"].logits, atol=1e-4, err_msg=backend)
+
+
+def test_an_id_that_is_no_expert_is_refused_where_ids_can_be_read(parts):
+    """Outside jit; ids of rows that are not valid are never read."""
+    model, tokens = nnx.merge(*parts), jnp.zeros((2, 5), jnp.int32)
+    ids = np.tile(np.arange(TOP_K, dtype=np.uint8), (2, 5, MOE_LAYERS, 1))
+    ids[1, 3, 1, 2] = 77
+    valid, pad = np.ones((2, 5), bool), np.zeros((2, 5), bool)
+    for array in (np.asarray, jnp.asarray):
+        with pytest.raises(RoutingAlignmentError, match="row 1, position 3, hidden layer 2, slot 2: id 77; expected 0"):
+            forward(model, tokens, routed=RoutedBatch(array(ids), array(valid), array(pad)))
+    valid[1, 3] = False
+    RoutedBatch(ids, valid, pad).check_ids(model.config.capture_spec)
 
 
 def test_new_ids_and_new_flags_trace_nothing(run):

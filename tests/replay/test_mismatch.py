@@ -203,11 +203,17 @@ def test_rows_that_are_wrong_trip_the_gate(demo, replayed, fault):
 
 
 RAISE = {
-    "missing prompt rows are zeros": (filled(slice(0, PROMPT_LEN), 0), "sample 0, row 0, layer 1: .* repeat an expert"),
-    "one zero row a sequence": (filled(slice(PROMPT_LEN, PROMPT_LEN + 1), 0), f"sample 0, row {PROMPT_LEN}, layer 1"),
-    "the last row is zeros": (filled(slice(-1, None), 0), f"sample 0, row {LENGTH - 2}, layer 1"),
+    "missing prompt rows are zeros": (
+        filled(slice(0, PROMPT_LEN), 0),
+        "sample 0, token 0, hidden layer 1: .* repeat an expert",
+    ),
+    "one zero row a sequence": (
+        filled(slice(PROMPT_LEN, PROMPT_LEN + 1), 0),
+        f"sample 0, token {PROMPT_LEN}, hidden layer 1",
+    ),
+    "the last row is zeros": (filled(slice(-1, None), 0), f"sample 0, token {LENGTH - 2}, hidden layer 1"),
     "a row is missing": (lambda records: [records[0][: LENGTH - 2], *records[1:]], f"sample 0: {LENGTH - 2} rows"),
-    "no such expert": (filled(slice(3, 4), 200), "sample 0, row 3, layer 1: id 200"),
+    "no such expert": (filled(slice(3, 4), 200), "sample 0, token 3, hidden layer 1, slot 0: id 200"),
 }
 
 

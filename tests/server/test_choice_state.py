@@ -1,33 +1,67 @@
-"""A choice of /v1 reports that it is not the model's own where it is not, and has no such field elsewhere."""
+"""A choice of /v1 reports that it is not the model's own where it is not; each of its deltas takes the same work."""
+
+import dataclasses
+import tracemalloc
 
 import pytest
 
 from oracles.driver import request
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.server.openai.completions import TextFormat
 from routed_experts.server.openai.handler import ChoiceState
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_finish_reports_what_is_not_exact(exact):
-    source = request("one", [5, 6, 7]).source
-    out = TokenIDOut(
+def output(num_tokens=1, *, finish_reason=None, exact=True):
+    """The output of token `num_tokens` of the request "one"."""
+    return TokenIDOut(
         rid="one",
         new_token_ids=(8,),
-        output_logprobs=Logprobs(values=(-1.0,), top=(None,)),
+        output_logprobs=Logprobs(values=(-1.0,), top=(((-1.0, 8), (-2.0, 9)),)),
         input_logprobs=None,
         prompt_tokens=3,
-        completion_tokens=1,
+        completion_tokens=num_tokens,
         cached_tokens=0,
         weight_version=0,
-        finish_reason=FinishReason(type="length", length=1),
+        finish_reason=finish_reason,
         return_routed_experts=False,
         routed_experts=None,
         exact=exact,
     )
-    sequence = SequenceState(source, None, logprobs_mode="raw")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_finish_reports_what_is_not_exact(exact):
+    sequence = SequenceState(request("one", [5, 6, 7]).source, None, logprobs_mode="raw")
     choice = ChoiceState(0, sequence, echo=None, prompt_only=False)
-    delta = choice.to_delta(sequence.update(out))
+    finished = output(finish_reason=FinishReason(type="length", length=1), exact=exact)
+    delta = choice.to_delta(sequence.update(finished))
     assert (delta.token_ids, choice.full().token_ids) == ((8,), (8,))
     fields = {"finish_reason": "length", "stop_reason": None}
     assert choice.finish_fields() == fields | ({} if exact else {"exact": False})
+
+
+def test_a_delta_takes_the_same_memory_at_any_position():
+    source = dataclasses.replace(request("one", [5, 6, 7]).source, return_logprob=True, top_logprobs_num=2)
+    sequence = SequenceState(source, None, logprobs_mode="raw")
+    choice = ChoiceState(0, sequence, echo=None, prompt_only=False)
+    response_format = TextFormat(logprobs=True, token_ids=True)
+
+    def peak_bytes(render):
+        tracemalloc.start()
+        try:
+            render()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peaks = []
+    for num_tokens in range(1, 2001):
+        new = sequence.update(output(num_tokens))
+        if num_tokens in (100, 2000):
+            peaks.append(peak_bytes(lambda new=new: response_format.chunk(choice, choice.to_delta(new))))
+        else:
+            response_format.chunk(choice, choice.to_delta(new))
+    early, late = peaks
+    assert late < early + 500, (early, late)  # a copy of the token ids alone would be 15,200 bytes larger
+    assert peak_bytes(choice.full) > 15_200

@@ -280,6 +280,19 @@ def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "fix"),
+    [
+        ("/generate", {"prompt": "a"}, "prompt is no parameter of this route; did you mean text?"),
+        ("/v1/completions", {"text": "a"}, "text is no parameter of this route; did you mean prompt?"),
+        ("/v1/chat/completions", {"prompt": "a"}, "prompt is no parameter of this route; did you mean messages?"),
+        ("/v1/chat/completions", {"messages": "hi"}, 'send a value such as [{"role": "user", "content": "text"}]'),
+    ],
+)
+def test_a_prompt_under_the_name_or_in_the_shape_of_another_route_is_refused_with_this_ones(server, path, body, fix):
+    assert fix in parse_error(server.post(path, body), 400)["message"]
+
+
 def test_strict_fields_refuse_every_unknown_name(engine):
     with running(engine, strict_fields=True) as server:
         assert parse_error(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
@@ -393,7 +406,9 @@ def test_a_request_id_is_echoed_or_refused(server):
 def test_unknown_routes_and_methods(server):
     assert parse_error(server.client.get("/v1/responses"), 404)["code"] == "not_found"
     response = server.client.get("/v1/completions")
-    assert parse_error(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    error = parse_error(response, 405)
+    assert error["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    assert error["message"] == "this route does not support GET; use POST"
     assert set(server.client.post("/v1/routing/x").headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
 
 

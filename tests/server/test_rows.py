@@ -1,8 +1,10 @@
 """Rows beyond the usual: that of the last token, and byte ranges of stored rows."""
 
+import json
+
 import pytest
 
-from routed_experts.formats import record_from_response
+from routed_experts.formats import record_from_npy, record_from_response
 from support.http_server import parse_error, stream
 
 PROMPT = "the router scores every expert"
@@ -39,6 +41,34 @@ def test_the_last_token_has_its_row_if_requested(server, path, max_tokens):
             meta = event.get("meta_info") or event["choices"][0]["meta_info"]
             assert record.num_rows == record.num_tokens == record.num_prompt_tokens + max_tokens
             assert meta["routed_experts_info"]["include_last"] is True
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list", "ref"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_an_abort_before_the_first_token_leaves_no_rows(server, engine, path, form):
+    rid = f"held-{form}-{path.rpartition('/')[2]}"
+    named = {"text": PROMPT, "rid": rid} if path == "/generate" else {"prompt": PROMPT, "request_id": rid}
+    body = {**named, "return_routed_experts": True, "routed_experts_format": form}
+    engine.pause(mode="in_place")
+    try:
+        with server.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert server.post("/abort_request", {"rid": rid}).json()["aborted"] == 1
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    finally:
+        engine.resume()
+    last = json.loads(lines[-1])
+    holder = last["choices"][0] if "choices" in last else last
+    meta = holder["meta_info"]
+    info = meta.get("routed_experts_info") or holder["routed_experts_info"]
+    assert info["shape"][0] == 0 and info["num_tokens"] == info["num_prompt_tokens"]
+    if form == "ref":
+        stored = server.client.get(meta["routed_experts_ref"])
+        record = record_from_npy(stored.content, json.loads(stored.headers["x-routed-experts-info"]))
+        assert record.num_rows == 0 and record.num_tokens == info["num_tokens"]
+        assert server.client.delete(meta["routed_experts_ref"].partition("?")[0]).status_code in (200, 204)
+    else:
+        assert meta.get("routed_experts", holder.get("routed_experts")) is None
+        assert record_from_response(last) is None
 
 
 def test_parts_of_a_ref_join_to_the_whole(server):

@@ -3,6 +3,7 @@ played back."""
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -59,6 +60,11 @@ def test_a_row_of_every_token_comes_in_every_format(engine, server, form):
     assert record == expected and record.num_rows == len(TOKENS) - 3
     info = response.get("routed_experts_info") or response["meta_info"]["routed_experts_info"]
     assert info["include_last"] is True
+
+
+def test_a_score_has_the_time_of_its_call(server, monkeypatch):
+    monkeypatch.setattr(server.state, "created", 1)
+    assert abs(score(server, token_ids=TOKENS)["created"] - time.time()) < 60
 
 
 def test_rows_of_an_answer_played_back_give_its_logprobs(server):

@@ -2,7 +2,8 @@
 
 XLA counts its devices once, when it starts, so a process has one number of them. The plugin starts one child process
 for the marked tests of a file and reports each of them under its own name, as if it had run here. In a process that
-was started with `--num-devices n` the tests run directly, as a debugger wants it."""
+was started with `--num-devices n` the tests run directly, as a debugger wants it. What decides how a test runs and how
+its failure is printed is passed on to the child; what selects tests is not, because the parent names them."""
 
 import json
 import os
@@ -15,6 +16,16 @@ import jax
 import pytest
 
 OPTION_COUNT, OPTION_REPORTS = "--num-devices", "--device-reports"
+PASSED_ON = (
+    "--require-tpu-aot",
+    "--hypothesis-profile",
+    "--hypothesis-seed",
+    "--hypothesis-verbosity",
+    "--tb",
+    "--showlocals",
+    "-W",
+    "-o",
+)
 TIMEOUT_S = 900
 
 
@@ -69,6 +80,7 @@ class DevicesPlugin:
             file = Path(folder) / "reports.jsonl"
             file.touch()
             command += [f"--rootdir={self._config.rootpath}"]  # names of tests are relative to it
+            command += passed_on(self._config)
             command += [f"{OPTION_COUNT}={count}", f"{OPTION_REPORTS}={file}", *reports]
             ending = _run_to_the_end(command, self._config.rootpath)
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -85,6 +97,19 @@ def num_devices(item: pytest.Item) -> int | None:
     """Number of devices that a test requires; None without a mark."""
     marker = item.get_closest_marker("devices")
     return None if marker is None else int(marker.args[0])
+
+
+def passed_on(config: pytest.Config) -> list[str]:
+    """The options of this run that its child processes get, too. Some are of plugins that may be missing."""
+    options: list[str] = []
+    for name in PASSED_ON:
+        value = config.getoption(name, default=None)
+        if isinstance(value, bool):
+            options += [name] if value else []
+        else:
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            options += [f"{name}={text}" if name.startswith("--") else name + text for text in values]
+    return options
 
 
 def _run_to_the_end(command: list[str], folder: Path) -> str:

@@ -1,11 +1,14 @@
-"""Small engines for end-to-end tests: the tiny MoE, two padded shapes."""
+"""Small engines for end-to-end tests: the tiny MoE, two padded shapes.
+
+tests/conftest.py registers this module as a plugin: its fixture guards the engines that tests share."""
 
 import concurrent.futures
 import contextlib
-import functools
 import tempfile
+import time
 
 import jax
+import pytest
 
 from routed_experts import Engine
 from routed_experts.engine.loop.core import PauseMode
@@ -14,6 +17,8 @@ from support import lazy_compile
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SMALL = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
+GRACE_S = 5.0  # in which requests that a test has left may end: a server needs a moment to notice that a client is gone
+_shared_engines = {}  # by their settings
 
 
 @contextlib.contextmanager
@@ -28,17 +33,42 @@ def open_engine(folder, **args):
 def shared_engine(**args):
     """The engine of these settings that all test files of a process share, because compiling is slow. Its cache is
     empty, and it must be idle at the end."""
-    engine = _shared(**args)
+    settings = frozenset(args.items())
+    if settings not in _shared_engines:
+        assert ModelRunner.compile is not lazy_compile.compile_lazily, "a shared engine has all its programs"
+        with tempfile.TemporaryDirectory() as folder:
+            _shared_engines[settings] = Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
+    engine = _shared_engines[settings]
     engine.flush_cache()
     yield engine
     assert_idle(engine)
 
 
-@functools.cache
-def _shared(**args):
-    assert ModelRunner.compile is not lazy_compile.compile_lazily, "a shared engine has all its programs"
-    with tempfile.TemporaryDirectory() as folder:
-        return Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
+@pytest.fixture(autouse=True)
+def restore_shared_engines():
+    """After a test, end what it has left on a shared engine, so that no other test meets it, and report the test."""
+    yield
+    left = [state for settings in tuple(_shared_engines) if (state := _restore(settings)) is not None]
+    assert not left, f"the test left a shared engine {'; '.join(left)}"
+
+
+def _restore(settings):
+    """Make a shared engine idle; returns the state in which it was, None if it was idle."""
+    engine = _shared_engines[settings]
+    if not engine.thread.is_alive:
+        del _shared_engines[settings]  # the next test that asks for it builds another
+        return "shut down"
+    paused, table = engine.paused, engine.components.core.request_table
+    end = time.monotonic() + GRACE_S
+    while paused is None and table.num_live and time.monotonic() < end:
+        on_engine_thread(engine, lambda core: None)
+    live = on_engine_thread(engine, lambda core: core.request_table.live()) if table.num_live else ()
+    if paused is None and not live:
+        return None
+    engine.resume()
+    engine.abort(abort_all=True)
+    engine.thread.run_drained(lambda: None)  # deliver their last outputs
+    return (f"paused ({paused}), " if paused else "") + f"with {len(live)} live requests: {', '.join(live)}"
 
 
 @contextlib.contextmanager
@@ -73,22 +103,38 @@ def on_engine_thread(engine, script):
 
 class PausedRequests:
     """Requests in threads of their own, frozen by a pause "in_place" after each has generated `outputs` tokens or a few
-    more. `engine.resume()`, or another pause, lets them go on."""
+    more. `engine.resume()`, or another pause, lets them go on.
 
-    def __init__(self, engine, *prompts, outputs=3, **options):
+    Raises the error that refused a request, or TimeoutError; then the requests are aborted and the pause is over."""
+
+    def __init__(self, engine, *prompts, outputs=3, timeout_s=60, **options):
         engine.pause(mode="in_place")
+        deadline = time.monotonic() + timeout_s
         self._pool = concurrent.futures.ThreadPoolExecutor(len(prompts))
         self._running = [self._pool.submit(engine.generate, input_ids=prompt, **options) for prompt in prompts]
-        while on_engine_thread(engine, lambda core: core.request_table.num_live) < len(prompts):
-            pass
+
+        def check_time(awaited):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(prompts)} requests {awaited} in {timeout_s} s")
 
         def begin(core):
             core.resume()
             while min(core.request_table.find(rid).num_output for rid in core.request_table.live()) < outputs:
+                check_time(f"have not generated {outputs} tokens each")
                 engine.thread.deliver(core.step().outs)
             core.pause(PauseMode.IN_PLACE)
 
-        on_engine_thread(engine, begin)
+        try:
+            while on_engine_thread(engine, lambda core: core.request_table.num_live) < len(prompts):
+                check_time("were not accepted")
+                for refused in (future for future in self._running if future.done()):
+                    refused.result()
+            on_engine_thread(engine, begin)
+        except BaseException:
+            engine.abort(abort_all=True)
+            engine.resume()
+            self._pool.shutdown()
+            raise
 
     def results(self):
         """Wait for the answers."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.family_config import weight_sources
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.registry import FAMILIES
 
@@ -69,6 +70,32 @@ CONFIGS = {
         linear_conv_kernel_dim=4,
         full_attention_interval=2,
     ),
+    "bailing-hybrid": dict(
+        architectures=["BailingHybridForCausalLM"],
+        num_key_value_heads=4,
+        num_experts=16,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=0,
+        num_hidden_layers=2,
+        layer_group_size=2,
+        head_dim=8,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=10,
+    ),
+    "lfm2-moe": dict(
+        architectures=["Lfm2MoeForCausalLM"],
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv"],
+        conv_bias=True,
+    ),
     "dense": dict(architectures=["Qwen3ForCausalLM"], head_dim=24, tie_word_embeddings=True),
 }
 
@@ -81,9 +108,7 @@ def write_family(path, name, *, seed=0, **changed) -> Path:
     family = FAMILIES[config["architectures"][0]]
     read = family.read_config(ConfigReader(config, Path(path) / "config.json"))
     rng = np.random.default_rng(seed)
-    return save(
-        path, config, {source.name: _random(rng, source.name, source.shape) for source in family.weight_sources(read)}
-    )
+    return save(path, config, {source.name: _random(rng, source.name, source.shape) for source in weight_sources(read)})
 
 
 def _random(rng, name, shape):

@@ -4,6 +4,8 @@ A case builds random inputs, runs a kernel and its oracle, and returns what diff
 are NaN."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -11,17 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch, reference_attention, write_kv
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.attention_variants import reference_variant, write_latent
 from routed_experts.layers.gpu.attention import decode_attention, extend_attention
+from routed_experts.layers.gpu.kv_write import gpu_write
 from routed_experts.layers.gpu.linear import LinearTile, linear_in_place
 from routed_experts.layers.gpu.moe import TILES, MoeTiles, Tile, slot_outputs
 from routed_experts.layers.gpu.qk_norm_rope import prepare
-from routed_experts.layers.gpu.residual import add_parts, add_slots
+from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
-from routed_experts.layers.moe import ExpertCall, combine, reference_experts
+from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
+from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,17 +69,18 @@ def random_ids(rng, rows, experts, top_k, kind) -> np.ndarray:
     return np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)])
 
 
-def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
-    """Three layers; the two others are NaN, and so are the rows of padding."""
+def moe_case(seed, shape, kind, tiles: MoeTiles, dtype, *, activation="silu", biased=False) -> Case:
+    """Three layers; the two others are NaN, and so are the rows of padding. Inputs of a clamped activation reach its
+    bounds."""
     rows, top_k, experts, dim, width = shape
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
-        keys = jax.random.split(jax.random.key(seed), 3)
+        keys = jax.random.split(jax.random.key(seed), 5)
         valid = rng.random(rows) < (0.7 if kind == "padding" else 2)
         valid[0] = True
         ids = random_ids(rng, rows, experts, top_k, kind)
-        x = jax.random.normal(keys[0], (rows, dim), dtype)
+        x = jax.random.normal(keys[0], (rows, dim), dtype) * (1 if activation == "silu" else 5)
         layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], dtype), experts)[:, None, None]
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
         call = ExpertCall(
@@ -88,6 +96,9 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
             * jnp.tile(jax.random.normal(keys[2], (experts, width, dim), dtype) * width**-0.5, (3, 1, 1)).astype(dtype),
             first_expert=jnp.asarray(experts, jnp.int32),
             num_experts=experts,
+            gate_up_bias=layers[:, 0] * jax.random.normal(keys[3], (3 * experts, 2 * width), dtype) if biased else None,
+            down_bias=layers[:, 0] * jax.random.normal(keys[4], (3 * experts, dim), dtype) if biased else None,
+            activation=activation,
         )
         outputs = jax.jit(lambda call: slot_outputs(call, tiles, interpret=interpret))(call).reshape(rows, top_k, dim)
         actual = combine(outputs, call.weights, call.valid)
@@ -100,13 +111,76 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
         return Outcome(distance=distance(actual, expected), wrong_ids=0, bound=bound(dtype))
 
     sorted_slots = "lists" if tiles.sorted_slots else "slots"
-    return Case(kernel="moe", name=f"N,K,E,D,F={shape} {kind}, {sorted_slots}, tile {tiles.gate_up.rows}", run=run)
+    what = f"{activation}{', biased' if biased else ''}, {jnp.dtype(dtype)}"
+    name = f"N,K,E,D,F={shape} {kind}, {sorted_slots}, tile {tiles.gate_up.rows}, {what}"
+    return Case(kernel="moe", name=name, run=run)
 
 
-def router_case(seed, rows, experts, top_k, flags) -> Case:
-    """Flags: 1 renormalised, 2 captured, 4 with ties, 8 half of the rows replayed."""
-    renormalize, captured, ties, replays = (bool(flags & bit) for bit in (1, 2, 4, 8))
-    spec = RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize)
+def shared_case(seed, shape, shared_width, kind, tiles: MoeTiles, dtype) -> Case:
+    """Shared experts beside the routed ones, in the second of three layers; the two others are NaN."""
+    rows, top_k, experts, dim, width = shape
+
+    def run(interpret: bool) -> Outcome:
+        rng = np.random.default_rng(seed)
+        keys = jax.random.split(jax.random.key(seed), 5)
+        layers = jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
+
+        def stack(key, count, inputs, outputs):
+            made = jax.random.normal(key, (count, inputs, outputs), dtype) * inputs**-0.5
+            return jnp.repeat(layers, count, axis=0) * jnp.tile(made.astype(dtype), (3, 1, 1))
+
+        valid = jnp.asarray(rng.random(rows) < (0.7 if kind == "padding" else 2)).at[0].set(True)
+        call = ExpertCall(
+            x=jax.random.normal(keys[0], (rows, dim), dtype),
+            ids=jnp.asarray(random_ids(rng, rows, experts, top_k, kind), jnp.int32),
+            weights=jnp.ones((rows, top_k), jnp.float32),
+            valid=valid,
+            gate_up=stack(keys[1], experts, dim, 2 * width),
+            down=stack(keys[2], experts, width, dim),
+            first_expert=jnp.int32(1),
+            num_experts=experts,
+        )
+        shared = SharedExperts(
+            gate_up=stack(keys[3], 1, dim, 2 * shared_width), down=stack(keys[4], 1, shared_width, dim)
+        )
+
+        def kernel(call, gate_up, down):
+            own = SharedExperts(gate_up=gate_up, down=down)
+            return slot_outputs(call, tiles, own, stride=experts, interpret=interpret)
+
+        outputs = jax.jit(kernel)(call, shared.gate_up, shared.down)
+        routed = combine(outputs[: rows * top_k].reshape(rows, top_k, dim), call.weights, valid)
+        wide = dataclasses.replace(call, first_expert=jnp.int32(experts))
+        expected = (
+            jax.jit(reference_experts)(wide),
+            jax.jit(lambda x: gated(x @ shared.gate_up[1]) @ shared.down[1])(call.x),
+        )
+        far = max(distance(routed, expected[0]), distance(outputs[rows * top_k :], expected[1]))
+        return Outcome(distance=far, wrong_ids=0, bound=bound(dtype))
+
+    lists = "lists" if tiles.sorted_slots else "slots"
+    name = f"N,K,E,D,F={shape} {kind}, {lists}, {jnp.dtype(dtype)}, shared experts of {shared_width}"
+    return Case(kernel="moe", name=name, run=run)
+
+
+# One law of each kind: what families have, and groups of another size and number.
+ROUTER_LAWS = {
+    "softmax": {},
+    "sigmoid": dict(scoring_func="sigmoid", epsilon=1e-20),
+    "logits": dict(scoring_func="logits"),
+    "sparsemixer": dict(scoring_func="sparsemixer", jitter_eps=0.01),
+    "softmax, biased": dict(biased=True, epsilon=1e-12),
+    "softmax, best of 3 groups, scaled": dict(num_groups=3, topk_group=2, scale=16.0),
+    "sigmoid, biased, 2 of 4 groups by the best two, scaled": dict(
+        scoring_func="sigmoid", biased=True, num_groups=4, topk_group=2, group_score_topk=2, scale=2.5, epsilon=1e-20
+    ),
+}
+
+
+def router_case(seed, rows, experts, top_k, flags, law="softmax") -> Case:
+    """Flags: 1 renormalised, 2 captured, 4 with ties, 8 half of the rows replayed, 16 a bias of the logits."""
+    renormalize, captured, ties, replays, shifted = (bool(flags & bit) for bit in (1, 2, 4, 8, 16))
+    spec = RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize, **ROUTER_LAWS[law])
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
@@ -115,8 +189,15 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
         block = jnp.full((3 * top_k, rows), -1, jnp.int32) if captured else None
         replayed_ids = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
         routed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
-        expected = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
-        actual, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(
+        added = jnp.asarray(np.round(rng.standard_normal((3, experts)) * 4) / 4, jnp.bfloat16)
+        chooses = jnp.asarray(np.round(rng.standard_normal((3, experts)) * 4) / 8, jnp.float32)
+        biases = RouterBiases(
+            logits=added if shifted else None, selection=chooses if spec.biased else None, layer=jnp.int32(2)
+        )
+        bias = chooses[2] if spec.biased else None
+        shift = added[2].astype(jnp.float32) if shifted else 0.0
+        expected = jax.jit(lambda z: replay_topk(z + shift, routed, spec=spec, bias=bias))(logits)
+        actual, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, biases, interpret=interpret))(
             logits, block
         )
         wrong = sum(
@@ -129,30 +210,39 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
             wrong += int(np.sum(np.asarray(block) != whole))
         return Outcome(distance=distance(actual.weights, expected.weights), wrong_ids=wrong, bound=1e-6)
 
-    features = {"renormalised": renormalize, "ties": ties, "captured": captured, "replayed": replays}
-    words = [word for word, enabled in features.items() if enabled]
+    features = {
+        "renormalised": renormalize,
+        "ties": ties,
+        "captured": captured,
+        "replayed": replays,
+        "shifted": shifted,
+    }
+    words = [law, *(word for word, enabled in features.items() if enabled)]
     return Case(kernel="router", name=f"N={rows} E={experts} K={top_k} {', '.join(words)}", run=run)
 
 
-def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype) -> Case:
+def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype, *, matrix_dtype=None) -> Case:
+    """`matrix_dtype`: a wider one than that of the rows, which is exact."""
+
     def run(interpret: bool) -> Outcome:
         keys = jax.random.split(jax.random.key(seed), 2)
         x = jax.random.normal(keys[0], (rows, dim), dtype)
         weights = (
-            jax.random.normal(keys[1], (3, dim, outputs), dtype)
-            * jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
+            jax.random.normal(keys[1], (3, dim, outputs), matrix_dtype or dtype)
+            * jnp.array([jnp.nan, 1, jnp.nan], matrix_dtype or dtype)[:, None, None]
         )
         actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), jnp.float32, tile=tile, interpret=interpret))(
             x, weights
         )
-        expected = reference_linear(x, weights, 1, jnp.float32)
+        expected = reference_linear(x.astype(weights.dtype), weights, 1, jnp.float32)
         return Outcome(
             distance=distance(actual, expected),
             wrong_ids=0,
-            bound=bound(dtype) / 10 if dtype == jnp.bfloat16 else bound(dtype),
+            bound=bound(dtype) / 10 if weights.dtype == jnp.bfloat16 else bound(weights.dtype),
         )
 
-    return Case(kernel="linear", name=f"N={rows} D={dim} O={outputs}", run=run)
+    name = f"N={rows} D={dim} O={outputs}{f', {jnp.dtype(matrix_dtype)} matrix' if matrix_dtype else ''}"
+    return Case(kernel="linear", name=name, run=run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,90 +288,194 @@ def attention_inputs(rng, seqs: Sequences, *, decode: bool, dtype):
     return jnp.asarray(pool.reshape(2 * num_pages, *pool.shape[2:]), dtype), jnp.int32(num_pages), batch, num_tokens
 
 
-def attention_case(seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.float32) -> Case:
+def attention_case(
+    seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.float32, features=None, sinks=False, stacked=False
+) -> Case:
+    """`features`: an AttentionFeatures without sinks, or none; `sinks`: random ones, of a stack of layers where
+    `stacked`."""
+
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
-        if decode:
-            actual = jax.jit(lambda q, p, b: decode_attention(q, p, first, b, splits=splits, interpret=interpret))(
-                queries, pool, batch
-            )
+        attend = functools.partial(decode_attention, splits=splits) if decode else extend_attention
+        own, stack = features or AttentionFeatures(), jnp.asarray(2 * rng.standard_normal((3, seqs.heads)), dtype)
+        expected = dataclasses.replace(own, sinks=stack[1]) if sinks else own
+        if sinks and not stacked:
+            own = expected
+        extra = {"sinks": (stack, jnp.int32(1))} if sinks and stacked else {}
+        actual = jax.jit(lambda q, p, b: attend(q, p, first, b, own, **extra, interpret=interpret))(
+            queries, pool, batch
+        )
+        if features is None and not sinks:
+            plain = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
         else:
-            actual = jax.jit(lambda q, p, b: extend_attention(q, p, first, b, interpret=interpret))(
-                queries, pool, batch
-            )
-        expected = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
-        return Outcome(distance=distance(actual[:num_tokens], expected[:num_tokens]), wrong_ids=0, bound=bound(dtype))
+            plain = jax.jit(lambda q, p, b: reference_variant(q, p, first, b, expected))(queries, pool, batch)
+        return Outcome(distance=distance(actual[:num_tokens], plain[:num_tokens]), wrong_ids=0, bound=bound(dtype))
 
     kind = f"decode, splits {splits or 'chosen'}" if decode else "extend"
-    return Case(
-        kernel="attention",
-        name=f"{kind}, {len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}",
-        run=run,
-    )
+    sizes = f"{len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}"
+    own = "" if features is None else f", window {features.window}, chunk {features.chunk}, scale {features.scale}"
+    rest = f"{own}{', sinks' if sinks else ''}{', stacked' if stacked else ''}, page {seqs.page}, {jnp.dtype(dtype)}"
+    return Case(kernel="attention", name=f"{kind}, {sizes}{rest}", run=run)
 
 
-def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
+def prepare_case(
+    seed, seqs: Sequences, *, decode, dtype=jnp.float32, traits=PLAIN_TRAITS, frequencies=None, biased=False, parts=0
+) -> Case:
+    """`frequencies`: of the rotary positions where they are not of whole heads; `biased` projections; `parts` of the
+    projection's sums, or the projection itself."""
+
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
-        rows, parts = batch.positions.shape[0], seqs.heads + 2 * seqs.groups
-        cos, sin = rotary_cos_sin(batch.positions, head_dim=seqs.head_dim, theta=1e4)
-        qkv = jnp.asarray(rng.standard_normal((rows, parts * seqs.head_dim)), dtype)
-        norms = [jnp.asarray(rng.random((3, seqs.head_dim)) + 0.5, dtype) for _ in range(2)]
-        projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(1), cos=cos, sin=sin, eps=1e-6)
-        fields = (qkv, *norms, cos, sin, pool)
+        rows, counts, dim = batch.positions.shape[0], (seqs.heads, seqs.groups, seqs.groups), seqs.head_dim
+        rotary = RotarySpec(
+            inverse=tuple(1e4 ** -(np.arange(frequencies or dim // 2) / dim)), interleaved=traits.interleaved
+        )
+        angles = rotary.cos_sin(batch.positions)
+        cos, sin = angles if frequencies or traits.interleaved else (jnp.tile(part, (1, 2)) for part in angles)
+        columns = sum(counts) * dim
+        qkv = jnp.asarray(rng.standard_normal((parts or 1, rows, columns)), jnp.float32 if parts else dtype)
+        bias = jnp.asarray(rng.standard_normal((3, columns)), dtype) if biased else None
+        widths = [count * dim if traits.qk_norm == "whole" else dim for count in counts[:2]]
+        has_scales = traits.qk_norm in ("head", "whole")
+        norms = [jnp.asarray(rng.random((3, width)) + 0.5, dtype) if has_scales else None for width in widths]
+        projected = FusedQKV(
+            qkv=qkv if parts else qkv[0],
+            q_norm=norms[0],
+            k_norm=norms[1],
+            layer=jnp.int32(1),
+            cos=cos,
+            sin=sin,
+            eps=1e-6,
+            bias=bias,
+            traits=traits,
+        )
 
-        def run_kernel(qkv, q_norm, k_norm, cos, sin, pool):
-            cast = dataclasses.replace(projected, qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
-            return prepare(cast, pool, first, batch, interpret=interpret)
+        def normed(x, scales):
+            flat = x.reshape(rows, -1) if traits.qk_norm == "whole" else x
+            scale = jnp.ones(dim, dtype) if scales is None else scales[1]
+            return rms_norm(flat, scale, eps=1e-6, offset=traits.qk_norm_offset).reshape(x.shape)
 
-        def plain(qkv, q_norm, k_norm, cos, sin, pool):
-            mixed = qkv.reshape(rows, parts, seqs.head_dim)
-            queries, keys, values = jnp.split(mixed, (seqs.heads, seqs.heads + seqs.groups), axis=1)
-            queries, keys = (
-                apply_rotary(rms_norm(x, n[1], eps=1e-6), cos, sin) for x, n in ((queries, q_norm), (keys, k_norm))
-            )
+        def rotated(x, _):
+            return rotary.apply(x, angles)
+
+        def plain(projected, pool):
+            mixed = jnp.sum(qkv, axis=0).astype(dtype)
+            mixed = (mixed if bias is None else mixed + bias[1]).reshape(rows, -1, dim)
+            queries, keys, values = jnp.split(mixed, np.cumsum(counts)[:2], axis=1)
+            steps = [normed if traits.qk_norm else None, rotated if traits.rotary else None]
+            for step in filter(None, reversed(steps) if traits.norm_after_rope else steps):
+                queries, keys = step(queries, norms[0]), step(keys, norms[1])
             return queries, write_kv(pool, keys, values, first, batch)
 
-        (actual, pool), (expected, expected_pool) = jax.jit(run_kernel)(*fields), jax.jit(plain)(*fields)
+        run_kernel = lambda projected, pool: prepare(projected, pool, first, batch, interpret=interpret)  # noqa: E731
+        outputs, plain_outputs = (jax.jit(program)(projected, pool) for program in (run_kernel, plain))
+        (actual, pool), (expected, expected_pool) = outputs, plain_outputs
+        assert actual.dtype == dtype
         untouched = np.isnan(np.asarray(pool, np.float32)) != np.isnan(np.asarray(expected_pool, np.float32))
         untouched[int(first)] = False  # padding goes to this page in the one, nowhere in the other
         both = [np.nan_to_num(np.delete(np.asarray(x, np.float32), int(first), axis=0)) for x in (pool, expected_pool)]
         far = max(distance(actual[:num_tokens], expected[:num_tokens]), distance(*both))
         return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=bound(dtype))
 
-    return Case(
-        kernel="prepare",
-        name=f"{'decode' if decode else 'extend'}, {len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads",
-        run=run,
-    )
+    changed = [f"{n} {v}" for n, v in dataclasses.asdict(traits).items() if v != getattr(PLAIN_TRAITS, n)]
+    words = [
+        *changed,
+        f"{frequencies} frequencies" if frequencies else "",
+        "biased" if biased else "",
+        f"{parts} parts",
+    ]
+    sizes = f"{len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads"
+    kind = f"{'decode' if decode else 'extend'}, {sizes}, {jnp.dtype(dtype)}"
+    return Case(kernel="prepare", name=", ".join([kind, *filter(None, words)]), run=run)
 
 
-def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32) -> Case:
-    """Both kernels of the residual stream; slots of padding rows are NaN."""
+def write_case(seed, seqs: Sequences, *, latent, dtype=jnp.float32) -> Case:
+    """Keys and values, or latent rows, to their slots; what has no slot here keeps its bits."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
-        x, sums = (
-            jnp.asarray(rng.standard_normal(size), kind)
-            for size, kind in (((rows, dim), dtype), ((parts, rows, dim), jnp.float32))
+        pool, first, batch, _ = attention_inputs(rng, seqs, decode=False, dtype=dtype)
+        pool = pool[:, :, :1] if latent else pool
+        keys, values = (
+            jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.groups, seqs.head_dim)), dtype)
+            for _ in range(2)
         )
+        new = (keys[:, :1], None) if latent else (keys, values)
+        actual = jax.jit(lambda *args: gpu_write(*args, first, batch, interpret=interpret))(pool, *new)
+        expected = write_latent(pool, new[0], first, batch) if latent else write_kv(pool, *new, first, batch)
+        same = np.asarray(actual, np.float32) == np.asarray(expected, np.float32)
+        same |= np.isnan(np.asarray(actual, np.float32)) & np.isnan(np.asarray(expected, np.float32))
+        return Outcome(distance=0.0, wrong_ids=int(np.sum(~np.delete(same, int(first), axis=0))), bound=0.0)
+
+    return Case(kernel="write", name=f"{'latent rows' if latent else 'keys and values'}, {jnp.dtype(dtype)}", run=run)
+
+
+def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32, features=False) -> Case:
+    """Both kernels of the residual stream; slots of padding rows are NaN. `features`: a bias, shared experts with a
+    gate, an offset of the norm and a scale of what is added."""
+    offset, scale = (1.0, 0.22) if features else (0.0, 1.0)
+
+    def run(interpret: bool) -> Outcome:
+        rng = np.random.default_rng(seed)
+        x, inputs, shared = (jnp.asarray(rng.standard_normal((rows, dim)), dtype) for _ in range(3))
+        sums = jnp.asarray(rng.standard_normal((parts, rows, dim)), jnp.float32)
         scales, valid = jnp.asarray(rng.random((3, dim)) + 0.5, dtype), jnp.asarray(rng.random(rows) < 0.7)
+        biases, gates = (jnp.asarray(rng.standard_normal(size), dtype) for size in ((3, dim), (3, dim, 1)))
         slots = jnp.where(valid[:, None, None], jnp.asarray(rng.standard_normal((rows, top_k, dim)), dtype), jnp.nan)
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
-        actual = jax.jit(lambda x, p: add_parts(x, p, scales, jnp.int32(1), eps=1e-6, interpret=interpret))(x, sums)
-        flat = slots.reshape(-1, dim)
-        actual += jax.jit(
-            lambda x, s: add_slots(x, s, weights, valid, scales, jnp.int32(1), eps=1e-6, interpret=interpret)
-        )(x, flat)
+        norm = StreamNorm(scales=scales, layer=jnp.int32(1), eps=1e-6, offset=offset, residual_scale=scale)
+        own = biases if features else None
+        actual = jax.jit(lambda x, p: add_parts(x, p, own, norm, interpret=interpret))(x, sums)
+        flat, experts = slots.reshape(-1, dim), None
+        if features:
+            flat = jnp.concatenate([flat, shared])
+            experts = SharedExperts(gate_up=jnp.zeros(0), down=jnp.zeros(0), gate=gates)
+
+        def add(x, flat):
+            outputs = SlotOutputs(slots=flat, weights=weights, valid=valid, inputs=inputs, shared=experts)
+            return add_slots(x, outputs, norm, interpret=interpret)
+
+        actual += jax.jit(add)(x, flat)
+        addends = [jnp.sum(sums, axis=0).astype(dtype), combine(slots, weights, valid)]
+        if features:
+            addends[0] += biases[1]
+            addends[1] += jax.nn.sigmoid(inputs @ gates[1]) * shared
         expected = []
-        for addend in (jnp.sum(sums, axis=0).astype(dtype), combine(slots, weights, valid)):
-            expected += [x + addend, rms_norm(x + addend, scales[1], eps=1e-6)]
+        for addend in addends:
+            expected += [x + addend * scale, rms_norm(x + addend * scale, scales[1], eps=1e-6, offset=offset)]
         return Outcome(distance=max(map(distance, actual, expected)), wrong_ids=0, bound=bound(dtype))
 
-    return Case(kernel="residual", name=f"N={rows} D={dim} S={parts} K={top_k}", run=run)
+    name = f"N={rows} D={dim} S={parts} K={top_k} {jnp.dtype(dtype)}{', features' if features else ''}"
+    return Case(kernel="residual", name=name, run=run)
+
+
+def residual_product_case(seed, dim, outputs, *, parts, dtype, features=False) -> Case:
+    """The sum of one row's parts, its norm and the norm's product by a matrix, which may be float32."""
+    offset, scale = (1.0, 0.22) if features else (0.0, 1.0)
+
+    def run(interpret: bool) -> Outcome:
+        rng = np.random.default_rng(seed)
+        x = jnp.asarray(rng.standard_normal((1, dim)), dtype)
+        sums = jnp.asarray(rng.standard_normal((parts, 1, dim)), jnp.float32)
+        scales, biases = (jnp.asarray(rng.random((3, dim)) + 0.5, dtype) for _ in range(2))
+        matrices = jnp.asarray(rng.standard_normal((3, dim, outputs)), jnp.float32 if features else dtype)
+        matrices = matrices.at[jnp.array([0, 2])].set(jnp.nan)
+        own = biases if features else None
+        norm = StreamNorm(scales=scales, layer=jnp.int32(1), eps=1e-6, offset=offset, residual_scale=scale)
+        actual = jax.jit(lambda *a: add_parts_and_multiply(*a, own, norm, matrices, interpret=interpret))(x, sums)
+        addend = jnp.sum(sums, axis=0).astype(dtype) + (biases[1] if features else 0)
+        stream = x + addend * scale
+        normed = rms_norm(stream, scales[1], eps=1e-6, offset=offset)
+        logits = jnp.dot(normed.astype(matrices.dtype), matrices[1], preferred_element_type=jnp.float32)
+        expected = stream, normed, logits
+        far = max(map(distance, (*actual[:2], jnp.sum(actual[2], axis=0)), expected))
+        return Outcome(distance=far, wrong_ids=0, bound=bound(dtype))
+
+    name = f"one row, D={dim} O={outputs} S={parts} {jnp.dtype(dtype)}{', features' if features else ''}"
+    return Case(kernel="residual", name=name, run=run)
 
 
 SMALL_TILE = Tile(rows=16, out=16, inner=16, warps=4, stages=2)
@@ -290,8 +484,8 @@ SLOTS = dataclasses.replace(LISTS, sorted_slots=False)
 KINDS = ("spread", "padding", "one hot expert", "few experts")
 
 
-def small_cases() -> Iterator[Case]:
-    """Cases that a CPU interprets in seconds."""
+def small_moe_cases() -> Iterator[Case]:
+    """Experts, routed and shared, that a CPU interprets."""
     f32 = jnp.float32
     for kind in KINDS:
         yield moe_case(1, (13, 3, 11, 20, 9), kind, LISTS, f32)
@@ -299,6 +493,15 @@ def small_cases() -> Iterator[Case]:
         yield moe_case(2, (5, 3, 8, 20, 9), kind, SLOTS, f32)
     yield moe_case(3, (70, 1, 1, 16, 16), "padding", LISTS, f32)
     yield moe_case(4, (1, 2, 3, 16, 4), "spread", SLOTS, f32)
+    for activation in ACTIVATIONS:
+        for tiles, dtype in ((LISTS, f32), (SLOTS, jnp.bfloat16)):
+            yield moe_case(5, (6, 3, 8, 20, 9), "padding", tiles, dtype, activation=activation, biased=True)
+    for tiles, dtype, kind in ((LISTS, f32, "padding"), (SLOTS, f32, "spread"), (LISTS, jnp.bfloat16, "spread")):
+        yield shared_case(18, (6, 3, 8, 20, 9), 22, kind, tiles, dtype)
+
+
+def small_router_cases() -> Iterator[Case]:
+    """Routers that a CPU interprets."""
     for rows, experts, top_k, flags in (
         (1, 8, 2, 0),
         (5, 11, 3, 1),
@@ -310,12 +513,29 @@ def small_cases() -> Iterator[Case]:
         yield router_case(5, rows, experts, top_k, flags)
     for rows, experts, top_k, flags in ((1, 8, 2, 8), (13, 128, 8, 11), (9, 60, 3, 14), (6, 16, 4, 9)):
         yield router_case(8, rows, experts, top_k, flags)
+    for law in ROUTER_LAWS:
+        for rows, experts, top_k, flags in ((5, 24, 3, 3), (6, 12, 2, 31)):
+            yield router_case(9, rows, experts, top_k, flags, law)
+
+
+def small_cases() -> Iterator[Case]:
+    """Cases that a CPU interprets in seconds."""
+    f32 = jnp.float32
+    yield from small_moe_cases()
+    yield from small_router_cases()
     for rows, dim, outputs, splits in ((1, 16, 16, 1), (5, 40, 23, 2), (19, 64, 48, 4)):
         yield linear_case(
             6, rows, dim, outputs, LinearTile(rows=16, out=16, inner=16, warps=4, stages=2, splits=splits), f32
         )
+    tile = LinearTile(rows=16, out=16, inner=16, warps=4, stages=2, splits=2)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        yield linear_case(7, 5, 40, 23, tile, dtype, matrix_dtype=f32)
     for rows, dim, parts, top_k in ((1, 16, 1, 1), (5, 24, 3, 4)):
         yield residual_case(15, rows, dim, parts=parts, top_k=top_k)
+    yield residual_case(16, 5, 24, parts=3, top_k=2, features=True)
+    yield residual_product_case(18, 40, 23, parts=3, dtype=f32)
+    yield residual_product_case(19, 256, 40, parts=2, dtype=jnp.bfloat16, features=True)
+    yield residual_case(17, 3, 40, parts=1, top_k=2, features=True, dtype=jnp.bfloat16)
     ragged = Sequences(spans=((0, 5), (7, 1), (0, 1), (13, 9), (3, 2)), padding=4, empty=2)
     spread = Sequences(spans=((3, 1), (0, 1), (90, 1), (17, 1)), empty=1)
     odd = {"heads": 6, "groups": 2, "head_dim": 12}
@@ -328,6 +548,44 @@ def small_cases() -> Iterator[Case]:
     yield prepare_case(12, ragged, decode=False)
     yield prepare_case(13, spread, decode=True)
     yield prepare_case(14, dataclasses.replace(ragged, **odd), decode=False)
+    yield from family_cases(ragged, spread)
+
+
+def family_cases(ragged: Sequences, spread: Sequences) -> Iterator[Case]:
+    """What families add to attention."""
+    half, long = jnp.bfloat16, dataclasses.replace(ragged, spans=((0, 90), (130, 21), (0, 1), (37, 9)), page=16)
+    odd = {"heads": 6, "groups": 2, "head_dim": 12}
+    windows = [AttentionFeatures(window=window, scale=scale) for window, scale in ((3, 0.0), (21, 0.3))]
+    for features in (windows[1], AttentionFeatures(chunk=20)):
+        yield attention_case(15, spread, decode=True, features=features, splits=2)
+        yield attention_case(16, dataclasses.replace(long, **odd), decode=False, features=features)
+    yield attention_case(17, spread, decode=True, splits=1, features=windows[0], sinks=True, dtype=half)
+    yield attention_case(18, dataclasses.replace(spread, page=16), decode=True, splits=4, sinks=True, stacked=True)
+    yield attention_case(19, long, decode=False, features=windows[0], sinks=True, stacked=True)
+    yield attention_case(20, long, decode=False, sinks=True, dtype=half)
+    whole = StackTraits(qk_norm="whole")
+    yield prepare_case(22, dataclasses.replace(ragged, **odd), decode=False, traits=whole, frequencies=2, biased=True)
+    yield prepare_case(24, spread, decode=True, traits=whole, parts=3, dtype=half)
+    yield prepare_case(25, ragged, decode=False, traits=StackTraits(qk_norm_offset=1.0), frequencies=5, dtype=half)
+    pairs, after = StackTraits(qk_norm="", interleaved=True), StackTraits(norm_after_rope=True)
+    yield prepare_case(26, spread, decode=True, traits=pairs, frequencies=3, biased=True)
+    yield prepare_case(27, ragged, decode=False, traits=StackTraits(interleaved=True), biased=True, dtype=half)
+    yield prepare_case(28, ragged, decode=False, traits=StackTraits(qk_norm="", rotary=False), parts=2)
+    yield prepare_case(35, spread, decode=True, traits=after, dtype=half)
+    bare = dataclasses.replace(after, qk_norm="bare", interleaved=True)
+    yield prepare_case(36, dataclasses.replace(ragged, **odd), decode=False, traits=bare)
+    for latent in (False, True):
+        yield write_case(29, dataclasses.replace(long, **odd), latent=latent)
+        yield write_case(30, ragged, latent=latent, dtype=half)
+
+
+def large_router_cases() -> Iterator[Case]:
+    """Routers of published sizes."""
+    for rows, flags in itertools.product((1, 5, 64, 256, 1023), (0, 3, 5, 7, 8, 11)):
+        yield router_case(rows, rows, 128, 8, flags)
+    yield router_case(1, 77, 60, 4, 7)
+    for law, (rows, flags) in itertools.product(ROUTER_LAWS, ((1, 3), (256, 27))):
+        yield router_case(rows, rows, 240, 8, flags, law)
 
 
 def large_cases() -> Iterator[Case]:
@@ -338,15 +596,26 @@ def large_cases() -> Iterator[Case]:
             tiles = next(tiles for tiles in TILES if rows * 8 <= tiles.slots)
             yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, tiles, half)
     yield moe_case(1, (300, 3, 60, 1000, 72), "padding", next(tiles for tiles in TILES if tiles.slots >= 900), half)
-    for rows in (1, 5, 64, 256, 1023):
-        for flags in (0, 3, 5, 7, 8, 11):
-            yield router_case(rows, rows, 128, 8, flags)
-    yield router_case(1, 77, 60, 4, 7)
+    for rows in (1, 7, 64, 256, 2048):  # GPT-OSS-20b
+        tiles = next(tiles for tiles in TILES if rows * 4 <= tiles.slots)
+        shape = (rows, 4, 32, 2880, 2880)
+        yield moe_case(rows, shape, "padding", tiles, half, activation="clamped swiglu", biased=True)
+    yield from large_router_cases()
     for rows in (1, 7, 16, 33, 64, 100, 256, 511):
         for dim, outputs in ((2048, 5120), (4096, 2048), (2048, 128), (1000, 200)):
             yield linear_case(rows, rows, dim, outputs, None, half)
+    for dim, outputs, parts in ((2048, 128, 8), (2880, 32, 4), (4096, 128, 8)):
+        yield residual_product_case(dim, dim, outputs, parts=parts, dtype=half, features=dim == 4096)
+    yield linear_case(7, 64, 2560, 64, None, half, matrix_dtype=jnp.float32)  # Ernie 4.5's router
     for rows, dim, parts, top_k in ((1, 2048, 8, 8), (64, 2048, 4, 8), (37, 2880, 2, 4)):
-        yield residual_case(15, rows, dim, parts=parts, top_k=top_k, dtype=half)
+        yield residual_case(15, rows, dim, parts=parts, top_k=top_k, dtype=half, features=rows == 37)
+    for rows, shape, width in (
+        (1, (6, 64, 2048, 1408), 2816),
+        (16, (10, 512, 2048, 512), 512),
+        (100, (8, 128, 4096, 1408), 1408),
+    ):  # DeepSeek-V2-Lite, Qwen3-Next, GLM-4.5-Air
+        tiles = next(tiles for tiles in TILES if rows * shape[0] <= tiles.slots)
+        yield shared_case(rows, (rows, *shape), width, "padding", tiles, half)
     shape = {"heads": 32, "groups": 4, "head_dim": 128, "page": 16}
     rng = np.random.default_rng(0)
     for requests, longest in ((1, 130), (1, 3000), (16, 1100), (64, 1100), (200, 600)):
@@ -368,3 +637,28 @@ def large_cases() -> Iterator[Case]:
         decode=False,
         dtype=half,
     )
+    yield from large_family_cases()
+
+
+def large_family_cases() -> Iterator[Case]:
+    """Attention of GPT-OSS-20b, Qwen3-Next and MiniMax-M2."""
+    half, rng = jnp.bfloat16, np.random.default_rng(0)
+    gpt, qwen, minimax = (
+        {"heads": heads, "groups": groups, "head_dim": head_dim, "page": 16}
+        for heads, groups, head_dim in ((64, 8, 64), (16, 2, 256), (48, 8, 128))
+    )
+    decoded = tuple((int(before), 1) for before in rng.integers(0, 1100, 40))
+    prompts = ((0, 700), (300, 129), (0, 1), (90, 40))
+    for spans, decode in ((decoded, True), (prompts, False)):
+        for window in (0, 128):
+            features = AttentionFeatures(window=window)
+            seqs = Sequences(spans=spans, empty=3, **gpt)
+            yield attention_case(31, seqs, decode=decode, features=features, sinks=True, stacked=True, dtype=half)
+        yield attention_case(32, Sequences(spans=spans, empty=3, **qwen), decode=decode, dtype=half)
+        for shape, traits in (
+            (minimax, StackTraits(qk_norm="whole")),
+            (gpt, StackTraits(qk_norm="", interleaved=True)),
+        ):
+            seqs = Sequences(spans=spans, empty=3, **shape)
+            yield prepare_case(33, seqs, decode=decode, traits=traits, frequencies=32, biased=True, dtype=half)
+        yield write_case(34, Sequences(spans=spans, empty=3, **minimax), latent=False, dtype=half)

@@ -13,31 +13,29 @@ from oracles.driver import Bench
 from routed_experts.engine.control.score import Scorer
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
-from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.loading.dummy_weights import dummy_model
+from support.qwen3_configs import qwen3_config
 
 VOCAB_SIZE = 256
 
 
-def qwen3_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=64) -> Qwen3MoeConfig:
+def byte_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=64) -> FamilyConfig:
     """A Qwen3-MoE of bytes; two query heads to a key-value head."""
     heads = max(2, hidden // head)
-    return Qwen3MoeConfig(
+    return qwen3_config(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=head,
-        dense_width=4 * width,
-        expert_width=width,
-        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
-        moe_layers=tuple(range(layers)),
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        context_length=1024,
+        intermediate_size=4 * width,
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        max_position_embeddings=1024,
     )
 
 
@@ -45,7 +43,7 @@ def qwen3_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=
 class Sizes:
     """A model and the paddings of its engine."""
 
-    config: Qwen3MoeConfig
+    config: FamilyConfig
     requests: int = 256
     tokens: int = 1024
     page_size: int = 16
@@ -53,23 +51,23 @@ class Sizes:
 
 
 LARGE = {
-    "12 layers of 64 experts, D 512": Sizes(config=qwen3_config()),
+    "12 layers of 64 experts, D 512": Sizes(config=byte_config()),
     "4 layers of 128 experts, D 2048": Sizes(
-        config=qwen3_config(hidden=2048, layers=4, experts=128, width=768, head=128)
+        config=byte_config(hidden=2048, layers=4, experts=128, width=768, head=128)
     ),
 }
 # What a CPU interprets.
 SMALL = Sizes(
-    config=qwen3_config(hidden=32, layers=2, experts=8, top_k=2, width=16, head=16),
+    config=byte_config(hidden=32, layers=2, experts=8, top_k=2, width=16, head=16),
     requests=4,
     tokens=16,
     dtype="float32",
 )
 
 
-def random_model(sizes: Sizes, seed=0) -> Qwen3Moe:
+def random_model(sizes: Sizes, seed=0) -> FamilyDecoder:
     """Random weights that spread tokens over all experts."""
-    return dummy_model(lambda: Qwen3Moe(sizes.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(sizes.dtype)), seed=seed)
+    return dummy_model(lambda: FamilyDecoder(sizes.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(sizes.dtype)), seed=seed)
 
 
 def gpu_bench(model, sizes: Sizes, *, probed, context=256) -> Bench:

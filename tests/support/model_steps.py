@@ -1,6 +1,7 @@
 """Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,33 +11,34 @@ from flax import nnx
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec, forward
+from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.routing import RouterSpec
+from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import TokenRouting
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from support.qwen3_configs import qwen3_config
 
 PAGE, PAGES, WIDTH = 4, 12, 3
 
 
-def tiny_model(dtype: str = "float32", *, renormalize: bool = True) -> Qwen3Moe:
+def tiny_model(dtype: str = "float32", *, renormalize: bool = True) -> FamilyDecoder:
     """Three layers, the first one dense."""
-    config = Qwen3MoeConfig(
+    config = qwen3_config(
         vocab_size=50,
         hidden_size=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=8,
-        dense_width=24,
-        expert_width=16,
-        router=RouterSpec(num_experts=6, top_k=2, renormalize=renormalize),
-        moe_layers=(1, 2),
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        context_length=64,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=renormalize,
+        max_position_embeddings=64,
     )
-    return Qwen3Moe(config, rngs=nnx.Rngs(1), dtype=jnp.dtype(dtype))
+    return FamilyDecoder(config, rngs=nnx.Rngs(1), dtype=jnp.dtype(dtype))
 
 
 def packed(shape: BatchShape, **values) -> jax.Array:
@@ -58,8 +60,24 @@ def drifted_rows(seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.arange(16) % 2 == 0
 
 
+def empty_pool(cache: CacheLayout, dtype: str) -> Any:
+    """Pages, and states where there are some, that hold NaN."""
+    pages = jnp.full((cache.num_layers * PAGES, PAGE, cache.rows, cache.head_dim), jnp.nan, dtype)
+    if cache.recurrent is None:
+        return pages
+    one = cache.recurrent.zeros(4, pages.dtype)
+    states = jax.tree.map(lambda leaf: jnp.full((cache.num_recurrent, *leaf.shape), jnp.nan, leaf.dtype), one)
+    return HybridPool(pages, states)
+
+
 def run_steps(
-    model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool, routed: tuple[np.ndarray, np.ndarray] | None = None
+    model: FamilyDecoder,
+    kernels: Kernels,
+    attention,
+    *,
+    capture: bool,
+    routed: tuple[np.ndarray, np.ndarray] | None = None,
+    pool_dtype: str = "float32",
 ):
     """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps.
     `routed` are ids and flags of the first tokens of either step."""
@@ -72,7 +90,7 @@ def run_steps(
         num_pages=PAGES,
         raw_logprobs=False,
     )
-    pool = jnp.full((3 * PAGES, PAGE, 4, 8), jnp.nan)
+    pool = empty_pool(model.config.cache, pool_dtype)
     last, table = jnp.zeros(4, jnp.int32), [[3, 5, 7], [2, 9, 4]]
     extend = BatchShape(mode=ForwardMode.EXTEND, num_tokens=16, num_requests=3, table_width=WIDTH)
     decode = BatchShape(mode=ForwardMode.DECODE, num_tokens=3, num_requests=3, table_width=WIDTH)
@@ -81,12 +99,13 @@ def run_steps(
         "positions": [*range(5), *range(6)],
         "token_rows": [0] * 5 + [1] * 6,
     }
-    first = packed(extend, num_tokens=11, **prompt, query_starts=[0, 5, 11, 11], seq_lens=[5, 6], page_table=table)
+    slots = {"page_table": table, "request_slots": [1, 2]}
+    first = packed(extend, num_tokens=11, **prompt, query_starts=[0, 5, 11, 11], seq_lens=[5, 6], **slots)
     again = {"token_ids": [11, 12], "positions": [5, 6], "token_rows": [0, 1, 2], "query_starts": [0, 1, 2, 3]}
-    second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], page_table=table)
+    second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], **slots)
     outs = []
     for shape, words, real in ((extend, first, 11), (decode, second, 2)):
         rows = None if routed is None else TokenRouting(*(jnp.asarray(part[: shape.num_tokens]) for part in routed))
         pool, out = jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words, routed=rows)
         outs.append((np.asarray(out.hidden)[:real], None if out.rows is None else np.asarray(out.rows)[:real]))
-    return np.asarray(pool), outs
+    return jax.tree.map(np.asarray, pool), outs

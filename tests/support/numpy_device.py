@@ -73,7 +73,7 @@ class NumpyDevice:
         ids = batch.token_ids[:real].copy()
         unknown = ids == FROM_DEVICE
         ids[unknown] = self.last[batch.request_slots[batch.token_rows[:real]]][unknown]
-        assert (ids >= 0).all(), "a token was fed that nobody has sampled"
+        assert (ids >= 0).all(), "a token was fed that was not sampled"
         self.tokens[batch.kv_slots], self.positions[batch.kv_slots] = ids, batch.positions[:real]
         sampled = np.zeros(batch.request_slots.size, np.int32)
         logprobs = np.zeros(sampled.size, np.float32)

@@ -1,6 +1,6 @@
 """A compiled ModelRunner of the tiny MoE, and explicit steps for it.
 
-Pages are the test's own choice: what a request has fed must stand in the pages that its rows name. Dims: N, B, W as in
+Pages are the test's own choice: the pages that a row names must hold what its request has fed. Dims: N, B, W as in
 ForwardBatch."""
 
 import dataclasses
@@ -78,7 +78,7 @@ def compiled():
     """A compiled runner with capture on, which all tests of a process share: no test may rely on its contents."""
     runner = build()
     runner.compile()
-    runner.poison()
+    runner.overwrite_pool()
     return runner
 
 

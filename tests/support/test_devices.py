@@ -55,6 +55,25 @@ if len(jax.devices()) == 1:
     def test_is_not_there():
         pass
 """
+READS_OPTIONS = """
+import hypothesis
+import pytest
+
+@pytest.mark.devices(2)
+def test_of_two_devices(request, pytestconfig):
+    option = pytestconfig.getoption
+    assert hypothesis.settings.get_current_profile_name() == "short"
+    assert option("--hypothesis-seed") == "7" and option("--require-tpu-aot") and option("--tb") == "line"
+    assert option("-W") == ["error::UserWarning"] and pytestconfig.getini("xfail_strict") is True
+    assert option("-k") == "" and not option("--exitfirst")  # the parent selects
+"""
+OPTIONS_CONFTEST = CONFTEST.replace(
+    "    add_options(parser)",
+    """    add_options(parser)
+    parser.addoption("--require-tpu-aot", action="store_true")
+    hypothesis.settings.register_profile("short", max_examples=1)
+""",
+).replace("from support", "import hypothesis\nfrom support")
 NEVER_ENDS = """
 import threading
 import pytest
@@ -69,10 +88,10 @@ def test_never_ends():
 def run(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
-    def outcomes(tests, conftest=CONFTEST):
+    def outcomes(tests, conftest=CONFTEST, options=()):
         pytester.makeconftest(conftest)
         pytester.makepyfile(tests)
-        result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+        result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *options)
         return result.parseoutcomes(), str(result.stdout)
 
     return outcomes
@@ -82,6 +101,13 @@ def test_failures_and_crashes_are_reported(run):
     counts, output = run(TESTS)
     assert counts == {"passed": 2, "failed": 3, "skipped": 1, "errors": 1}  # the call with a broken fixture passed
     assert "exit status 7" in output and "a fixture that breaks" in output
+
+
+def test_the_process_gets_the_options_that_decide_how_a_test_runs(run):
+    options = ["--hypothesis-profile=short", "--hypothesis-seed=7", "--require-tpu-aot", "--tb=line"]
+    options += ["-W", "error::UserWarning", "-o", "xfail_strict=true", "-k", "two", "-x"]
+    assert run(READS_OPTIONS, OPTIONS_CONFTEST, options)[0] == {"passed": 1}
+    assert run(READS_OPTIONS, OPTIONS_CONFTEST)[0] == {"failed": 1}  # without them it can fail
 
 
 def test_a_test_that_the_process_does_not_find_fails(run):

@@ -92,7 +92,7 @@ def write_tiny_checkpoint(path, *, seed=0, dtype="float32", tokenizer=True, **ov
 
 
 def write_hf_qwen3_moe(path, seed=0, **config):
-    """Write a Qwen3-MoE with transformers and return its torch model, the oracle. Keys are those of Qwen3MoeConfig."""
+    """Write a Qwen3-MoE with transformers and return its torch model, the oracle. Keys are those of its config."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

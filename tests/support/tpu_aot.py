@@ -96,5 +96,5 @@ def assert_in_place(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct, m
     assert aliased >= expected, f"the pool is not updated in place: {aliased} of {expected} bytes aliased; donate it"
     assert not copies, f"the pool is copied whole {len(copies)} times: {copies}"
     assert memory.temp_size_in_bytes <= max_temp_bytes, (
-        f"temporaries: {memory.temp_size_in_bytes} bytes, at most {max_temp_bytes} wanted"
+        f"temporaries: {memory.temp_size_in_bytes} bytes, expected at most {max_temp_bytes}"
     )

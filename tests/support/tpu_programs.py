@@ -23,9 +23,10 @@ from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_c
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.sampler import TokenCounts
-from routed_experts.layers.routing import RouterSpec
-from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig
+from support.qwen3_configs import qwen3_config
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 
 Key = tuple[object, ...]
@@ -36,7 +37,7 @@ Jobs = Mapping[Key, Callable[[], jax.stages.Lowered]]
 class World:
     """A model and the static sizes of the runner that serves it, in bfloat16."""
 
-    config: Qwen3MoeConfig
+    config: FamilyConfig
     runner: RunnerConfig
 
     @property
@@ -50,15 +51,20 @@ class World:
         return abstract_token_counts(self.runner.num_request_slots, self.runner.vocab_size)
 
 
-def build_world(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
+def build_world(config: FamilyConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
     """One decode shape and one extend shape of a model, with pages of 64 tokens."""
+    cache = config.cache
     pool = KVPoolSpec(
-        num_layers=config.num_layers,
+        num_layers=cache.num_layers,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=row_width(cache.head_dim, "tpu"),
         dtype=jnp.dtype(jnp.bfloat16),
+        latent=cache.latent,
+        num_recurrent=cache.num_recurrent,
+        recurrent=cache.recurrent,
+        num_requests=num_request_slots,
     )
     width = config.context_length // PAGE_SIZE
     shapes = (
@@ -76,21 +82,20 @@ PAGE_SIZE = 64
 # (an engine has
 # some tens). More tokens in the extend shape than the experts' kernel takes without sorting.
 SMALL = build_world(
-    Qwen3MoeConfig(
+    qwen3_config(
         vocab_size=8192,
         hidden_size=256,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
+        num_hidden_layers=4,
+        mlp_only_layers=[0],
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=128,
-        dense_width=512,
-        expert_width=1024,
-        router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
-        moe_layers=(1, 2, 3),
+        intermediate_size=512,
+        moe_intermediate_size=1024,
+        num_experts=64,
+        num_experts_per_tok=8,
         rope_theta=1e6,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        context_length=2048,
+        max_position_embeddings=2048,
     ),
     num_pages=384,
     decode=16,
@@ -113,11 +118,11 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
     """The runner's table, with weights placed on one abstract `chip`; `plain`: on the backends of array code alone."""
     config = world.config
     sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
     named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
     kernels, attention = DEFAULT_BACKENDS.choose(
-        ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu"
+        ServerArgs(enable_return_routed_experts=capture, **named), config.needs, platform="tpu"
     )
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -197,9 +202,8 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
             sums[inside] += int(match[1])
         if match := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
             whiles[inside].append((match[1], match[2].count("while") == 1))
-    lengths = iter(
-        [end - first for first, end in world.config.blocks if end - first > 1]
-    )  # a run of one layer is no loop
+    repeats = (block.repeats for block in world.config.blocks)
+    lengths = iter([count for count in repeats if count > 1])  # a run of one layer is no loop
 
     def once(name: str) -> int:
         return sums[name] + sum(once(body) for body, _ in whiles[name])

@@ -52,9 +52,9 @@ def draw_routing(
     height = 0.7 + text_height + 0.35 + map_height + 0.95
     figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, height), facecolor="white")
     figure.text(_MARGIN / _WIDTH, 1 - 0.32 / height, title, fontsize=13, weight="bold", va="center", parse_math=False)
-    under = f"colour and number: the first of {first.top_k} experts, layer {first.layer_ids[column]}   ·   "
-    under += "bold: generated   ·   line above: prefix cache   ·   outlined: never fed, no row"
-    figure.text(_MARGIN / _WIDTH, 1 - 0.58 / height, under, fontsize=8, color=_SOFT, va="center")
+    subtitle = f"colour and number: the first of {first.top_k} experts, layer {first.layer_ids[column]}   ·   "
+    subtitle += "bold: generated   ·   line above: prefix cache   ·   outlined: never fed, no row"
+    figure.text(_MARGIN / _WIDTH, 1 - 0.58 / height, subtitle, fontsize=8, color=_SOFT, va="center")
     box = (_MARGIN / _WIDTH, 1 - (0.7 + text_height) / height, 1 - 2 * _MARGIN / _WIDTH, text_height / height)
     axes = figure.add_axes(box)
     axes.set(xlim=(0, _COLUMNS * _CHAR_PT), ylim=(text_height * 72, 0))
@@ -68,9 +68,9 @@ def draw_routing(
     )
     caption += f"E = {first.num_experts}. The strip gives each expert's colour above."
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
-    named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
-    form = named.suffix.removeprefix(".")
-    with atomic_write(named) as part:
+    file = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
+    form = file.suffix.removeprefix(".")
+    with atomic_write(file) as part:
         figure.savefig(part, format=form, dpi=dpi, metadata={"Software": None} if form == "png" else None)
 
 
@@ -106,8 +106,8 @@ def _draw_text(axes: Any, text: RoutedText, positioned: Sequence[PlacedToken], l
         {"fontsize": 9.5, "weight": "bold", "va": "center", "parse_math": False},
         {"fontsize": 8, "color": _SOFT, "va": "center"},
     )
-    named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
-    axes.annotate(subtitle, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
+    title_text = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
+    axes.annotate(subtitle, (1, 0.5), xycoords=title_text, xytext=(8, 0), textcoords="offset points", **small)
     start = top + 1.65 * _LINE_PT
     for part in positioned:
         x, y, width = part.column * _CHAR_PT, start + part.line * _LINE_PT, len(part.text) * _CHAR_PT

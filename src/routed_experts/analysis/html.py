@@ -106,9 +106,9 @@ def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: 
         if tick == experts - 1 or experts - 1 - tick >= max(1, experts // 16)
     ]
     label = f"load of {experts} experts in {layers} layers, {name}"
-    drawn = f'<svg viewBox="0 0 {width} {height + 28}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    svg = f'<svg viewBox="0 0 {width} {height + 28}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     caption = f"{name}, T = {num_rows} rows; layers downward, experts across"
-    return f'<div class="map"><p class="soft">{caption}</p>{drawn}</div>'
+    return f'<div class="map"><p class="soft">{caption}</p>{svg}</div>'
 
 
 def _scale(top: float) -> str:

@@ -33,7 +33,7 @@ class RoutingDifference:
     jaccard: Float64[np.ndarray, "T M"]  # o / (2 - o)
     rank1_agreement: Float64[np.ndarray, " M"]  # share of rows with the same first expert
     flip_rate: Float64[np.ndarray, " M"]  # mean(o < 1)
-    first_difference: Int64[np.ndarray, " T"]  # column of the first layer with o < 1, M where there is none
+    first_difference: Int64[np.ndarray, " T"]  # column of the first layer with o < 1, M if no layer differs
 
 
 def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
@@ -74,14 +74,15 @@ def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
     steps."""
     rows, counts = known_rows(*records), expert_counts(*records)
     num_experts, steps = counts.shape[1], rows.shape[1] - 1
-    both = [_pairs(rows[:, layer], rows[:, layer + 1], num_experts) for layer in range(steps)]
+    pairs = [_pairs(rows[:, layer], rows[:, layer + 1], num_experts) for layer in range(steps)]
     return ratio(
-        np.array(both).reshape(steps, num_experts, num_experts), rows.shape[2] * counts[:-1, :, None].astype(np.float64)
+        np.array(pairs).reshape(steps, num_experts, num_experts),
+        rows.shape[2] * counts[:-1, :, None].astype(np.float64),
     )
 
 
 def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
-    """Compare two records on the tokens that both know (figure F7). Raises RoutingAlignmentError when there is none."""
+    """Compare two records on the tokens that both know (figure F7). Raises RoutingAlignmentError if they share none."""
     _check_alike(a, b)
     low, high = max(a.start, b.start), min(a.start + a.num_rows, b.start + b.num_rows)
     if low >= high:

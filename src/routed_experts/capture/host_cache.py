@@ -165,7 +165,7 @@ class _RoutedExpertsHostCache:
         versions = self._versions[slots]
         return ids, versions > _NO_ROW, versions
 
-    def poison(self) -> None:
+    def overwrite_invalid_rows(self) -> None:
         """Fill every invalid row with the largest value of its dtype, so that a test detects its return."""
         self.flush()
         self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max

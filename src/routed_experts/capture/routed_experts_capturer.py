@@ -167,16 +167,13 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
                 "with "
                 "the request"
             )
-        return RoutedExperts(
+        return RoutedExperts.from_spec(
+            self.spec,
             ids=ids,
             start=start,
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
-            layer_ids=self.spec.layer_ids,
-            num_hidden_layers=self.spec.num_hidden_layers,
-            num_experts=self.spec.num_experts,
             version_spans=to_version_spans(start, versions),
-            router=self.spec.router,
         )
 
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:

@@ -1,6 +1,6 @@
 """The command line: `routed-experts COMMAND`. The only room that reads the environment."""
 
-from routed_experts.cli.bootstrap import load_bar
+from routed_experts.cli.bootstrap import LoadBar
 from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
@@ -12,12 +12,12 @@ from routed_experts.cli.flags import (
 from routed_experts.cli.main import main, make_parser
 
 __all__ = [
+    "LoadBar",
     "add_engine_flags",
     "add_expert_flags",
     "add_placement_flags",
     "engine_args",
     "expert_args",
-    "load_bar",
     "main",
     "make_parser",
     "placement_args",

@@ -14,10 +14,12 @@ import numpy as np
 
 from routed_experts import analysis
 from routed_experts.analysis import RoutedText
+from routed_experts.cli.flags import MODEL_HELP
 from routed_experts.cli.record_files import SUFFIXES, RecordFile, read_answers, read_records
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.models.loading.model_source import find_model
 
 if TYPE_CHECKING:
     from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -59,10 +61,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
         kind.add_argument(
             "--tokenizer",
-            type=Path,
             default=None,
-            metavar="DIR",
-            help="checkpoint folder, for text of what generate wrote",
+            metavar="MODEL",
+            help=f"the model that generate had, for text of what it wrote: {MODEL_HELP}",
         )
 
 
@@ -144,7 +145,8 @@ def _texts(options: argparse.Namespace) -> list[RoutedText]:
     """Every record with the text of its tokens, as far as it is known."""
     from routed_experts.engine.requests.tokenizer import Tokenizer
 
-    tokenizer = None if options.tokenizer is None else Tokenizer.from_directory(options.tokenizer)
+    folder = None if options.tokenizer is None else find_model(options.tokenizer, weights=False)
+    tokenizer = None if folder is None else Tokenizer.from_directory(folder)
     recorded = read_answers(options.files)
     analysis.known_rows(*(answer.record for answer in recorded))  # refuses records of several models
     return [

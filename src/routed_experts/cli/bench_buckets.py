@@ -49,9 +49,10 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     start_jax(default_platform=None)
     from routed_experts.engine.build.builder import build_engine
     from routed_experts.engine.build.step_cost import candidates, measure_step_costs
+    from routed_experts.models.loading.model_source import with_local_model
 
     wide = dataclasses.replace(
-        args,
+        with_local_model(args, weights=not options.config_only),
         precompile_bs_paddings=candidates(current["decode"], least=1),
         precompile_token_paddings=candidates(current["extend"], least=16),
         max_running_requests=None,
@@ -115,10 +116,10 @@ def _counts(table: Any, largest: int) -> dict[int, float]:
     return counts
 
 
-def _row(step: str, what: str, load: str, buckets: Sequence[int], seconds: float, unpadded: float) -> Row:
+def _row(step: str, name: str, load: str, buckets: Sequence[int], seconds: float, unpadded: float) -> Row:
     return {
         "step": step,
-        "list": what,
+        "list": name,
         "load": load,
         "ms": 1e3 * seconds,
         "to unpadded": seconds / unpadded,

@@ -12,13 +12,22 @@ from routed_experts.core.errors import MachineError
 PROGRAM = "routed-experts"
 
 
-def load_bar(done: int, total: int) -> None:
-    """Draw a progress bar of loading `total` bytes on standard error, over the previous one."""
-    width = 30
-    filled = width * done // max(total, 1)
-    end = "\n" if done >= total else ""
-    drawn = "#" * filled + "." * (width - filled)
-    print(f"\rloading [{drawn}] {done / 1e9:.2f} of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
+class LoadBar:
+    """Draws a progress bar of loading `total` bytes on standard error, over the previous one."""
+
+    def __init__(self) -> None:
+        self._drawn = ""
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw the bar unless it would look the same."""
+        width = 30
+        filled = width * done // max(total, 1)
+        unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+        text = f"loading [{'#' * filled}{'.' * (width - filled)}] {done / size:.2f} of {total / size:.2f} {unit}"
+        text += "\n" if done >= total else ""
+        if text != self._drawn:
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+            self._drawn = text
 
 
 def start_jax(*, default_platform: str | None) -> Path | None:
@@ -45,6 +54,17 @@ def start_jax(*, default_platform: str | None) -> Path | None:
             f"JAX finds no device ({error}); set JAX_PLATFORMS to a platform of this machine, such as cpu"
         ) from error
     return cache
+
+
+def announce_compilation() -> None:
+    """Say on standard error, in one line, where the first use of the CPU's kernels will compile them; after
+    `start_jax`."""
+    import jax
+
+    from routed_experts.layers.native import toolchain
+
+    if jax.default_backend() == "cpu" and not toolchain.is_compiled():
+        print(toolchain.COMPILING, file=sys.stderr, flush=True)
 
 
 def _cache_folder() -> Path | None:

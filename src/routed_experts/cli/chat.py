@@ -5,10 +5,12 @@ import dataclasses
 import sys
 from typing import Any, cast
 
-from routed_experts.cli.bootstrap import load_bar, start_jax
+from routed_experts.cli.bootstrap import LoadBar, announce_compilation, start_jax
 from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.server_args import ServerArgs
+
+_HINT = "/new starts a new conversation, Ctrl-C ends an answer, /quit or Ctrl-D ends the chat"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +26,17 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     """Answer each line of standard input."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform=None)
+    announce_compilation()
     from routed_experts.engine.engine import Engine
 
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
-    with Engine(**dataclasses.asdict(args), on_load=load_bar if sys.stderr.isatty() else None) as engine:
+    with Engine(**dataclasses.asdict(args), on_load=LoadBar() if sys.stderr.isatty() else None) as engine:
         tokenizer = engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ConfigError(f"{args.model_path} has no chat template; use routed-experts generate")
         messages = list(first)
+        if sys.stdin.isatty():
+            print(_HINT)
         while (line := _read_line()) is not None and line.strip() != "/quit":
             if line.strip() == "/new":
                 messages = list(first)
@@ -54,7 +59,10 @@ def _read_line() -> str | None:
     """The next line; None at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
-    return sys.stdin.readline() or None
+    line = sys.stdin.readline() or None
+    if line is None and sys.stdin.isatty():
+        print()  # the shell's prompt begins a line of its own
+    return line
 
 
 def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from routed_experts.cli.record_files import split_lines
+from routed_experts.cli.record_files import readable, split_lines
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.npz_io import write_arrays
@@ -78,11 +78,13 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
 def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
     if source.suffix == ".safetensors":
-        encoded = source.read_bytes()
+        with readable(source):
+            encoded = source.read_bytes()
         if not holds_answers(encoded):
             return decode_record(encoded)
         return _require_record(_entry(decode_answers(encoded), source, line).record, source)
-    text = source.read_text(encoding="utf-8")
+    with readable(source):
+        text = source.read_text(encoding="utf-8")
     if source.suffix == ".jsonl":
         text = _entry([entry for entry in split_lines(text) if entry.strip()], source, line)
     try:

@@ -2,32 +2,18 @@
 
 import argparse
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
+from routed_experts.core.error_text import nearest_name
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
-from routed_experts.core.server_args import ServerArgs
-
-# Spellings of vLLM and SGLang.
-_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "tokenizer_path": ("--tokenizer",),
-        "context_length": ("--max-model-len",),
-        "tp_size": ("--tensor-parallel-size",),
-        "max_running_requests": ("--max-num-seqs",),
-        "max_prefill_tokens": ("--max-num-batched-tokens",),
-        "page_size": ("--block-size",),
-        "mem_fraction_static": ("--gpu-memory-utilization",),
-        "disable_radix_cache": ("--no-enable-prefix-caching",),
-        "random_seed": ("--seed",),
-        "enable_return_routed_experts": ("--return-routed-experts",),
-    }
-)
+from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 
 MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
 _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
@@ -45,12 +31,30 @@ _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
 _PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED}
 )
+_INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")  # argparse's own text
+_WORD = re.compile(r"[\w.-]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are two lines instead of a page of usage."""
+    """An argument parser whose errors are two lines instead of a page of usage, and name the nearest known word. Each
+    command's parser refuses what it does not know, so that the error is about this command."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # overloads that differ in their result
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse all words; the list of unknown ones is always empty."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+            nearest = nearest_name(flag, self._option_string_actions)
+            fix = "" if nearest is None else f"; did you mean {nearest}?"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
+        if (choice := _INVALID_CHOICE.search(message)) is not None:
+            nearest = nearest_name(choice[1], _WORD.findall(choice[2]))
+            message += "" if nearest is None else f"; did you mean {nearest}?"
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
 
@@ -68,7 +72,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(ServerArgs):
         if field.name not in leave_out:
-            flags = (_flag(field.name), *_ALIASES.get(field.name, ()))
+            flags = (_flag(field.name), *map(_flag, OTHER_NAMES.get(field.name, ())))
             default = _DEFAULTS.get(field.name, "chosen by the engine" if field.default is None else field.default)
             keywords = _argument_keywords(field.type)
             group.add_argument(

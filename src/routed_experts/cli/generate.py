@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from routed_experts.cli.bootstrap import load_bar, start_jax
+from routed_experts.cli.bootstrap import LoadBar, announce_compilation, start_jax
 from routed_experts.cli.flags import (
     MODEL_HELP,
     add_engine_flags,
@@ -31,6 +31,7 @@ from routed_experts.cli.flags import (
     placement_args,
 )
 from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.error_text import nearest_name, short_repr
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.formats.archive import ArchivedAnswer, encode_answers
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
 
 BATCH_SIZE = 256  # prompts of one call
+_PROMPT_KEYS = ("prompt", "text", "input_ids")
 _INPUT_HELP = """a JSON object a line, - for standard input: {"prompt": "text"} (or "text", as in /generate) or
 {"input_ids": [1, 2, 3]}; other fields are copied to the line of the answer"""
 
@@ -79,9 +81,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         if output is not None:
             part = stack.enter_context(atomic_write(output) if as_archive else _new_lines(output))
         start_jax(default_platform=None)
+        announce_compilation()
         from routed_experts.engine.engine import Engine
 
-        bar = load_bar if sys.stderr.isatty() else None
+        bar = LoadBar() if sys.stderr.isatty() else None
         engine = stack.enter_context(
             Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar)
         )
@@ -165,7 +168,11 @@ def _answers(
 def _read(file: Path) -> Iterator[dict[str, Any]]:
     """The prompts of a file, or of standard input."""
     with ExitStack() as stack:
-        source = sys.stdin if str(file) == "-" else stack.enter_context(file.open(encoding="utf-8"))
+        try:
+            source = sys.stdin if str(file) == "-" else stack.enter_context(file.open(encoding="utf-8"))
+        except OSError as error:
+            text = f"--input {file} cannot be read ({error.strerror})"
+            raise ConfigError(f"{text}; name a file of JSON lines, or - for standard input") from error
         for number, line in enumerate(source, start=1):
             if line.strip():
                 yield _prompt(line, f"{file}, line {number}")
@@ -176,12 +183,23 @@ def _prompt(line: str, location: str) -> dict[str, Any]:
         fields: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f'{location} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
-    if not isinstance(fields, dict) or sum(name in fields for name in ("prompt", "text", "input_ids")) != 1:
-        raise ConfigError(f"{location} must be an object with prompt (or text) or input_ids; correct the line")
+    if not isinstance(fields, dict) or sum(name in fields for name in _PROMPT_KEYS) != 1:
+        text = f"{location} must be an object with prompt (or text) or input_ids"
+        raise ConfigError(f"{text}{_keys_found(fields)}; correct the line")
     prompt = cast("dict[str, Any]", fields)
     if "text" in prompt:  # the answer has a field of that name
         prompt = {"prompt" if name == "text" else name: value for name, value in prompt.items()}
     return _checked(prompt, location)
+
+
+def _keys_found(fields: object) -> str:
+    """The keys of a line that is no prompt, and the nearest known one."""
+    if not isinstance(fields, dict):
+        return ""
+    keys = [str(key) for key in cast("dict[object, object]", fields)]
+    nearest = next((name for key in keys if (name := nearest_name(key, _PROMPT_KEYS)) not in (None, key)), None)
+    found = ", ".join(short_repr(key) for key in keys[:5]) or "no key"
+    return f"; it has {found}" + ("" if nearest is None else f": did you mean {nearest}?")
 
 
 def _checked(prompt: dict[str, Any], location: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     print(f"vocabulary      {model.vocab_size:,}   {context}   KV {model.kv_tokens:,} tokens")
     if model.moe_layer_ids:
         print(f"routed experts  {model.row_bytes:,} bytes a token")
+    print(f"layers run      {'; '.join(f'{platform}: {path}' for platform, path in model.layer_paths.items())}")
     for line in model.memory_plan:
         print(line)
     return 0

@@ -6,6 +6,7 @@ machine with 1. Libraries are imported by the command that needs them."""
 import argparse
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
 from routed_experts.core.errors import MachineError, RoutedExpertsError
 from routed_experts.models.loading.model_source import DEMO, find_model
+
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         _close_stdout()
-        return _report_error(options.command, error, code=1)
+        return _report_error(options.command, _ERRNO.sub("", str(error)), code=1)
     except KeyboardInterrupt:
         return 130
 
@@ -102,6 +105,6 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report_error(command: str, error: Exception, *, code: int) -> int:
+def _report_error(command: str, error: Exception | str, *, code: int) -> int:
     print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return code

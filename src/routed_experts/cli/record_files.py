@@ -1,8 +1,9 @@
 """Read the records in files that commands and servers write."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -31,8 +32,19 @@ def read_answers(files: Iterable[Path]) -> list[RecordFile]:
     """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors
     files (a record, or what `generate --output` wrote), in order.
 
-    Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
+    Raises ConfigError for another suffix or a file that cannot be read, RoutingFormatError naming the file and what in
+    it holds no routed experts."""
     return [entry for file in files for entry in _read_all(file)]
+
+
+@contextlib.contextmanager
+def readable(file: Path) -> Generator[None]:
+    """Raise ConfigError where `file`, which holds answers, cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{file} cannot be read ({error.strerror})"
+        raise ConfigError(f"{text}; name a file that generate --output or a server wrote") from error
 
 
 def split_lines(text: str) -> list[str]:
@@ -42,7 +54,8 @@ def split_lines(text: str) -> list[str]:
 
 def _read_all(file: Path) -> list[RecordFile]:
     try:
-        records = list(_read_file(file))
+        with readable(file):
+            records = list(_read_file(file))
     except (RoutingFormatError, UnicodeDecodeError, RecursionError) as error:
         raise RoutingFormatError(f"{file}: {error}; give what generate --output or a server wrote") from error
     if not records:

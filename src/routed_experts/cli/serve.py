@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from routed_experts.cli.bootstrap import PROGRAM, load_bar, start_jax, version
+from routed_experts.cli.bootstrap import PROGRAM, LoadBar, announce_compilation, start_jax, version
 from routed_experts.cli.config_file import with_config
 from routed_experts.cli.flags import (
     MODEL_HELP,
@@ -139,6 +139,7 @@ def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState"
     """Start JAX and build the engine; print one line for each phase on standard error. `expert_groups`: the offload and
     the placement of experts."""
     start_jax(default_platform=None)
+    announce_compilation()
     _log_phase(server, "import", time.perf_counter() - start_time, "Python and JAX")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
@@ -148,7 +149,7 @@ def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState"
         for line in phase.lines:
             print(f"  {line}", file=sys.stderr, flush=True)
 
-    on_load = load_bar if sys.stderr.isatty() else None
+    on_load = LoadBar() if sys.stderr.isatty() else None
     return AsyncEngine(
         Engine(**dataclasses.asdict(args), **expert_groups, on_phase=on_phase, on_load=on_load, self_check=True)
     )

@@ -58,12 +58,12 @@ class TokenizedGenerateReqInput:
     input_ids: Int[np.ndarray, " S"]
     sampling: ResolvedSampling  # max_tokens fits the context and the pool
     stop_token_ids: frozenset[int]  # of the request and, unless ignore_eos, of the model
-    extra_key: str | None
-    stream: bool
-    return_logprob: bool
-    logprob_start_len: int
-    top_logprobs_num: int
-    routed_experts: RoutingOptions
+    extra_key: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    routed_experts: RoutingOptions = RoutingOptions()
     stream_interval_s: float = 0.0  # between two outputs of a stream; the first token and the end do not wait
 
     @property

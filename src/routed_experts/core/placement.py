@@ -215,13 +215,13 @@ class ResidencyMap:
     def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
         """Return the same residents with those of `previous`, a map of the same sizes, in their slots: the fewest
         copies. A new resident takes its slot in this map if that becomes free, else any free one."""
-        physical_to_logical, target = previous.experts, self.experts
-        leaves = np.take_along_axis(self.slot_of, physical_to_logical.astype(np.intp), axis=1) < 0  # [M, N]
+        experts, target = previous.experts, self.experts
+        leaves = np.take_along_axis(self.slot_of, experts.astype(np.intp), axis=1) < 0  # [M, N]
         comes = np.take_along_axis(previous.slot_of, target.astype(np.intp), axis=1) < 0
-        physical_to_logical = np.where(leaves & comes, target, physical_to_logical)
+        experts = np.where(leaves & comes, target, experts)
         for layer in range(self.num_layers):  # as many slots are free as residents have none
-            physical_to_logical[layer, leaves[layer] & ~comes[layer]] = target[layer, comes[layer] & ~leaves[layer]]
-        return ResidencyMap.from_experts(physical_to_logical, num_experts=self.num_experts, epoch=self.epoch)
+            experts[layer, leaves[layer] & ~comes[layer]] = target[layer, comes[layer] & ~leaves[layer]]
+        return ResidencyMap.from_experts(experts, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz that `read` reads. Raises WriteError."""

@@ -45,15 +45,15 @@ def check_id_range(
     num_experts: int,
     known: Bool[np.ndarray, " R"],
 ) -> None:
-    """Raise RoutingFormatError naming the first token, layer and slot of a known row whose id is no expert."""
+    """Raise RoutingFormatError naming the first token, hidden layer and slot of a known row whose id is no expert."""
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < num_experts):
         return
     outside = ((ids < 0) | (ids >= num_experts)) & known[:, None, None]
     if outside.any():
         row, column, slot = np.argwhere(outside)[0]
         raise RoutingFormatError(
-            f"token {start + row}, layer {layer_ids[column]}, slot {slot}: id {ids[row, column, slot]}; "
-            f"expected 0 to {num_experts - 1}"
+            f"token {start + row}, hidden layer {layer_ids[column]}, slot {slot}: id {ids[row, column, slot]}; "
+            f"expected 0 to {num_experts - 1}; give logical ids of this model"
         )
 
 

@@ -6,13 +6,13 @@ row. Invariants: ids are C-order, read-only, of the smallest dtype, and hold no 
 experts per token, E experts, S tokens of the sequence."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float32, UInt
 
-from routed_experts.core.capture_spec import expert_id_dtype
+from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range, check_version_spans, repeated_rows
 
@@ -42,6 +42,31 @@ class RoutedExperts:
         for array in (self.ids, self.valid, self.weights):
             if array is not None:
                 array.setflags(write=False)
+
+    @staticmethod
+    def from_spec(
+        spec: CaptureSpec,
+        *,
+        ids: UInt[np.ndarray, "R M K"],
+        start: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        version_spans: VersionSpans,
+        valid: Bool[np.ndarray, " R"] | None = None,
+    ) -> "RoutedExperts":
+        """Build the record of a sequence whose model has this routing."""
+        return RoutedExperts(
+            ids=ids,
+            start=start,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            layer_ids=spec.layer_ids,
+            num_hidden_layers=spec.num_hidden_layers,
+            num_experts=spec.num_experts,
+            version_spans=version_spans,
+            valid=valid,
+            router=spec.router,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -88,24 +113,19 @@ class RoutedExperts:
         low = min(max(low, self.start), end)
         high = min(max(high, low), end)
         rows = slice(low - self.start, high - self.start)
-        return RoutedExperts(
+        return replace(
+            self,
             ids=self.ids[rows],
             start=low,
-            num_tokens=self.num_tokens,
-            num_prompt_tokens=self.num_prompt_tokens,
-            layer_ids=self.layer_ids,
-            num_hidden_layers=self.num_hidden_layers,
-            num_experts=self.num_experts,
             version_spans=tuple(
                 (max(a, low), min(b, high), v) for a, b, v in self.version_spans if max(a, low) < min(b, high)
             ),
             valid=None if self.valid is None else self.valid[rows],
             weights=None if self.weights is None else self.weights[rows],
-            router=self.router,
         )
 
     def validate(self, *, repeats_in_layers: Collection[int] = ()) -> None:
-        """Raise RoutingFormatError naming the first bad token, layer and slot of the known rows.
+        """Raise RoutingFormatError naming the first bad token, hidden layer and slot of the known rows.
 
         `repeats_in_layers`: hidden-layer indices of hash-routed layers, which may name an expert twice in a row."""
         known = self.known
@@ -117,9 +137,8 @@ class RoutedExperts:
             chosen = self.ids[row, column].tolist()
             slot = next(k for k, expert in enumerate(chosen) if expert in chosen[:k])
             raise RoutingFormatError(
-                f"token {self.start + row}, layer {self.layer_ids[column]}, slot {slot}: expert {chosen[slot]} is "
-                f"repeated in {chosen}; "
-                f"expected {self.top_k} distinct experts"
+                f"token {self.start + row}, hidden layer {self.layer_ids[column]}, slot {slot}: expert {chosen[slot]} "
+                f"is repeated in {chosen}; expected {self.top_k} distinct experts; give the row as it was recorded"
             )
 
     def __eq__(self, other: object) -> bool:

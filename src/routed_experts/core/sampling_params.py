@@ -127,7 +127,11 @@ class SamplingParams:
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
         _check_int(
-            "max_tokens", self.max_tokens, 1, MAX_INT32, fix="to compute a prompt only, ask for 1 token and drop it"
+            "max_tokens",
+            self.max_tokens,
+            1,
+            MAX_INT32,
+            fix="a prompt alone is computed by score (engine.score, POST /v1/score)",
         )
         _check_int("min_tokens", self.min_tokens, 0, MAX_INT32)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, fix="0 gives the chosen token only")

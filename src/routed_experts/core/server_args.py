@@ -15,6 +15,20 @@ LOGPROBS_MODES = ("processed", "raw")
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # of fields, as vLLM and SGLang spell them
+    {
+        "tokenizer_path": ("tokenizer",),
+        "context_length": ("max_model_len",),
+        "tp_size": ("tensor_parallel_size",),
+        "max_running_requests": ("max_num_seqs",),
+        "max_prefill_tokens": ("max_num_batched_tokens",),
+        "page_size": ("block_size",),
+        "mem_fraction_static": ("gpu_memory_utilization",),
+        "disable_radix_cache": ("no_enable_prefix_caching",),
+        "random_seed": ("seed",),
+        "enable_return_routed_experts": ("return_routed_experts",),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +37,8 @@ class ServerArgs:
 
     `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of
     every expert. `deterministic` promises bitwise equal ids, logprobs and rows for any batch composition: one padded
-    shape, reference backends. Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
+    shape, and backends that are batch-invariant (`native` on a CPU, else `reference`). Raises ConfigError for values
+    that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
     revision: str | None = None  # of a Hugging Face repository: its main branch

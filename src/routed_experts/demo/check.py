@@ -68,7 +68,7 @@ class _Batch:
     logprobs: Float[np.ndarray, "B S"]  # the engine's, at these positions
     ids: UInt[np.ndarray, "B S M K"]
     shifted: UInt[np.ndarray, "B S M K"]
-    fed: Bool[np.ndarray, "B S"]
+    is_input: Bool[np.ndarray, "B S"]
 
 
 def check_replay(model: Decoder, outputs: Sequence[DemoOutput]) -> ReplayCheck:
@@ -76,16 +76,20 @@ def check_replay(model: Decoder, outputs: Sequence[DemoOutput]) -> ReplayCheck:
     batch = _pad(outputs)
     live, replay, shifted = (
         _score(model, batch, ids, valid)
-        for ids, valid in ((batch.ids, np.zeros_like(batch.fed)), (batch.ids, batch.fed), (batch.shifted, batch.fed))
+        for ids, valid in (
+            (batch.ids, np.zeros_like(batch.is_input)),
+            (batch.ids, batch.is_input),
+            (batch.shifted, batch.is_input),
+        )
     )
     same = (live[2] == batch.ids).all(axis=3)  # [B, S, M]
-    same_prefix = np.logical_and.accumulate(same.all(axis=2) | ~batch.fed, axis=1) & batch.fed
+    same_prefix = np.logical_and.accumulate(same.all(axis=2) | ~batch.is_input, axis=1) & batch.is_input
     return ReplayCheck(
-        num_rows=int(batch.fed.sum()),
+        num_rows=int(batch.is_input.sum()),
         num_logprobs=int(batch.generated.sum()),
         replay_logprob=_max_difference(replay[1], batch.logprobs, batch.generated),
-        executed=float((replay[2] == batch.ids).all(axis=3)[batch.fed].mean()),
-        live_agreement=float(same[batch.fed].mean()),
+        executed=float((replay[2] == batch.ids).all(axis=3)[batch.is_input].mean()),
+        live_agreement=float(same[batch.is_input].mean()),
         live_logit=_max_difference(live[0], replay[0], same_prefix),
         shifted_logprob=_max_difference(shifted[1], batch.logprobs, batch.generated),
     )
@@ -104,7 +108,7 @@ def _score_batch(
 def _score(
     model: Decoder, batch: _Batch, ids: UInt[np.ndarray, "B S M K"], valid: Bool[np.ndarray, "B S"]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.asarray(~batch.fed))
+    routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.asarray(~batch.is_input))
     logits, logprobs, executed = _score_batch(model, jnp.asarray(batch.tokens), jnp.asarray(batch.targets), routed)
     return np.asarray(logits), np.asarray(logprobs), np.asarray(executed)
 
@@ -117,18 +121,24 @@ def _pad(outputs: Sequence[DemoOutput]) -> _Batch:
     ids = np.zeros((*shape, *first.ids.shape[1:]), first.ids.dtype)
     shifted = np.zeros_like(ids)
     tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    fed, generated, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    is_input, generated, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
     for index, answer in enumerate(outputs):
         rows, prompt = len(answer.token_ids) - 1, answer.record.num_prompt_tokens
         assert answer.record.ids.shape[0] == rows and answer.record.valid is None, "the demo asks for all rows"
         tokens[index, :rows], targets[index, :rows] = answer.token_ids[:-1], answer.token_ids[1:]
         ids[index, :rows], shifted[index, :rows] = answer.record.ids, np.roll(answer.record.ids, 1, axis=0)
-        fed[index, :rows], generated[index, prompt - 1 : rows] = True, True
+        is_input[index, :rows], generated[index, prompt - 1 : rows] = True, True
         logprobs[index, prompt - 1 : rows] = answer.logprobs
     return _Batch(
-        tokens=tokens, targets=targets, generated=generated, logprobs=logprobs, ids=ids, shifted=shifted, fed=fed
+        tokens=tokens,
+        targets=targets,
+        generated=generated,
+        logprobs=logprobs,
+        ids=ids,
+        shifted=shifted,
+        is_input=is_input,
     )
 
 
-def _max_difference(a: np.ndarray, b: np.ndarray, where: Bool[np.ndarray, "B S"]) -> float:
-    return float(np.abs(a[where] - b[where]).max()) if where.any() else float("nan")  # NaN passes no check
+def _max_difference(a: np.ndarray, b: np.ndarray, mask: Bool[np.ndarray, "B S"]) -> float:
+    return float(np.abs(a[mask] - b[mask]).max()) if mask.any() else float("nan")  # NaN passes no check

@@ -19,6 +19,7 @@ from routed_experts.demo.startup import CompileClock
 from routed_experts.demo.terminal import Screen
 from routed_experts.engine.build.builder import Phase
 from routed_experts.engine.engine import Engine
+from routed_experts.layers.native import toolchain
 from routed_experts.models.model_folder import ModelFolder
 
 DTYPE = "float32"
@@ -68,9 +69,8 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
         def report(phase: Phase) -> None:
             detail = phase.detail if phase.name != "compile" else f"{phase.detail}; {clock.line()}"
             screen.line(_row(phase.name, phase.seconds, detail))
-            if phase.name == "allocate":  # the next phase takes longest
-                cached = "not cached" if options.cache is None else f"cached in {options.cache} for the next start"
-                screen.line(f"{'':<23}compiling; programs are {cached}")
+            if (announcement := long_phase_after(phase.name, options.cache)) is not None:
+                screen.line(f"{'':<23}{announcement}")
 
         engine = Engine(
             str(options.model),
@@ -86,6 +86,15 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
     for line in engine.memory_plan:
         screen.line(f"  {line}")
     return engine
+
+
+def long_phase_after(phase: str, cache: Path | None) -> str | None:
+    """Announce the phase that follows `phase` where it may take minutes; None elsewhere."""
+    if phase == "config" and jax.default_backend() == "cpu" and not toolchain.is_compiled():
+        return toolchain.COMPILING
+    if phase == "allocate":
+        return f"compiling; programs are {'not cached' if cache is None else f'cached in {cache} for the next start'}"
+    return None
 
 
 def _generate(engine: Engine, screen: Screen) -> list[DemoOutput]:

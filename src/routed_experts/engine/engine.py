@@ -26,7 +26,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams
-from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.control.context import EngineContext
@@ -57,7 +57,9 @@ Result = dict[str, object] | list[dict[str, object]]
 
 
 def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{name} is no parameter of Engine; {suggestion(name, known)}")
+    field = next((field for field, names in OTHER_NAMES.items() if name in names), None)
+    fix = suggestion(name, known) if field is None else f"did you mean {field}?"
+    return ConfigError(f"{name} is no parameter of Engine; {fix}")
 
 
 def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
@@ -173,6 +175,7 @@ class Engine:
         self._scores, self._placement = ScoreControl(context), PlacementControl(context)
         limits = RequestLimits(
             context_length=components.context_length,
+            longest_context=components.served.config.context_length,
             pool_tokens=components.kv_tokens,
             vocab_size=components.vocab_size,
             capture=components.capture is not None,
@@ -288,12 +291,7 @@ class Engine:
         generation = AsyncGeneration(call, self.thread, max_backlog=sys.maxsize)
         if stream:
             return _stream(call, generation, squeeze=squeeze)
-        try:
-            await generation.submit()
-            async for _ in generation.outputs():
-                continue
-        finally:
-            generation.abort()
+        await generation.run()
         return _result(call, squeeze=squeeze)
 
     def stream(

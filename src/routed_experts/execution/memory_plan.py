@@ -72,9 +72,7 @@ def plan_memory(
     vocab_size: int,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and
-    `state` are what one holds. Raises MemoryPlanError, with the values that would fit, if it does not; ConfigError if
-    weights are of several dtypes."""
-    require_one_dtype(state)
+    `state` are what one holds. Raises MemoryPlanError, with the values that would fit, if it does not."""
     demand = MemoryDemand(
         args=args,
         model=model,
@@ -100,10 +98,10 @@ def plan_memory(
     )
 
 
-def require_one_dtype(state: nnx.State[Any, Any]) -> None:
-    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables with metadata
-    "wide", numbers that choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are
-    loaded; a module is not."""
+def common_dtype(state: nnx.State[Any, Any]) -> np.dtype[Any]:
+    """The dtype of all weights. Variables with metadata "wide", numbers that choose experts, may be float32 beside the
+    others. A checkpoint's tensors are cast as they are loaded; a module is not: raises ConfigError where dtypes differ,
+    or where kernels do not compute in theirs."""
     names_by_dtype: dict[str, list[str]] = {}
     for path, leaf in nnx.to_flat_state(state):
         dtype = np.dtype(leaf.dtype).name
@@ -117,6 +115,7 @@ def require_one_dtype(state: nnx.State[Any, Any]) -> None:
         expected = f"one of {', '.join(_COMPUTED)} for all but those that the architecture keeps in float32"
         cast = "nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"
         raise ConfigError(f"{text}; expected {expected}; cast: {cast}")
+    return np.dtype(next(iter(names_by_dtype)))
 
 
 def device_bytes(devices: int = 1) -> int:

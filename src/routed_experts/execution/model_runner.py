@@ -216,7 +216,7 @@ class ModelRunner:
         )
         advise_hugepages(jax.tree.leaves(self._pool))
 
-    def poison(self) -> None:
+    def overwrite_pool(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
         self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
 

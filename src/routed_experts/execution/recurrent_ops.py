@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.execution.forward_batch import ForwardBatch
 from routed_experts.layers.attention_features import AttentionFeatures
-from routed_experts.layers.delta_rule import DeltaInputs, DeltaState, delta_ragged
+from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.recurrent import RecurrentInputs, select_states
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import SequenceOps
 
@@ -32,13 +33,16 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         return mixed, dataclasses.replace(cache, pages=pages)
 
     def recur(
-        inputs: DeltaInputs, cache: HybridPool, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H V"], HybridPool]:
+        inputs: RecurrentInputs, cache: HybridPool, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N ..."], HybridPool]:
         starts, slots = batch.paged.query_starts, batch.request_slots
-        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         anew = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
-        empty = DeltaState.zeros(slots.shape[0], inputs.shape, old.conv.dtype)
-        read, new = delta_ragged(inputs, empty.where(anew, old), starts)
+        if paged.backend.recur is not None and isinstance(inputs, DeltaInputs) and not inputs.shape.by_channel:
+            read, states = paged.backend.recur(inputs, cache.states, layer, slots, anew, starts)
+            return read, dataclasses.replace(cache, states=states)
+        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
+        empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)
+        read, new = inputs.ragged(select_states(anew, empty, old), starts)
         states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
         return read, dataclasses.replace(cache, states=states)
 

@@ -71,8 +71,8 @@ def update_token_counts(
     of_prompt = paged.positions < batch.prompt_len[paged.token_rows]
     generated = generated.at[paged.token_rows, tokens].add((paged.valid & ~of_prompt).astype(jnp.int32))
     prompt = prompt.at[paged.token_rows, tokens].max(paged.valid & of_prompt)
-    everywhere = TokenCounts(counts.generated.at[slots].set(generated), counts.prompt.at[slots].set(prompt))
-    return everywhere, TokenCounts(generated, prompt)
+    all_counts = TokenCounts(counts.generated.at[slots].set(generated), counts.prompt.at[slots].set(prompt))
+    return all_counts, TokenCounts(generated, prompt)
 
 
 def sample_tokens(

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import VersionSpans, repeated_rows
+from routed_experts.core.record_validation import VersionSpans, check_id_range, repeated_rows
 from routed_experts.core.routed_experts import RoutedExperts
 
 Missing = Literal["error", "gate"]
@@ -93,10 +93,23 @@ def check_fits(num_experts: int, dtype: type[np.signedinteger] | np.dtype) -> np
     return np.dtype(dtype)
 
 
+def check_ids(record: RoutedExperts) -> None:
+    """Raise RoutingFormatError for an id of a known row that is no expert."""
+    check_id_range(
+        record.ids,
+        start=record.start,
+        layer_ids=record.layer_ids,
+        num_experts=record.num_experts,
+        known=record.known,
+    )
+
+
 def scatter_to_all_layers(
     record: RoutedExperts, dtype: type[np.signedinteger] | np.dtype, *, fill: int
 ) -> Int[np.ndarray, "R L K"]:
-    """A new array with a column for every hidden layer, `fill` in the dense ones."""
+    """A new array with a column for every hidden layer, `fill` in the dense ones. Raises for an id that is no
+    expert."""
+    check_ids(record)
     shape = (record.num_rows, record.num_hidden_layers, record.top_k)
     rows = np.full(shape, fill, check_fits(record.num_experts, dtype))
     rows[:, record.layer_ids] = record.ids
@@ -104,7 +117,8 @@ def scatter_to_all_layers(
 
 
 def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[np.ndarray, "S M K"]:
-    """A new array with a row for every token, -1 where there is no known row."""
+    """A new array with a row for every token, -1 where there is no known row. Raises for an id that is no expert."""
+    check_ids(record)
     rows = np.full((record.num_tokens, *record.ids.shape[1:]), -1, check_fits(record.num_experts, dtype))
     known = record.known
     rows[record.start : record.start + record.num_rows][known] = record.ids[known]
@@ -156,17 +170,14 @@ def to_record(
     spans = info.version
     if isinstance(spans, int):
         spans = ((info.start, info.start + ids.shape[0], spans),) if ids.shape[0] else ()
-    return RoutedExperts(
+    return RoutedExperts.from_spec(
+        spec,
         ids=np.ascontiguousarray(ids),
         start=info.start,
         num_tokens=info.num_tokens,
         num_prompt_tokens=info.num_prompt_tokens,
-        layer_ids=spec.layer_ids,
-        num_hidden_layers=spec.num_hidden_layers,
-        num_experts=spec.num_experts,
         version_spans=spans,
         valid=None if known.all() else known,
-        router=spec.router,
     )
 
 

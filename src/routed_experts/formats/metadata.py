@@ -5,10 +5,11 @@ from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shap
 Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
 import base64
+import dataclasses
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import numpy as np
 from jaxtyping import Bool, Float32, UInt
@@ -26,11 +27,12 @@ PayloadFormat = Literal["int32", "npy", "list", "ref"]
 PayloadLayers = Literal["all", "moe"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExpertsMetadata:
-    """The metadata of one payload; fields are the keys of the JSON object. `valid` is base64 of packed bits
-    (little-endian), present when missing_rows > 0."""
+    """The metadata of one payload; fields are the keys of the JSON object, in their order. `valid` is base64 of packed
+    bits (little-endian), present when missing_rows > 0."""
 
+    schema: str = SCHEMA
     format: PayloadFormat
     layers: PayloadLayers
     dtype: str
@@ -45,6 +47,8 @@ class RoutedExpertsMetadata:
     num_experts: int
     top_k: int
     dense_fill: int | None
+    order: str = ORDER
+    ids: str = ID_SPACE
     exact: bool
     placement: dict[str, object] | None
     version_spans: VersionSpans
@@ -76,35 +80,10 @@ class RoutedExpertsMetadata:
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, in the order of the wire description."""
-        sidecar: dict[str, object] = {
-            "schema": SCHEMA,
-            "format": self.format,
-            "layers": self.layers,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "start": self.start,
-            "num_tokens": self.num_tokens,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "prompt_rows": self.prompt_rows,
-            "include_last": self.include_last,
-            "num_hidden_layers": self.num_hidden_layers,
-            "moe_layer_ids": list(self.moe_layer_ids),
-            "num_experts": self.num_experts,
-            "top_k": self.top_k,
-            "dense_fill": self.dense_fill,
-            "order": ORDER,
-            "ids": ID_SPACE,
-            "exact": self.exact,
-            "placement": self.placement,
-            "version_spans": [list(span) for span in self.version_spans],
-            "missing_rows": self.missing_rows,
-            "weights": self.weights,
-            "router": self.router,
-            "sha256": self.sha256,
-        }
-        if self.valid is not None:
-            sidecar["valid"] = self.valid
-        return sidecar
+        fields = {field.name: _to_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        if self.valid is None:
+            del fields["valid"]
+        return fields
 
     def unpack_valid(self) -> Bool[np.ndarray, " R"] | None:
         """Unpack the bits of `valid`; None when every row is known."""
@@ -124,49 +103,23 @@ class RoutedExpertsMetadata:
         return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_rows, bitorder="little").astype(np.bool_)
 
     @staticmethod
-    def from_json(sidecar: object) -> "RoutedExpertsMetadata":
+    def from_json(metadata: object) -> "RoutedExpertsMetadata":
         """Read a JSON object; raises RoutingFormatError naming the first key that is missing, mistyped or
         inconsistent."""
-        if not isinstance(sidecar, Mapping):
-            raise RoutingFormatError(f"routed_experts_info is a {type(sidecar).__name__}; expected a JSON object")
-        read = cast("Mapping[str, object]", sidecar)
+        if not isinstance(metadata, Mapping):
+            raise RoutingFormatError(f"routed_experts_info is a {type(metadata).__name__}; expected a JSON object")
+        read = cast("Mapping[str, object]", metadata)
         for key, constant in (("schema", SCHEMA), ("order", ORDER), ("ids", ID_SPACE)):
             if read.get(key) != constant:
-                raise RoutingFormatError(f"routed_experts_info.{key} is {read.get(key)!r}; expected {constant!r}")
-        payload_format = _text(read, "format", get_args(PayloadFormat))
-        payload_layers = _text(read, "layers", get_args(PayloadLayers))
-        shape = _ints(read, "shape", read.get("shape"))
-        if len(shape) != 3:
-            raise RoutingFormatError(
-                f"routed_experts_info.shape has {len(shape)} dims; expected 3: rows, layers, top_k"
-            )
-        placement = _value(read, "placement")
-        if placement is not None and not isinstance(placement, dict):
-            raise RoutingFormatError(f"routed_experts_info.placement is {placement!r}; expected an object or null")
-        return RoutedExpertsMetadata(
-            format=cast("PayloadFormat", payload_format),
-            layers=cast("PayloadLayers", payload_layers),
-            dtype=_text(read, "dtype", ("int32", "int16", "uint8", "uint16")),
-            shape=(shape[0], shape[1], shape[2]),
-            start=_int(read, "start"),
-            num_tokens=_int(read, "num_tokens"),
-            num_prompt_tokens=_int(read, "num_prompt_tokens"),
-            prompt_rows=_int(read, "prompt_rows"),
-            include_last=_bool(read, "include_last"),
-            num_hidden_layers=_int(read, "num_hidden_layers"),
-            moe_layer_ids=_ints(read, "moe_layer_ids", read.get("moe_layer_ids")),
-            num_experts=_int(read, "num_experts"),
-            top_k=_int(read, "top_k"),
-            dense_fill=None if _value(read, "dense_fill") is None else _int(read, "dense_fill", low=-1),
-            exact=_bool(read, "exact"),
-            placement=cast("dict[str, object] | None", placement),
-            version_spans=_spans(read),
-            missing_rows=_int(read, "missing_rows"),
-            weights="float32" if _optional_text(read, "weights", ("float32",)) else None,
-            router=_optional_text(read, "router"),
-            sha256=_optional_text(read, "sha256"),
-            valid=_optional_text(read, "valid") if "valid" in read else None,
-        )
+                _refuse(key, read.get(key), repr(constant))
+        fields: dict[str, Any] = {}
+        for key, parse in _PARSERS.items():
+            if key in read:
+                fields[key] = parse(key, read[key])
+            elif key != "valid":
+                text = f"routed_experts_info has no key {key!r}; expected every key of schema {SCHEMA}"
+                raise RoutingFormatError(text)
+        return RoutedExpertsMetadata(**fields)
 
 
 def to_record(
@@ -258,62 +211,99 @@ def prompt_rows(start: int, num_rows: int, num_prompt_tokens: int) -> int:
     return min(max(num_prompt_tokens - start, 0), num_rows)
 
 
-def _value(sidecar: Mapping[str, object], key: str) -> object:
-    if key not in sidecar:
-        raise RoutingFormatError(f"routed_experts_info has no key {key!r}; expected every key of schema {SCHEMA}")
-    return sidecar[key]
+def _to_json(value: object) -> object:
+    """A field as JSON has it: tuples, nested ones too, are lists."""
+    return [_to_json(item) for item in cast("tuple[object, ...]", value)] if isinstance(value, tuple) else value
 
 
-def _int(sidecar: Mapping[str, object], key: str, low: int = 0) -> int:
-    value = _value(sidecar, key)
+def _refuse(key: str, value: object, expected: str) -> NoReturn:
+    raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected {expected}")
+
+
+def _int(key: str, value: object, *, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected an integer of at least {low}")
+        _refuse(key, value, f"an integer of at least {low}")
     return value
 
 
-def _bool(sidecar: Mapping[str, object], key: str) -> bool:
-    value = _value(sidecar, key)
+def _dense_fill(key: str, value: object) -> int | None:
+    return None if value is None else _int(key, value, low=-1)
+
+
+def _bool(key: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected true or false")
+        _refuse(key, value, "true or false")
     return value
 
 
-def _text(sidecar: Mapping[str, object], key: str, allowed: tuple[str, ...]) -> str:
-    value = _value(sidecar, key)
-    if not isinstance(value, str) or value not in allowed:
-        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected one of {', '.join(allowed)}")
+def _placement(key: str, value: object) -> object:
+    if value is not None and not isinstance(value, dict):
+        _refuse(key, value, "an object or null")
     return value
 
 
-def _optional_text(sidecar: Mapping[str, object], key: str, allowed: tuple[str, ...] = ()) -> str | None:
-    value = _value(sidecar, key)
-    if value is not None and (not isinstance(value, str) or (allowed and value not in allowed)):
-        raise RoutingFormatError(
-            f"routed_experts_info.{key} is {value!r}; expected {' or '.join(allowed) or 'text'} or null"
-        )
-    return value
+def _one_of(*allowed: str) -> "_Parser":
+    def parse(key: str, value: object) -> object:
+        if not isinstance(value, str) or value not in allowed:
+            _refuse(key, value, f"one of {', '.join(allowed)}")
+        return value
+
+    return parse
 
 
-def _ints(sidecar: Mapping[str, object], key: str, value: object) -> tuple[int, ...]:
-    _value(sidecar, key)
+def _optional_text(*allowed: str) -> "_Parser":
+    def parse(key: str, value: object) -> object:
+        if value is not None and (not isinstance(value, str) or (allowed and value not in allowed)):
+            _refuse(key, value, f"{' or '.join(allowed) or 'text'} or null")
+        return value
+
+    return parse
+
+
+def _ints(key: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected a list of integers")
+        _refuse(key, value, "a list of integers")
     items = cast("list[object]", value)
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected integers of at least 0")
+        _refuse(key, value, "integers of at least 0")
     return tuple(cast("list[int]", items))
 
 
-def _spans(sidecar: Mapping[str, object]) -> VersionSpans:
-    spans = _value(sidecar, "version_spans")
-    if not isinstance(spans, list | tuple):
-        raise RoutingFormatError(
-            f"routed_experts_info.version_spans is {spans!r}; expected a list of [lo, hi, version]"
-        )
-    triples = [_ints(sidecar, "version_spans", span) for span in cast("list[object]", spans)]
+def _shape(key: str, value: object) -> tuple[int, ...]:
+    shape = _ints(key, value)
+    if len(shape) != 3:
+        raise RoutingFormatError(f"routed_experts_info.{key} has {len(shape)} dims; expected 3: rows, layers, top_k")
+    return shape
+
+
+def _spans(key: str, value: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list | tuple):
+        _refuse(key, value, "a list of [lo, hi, version]")
+    triples = tuple(_ints(key, span) for span in cast("list[object]", value))
     for triple in triples:
         if len(triple) != 3:
-            raise RoutingFormatError(
-                f"routed_experts_info.version_spans holds {list(triple)}; expected [lo, hi, version]"
-            )
-    return tuple((triple[0], triple[1], triple[2]) for triple in triples)
+            raise RoutingFormatError(f"routed_experts_info.{key} holds {list(triple)}; expected [lo, hi, version]")
+    return triples
+
+
+_Parser = Callable[[str, object], object]  # key and its value in the JSON object; raises RoutingFormatError
+_PARSERS: Mapping[str, _Parser] = MappingProxyType(  # of every field but schema, order and ids, which are constants
+    {
+        "format": _one_of(*get_args(PayloadFormat)),
+        "layers": _one_of(*get_args(PayloadLayers)),
+        "dtype": _one_of("int32", "int16", "uint8", "uint16"),
+        "shape": _shape,
+        **dict.fromkeys(("start", "num_tokens", "num_prompt_tokens", "prompt_rows"), _int),
+        "include_last": _bool,
+        "num_hidden_layers": _int,
+        "moe_layer_ids": _ints,
+        **dict.fromkeys(("num_experts", "top_k"), _int),
+        "dense_fill": _dense_fill,
+        "exact": _bool,
+        "placement": _placement,
+        "version_spans": _spans,
+        "missing_rows": _int,
+        "weights": _optional_text("float32"),
+        **dict.fromkeys(("router", "sha256", "valid"), _optional_text()),
+    }
+)

@@ -8,12 +8,21 @@ import numpy as np
 from jaxtyping import Int, Int16
 
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.layout import SequenceInfo, check_fits, refuse, require_complete, to_int_array, to_record
+from routed_experts.formats.layout import (
+    SequenceInfo,
+    check_fits,
+    check_ids,
+    refuse,
+    require_complete,
+    to_int_array,
+    to_record,
+)
 
 
 def encode(record: RoutedExperts) -> tuple[Int16[np.ndarray, "P M K"], Int16[np.ndarray, "G M K"]]:
     """Encode as two arrays. Raises RoutingFormatError for rows that are not known."""
     require_complete(record, "vllm021")
+    check_ids(record)
     dtype = check_fits(record.num_experts, np.int16)
     return record.prompt.ids.astype(dtype), record.generated.ids.astype(dtype)
 

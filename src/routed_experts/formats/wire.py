@@ -14,9 +14,10 @@ from jaxtyping import Float32, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.io_struct import RoutingOptions
 from routed_experts.core.record_validation import check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.layout import scatter_to_all_layers
+from routed_experts.formats.layout import check_ids, scatter_to_all_layers
 from routed_experts.formats.metadata import PayloadLayers, RoutedExpertsMetadata, to_metadata, to_record
 
 PAYLOAD_KEY = "routed_experts"
@@ -80,9 +81,18 @@ def encode_as_lists(record: RoutedExperts, *, layers: PayloadLayers, aborted: bo
     return fields
 
 
-def drop_checksum(fields: dict[str, object]) -> dict[str, object]:
-    """Return the fields of an increment, whose metadata describes a part and has no hash of the whole."""
-    return {**fields, INFO_KEY: {**cast("dict[str, object]", fields[INFO_KEY]), "sha256": None}}
+def encode_rows(record: RoutedExperts, options: RoutingOptions, *, aborted: bool = False) -> dict[str, object]:
+    """Return the fields of encode_routed_experts or encode_as_lists, as a request chose. The metadata of streamed rows
+    describes a part and has no hash of the whole. For format ref there is `encode_ref`."""
+    layers = "moe" if options.layers == "moe" else "all"
+    if options.format == "list":
+        fields = encode_as_lists(record, layers=layers, aborted=aborted)
+    else:
+        payload_format = "npy" if options.format == "npy" else "int32"
+        fields = encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted)
+    if options.stream:
+        fields[INFO_KEY] = {**cast("dict[str, object]", fields[INFO_KEY]), "sha256": None}
+    return fields
 
 
 def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
@@ -164,7 +174,10 @@ def decode_base64(payload: object) -> bytes:
 def _columns(
     record: RoutedExperts, *, layers: PayloadLayers, fill: int, dtype: np.dtype[np.integer]
 ) -> Int[np.ndarray, "R columns K"]:
-    return record.ids.astype(dtype, copy=False) if layers == "moe" else scatter_to_all_layers(record, dtype, fill=fill)
+    if layers == "all":
+        return scatter_to_all_layers(record, dtype, fill=fill)
+    check_ids(record)
+    return record.ids.astype(dtype, copy=False)
 
 
 def _raw_int32(payload: object, shape: tuple[int, int, int]) -> Int32[np.ndarray, "R columns K"]:

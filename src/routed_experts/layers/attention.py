@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
+from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
+
 MASK_VALUE = -1e30  # masks a score; finite, because inf - inf is NaN
 QUERY_TILE = 16
 KEY_BLOCK = 128
@@ -39,25 +42,60 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedQKV:
-    """Queries, keys and values as projected (or S parts of the sums, in float32), with the norms of all layers of the
-    run and the rotary angles."""
+    """Queries, keys and values as projected (or S parts of the sums, in float32, to which `bias` is added), with the
+    arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
+    angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
+    wider; 0: their width. A kernel whose `fused_features` are empty gets angles twice and head norms, and nothing that
+    is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
-    q_norm: Float[Array, "R C"]
-    k_norm: Float[Array, "R C"]
+    q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None
+    k_norm: Float[Array, "R C"] | Float[Array, "R GC"] | None
     layer: Int[Array, ""]  # in the run
-    cos: Float[Array, "N C"]
-    sin: Float[Array, "N C"]
+    cos: Float[Array, "N C"] | Float[Array, "N F"]
+    sin: Float[Array, "N C"] | Float[Array, "N F"]
+    eps: float = dataclasses.field(metadata={"static": True})
+    bias: Float[Array, "R HGGC"] | None = None
+    sinks: Float[Array, "R H"] | None = None
+    head_dim: int = dataclasses.field(default=0, metadata={"static": True})
+    traits: StackTraits = dataclasses.field(default=PLAIN_TRAITS, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentQKV:
+    """Latent attention as projected: queries with their rotary dims last, compressed rows of rank R with theirs, the
+    norm of a row, and the matrix that expands it into keys and values of all heads. `scale`: of the scores."""
+
+    queries: Float[Array, "N H KP"]
+    compressed: Float[Array, "N RP"]
+    norm: Float[Array, " R"]
+    up: Float[Array, "R HKV"]
+    angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]
+    interleaved: bool
+    scale: float
     eps: float
+    stacked_up: Float[Array, "L R HKV"] | None = None  # that of all layers, for kernels that read it in place
+    layer: Int[Array, ""] | None = None  # in the stack
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A kernel that attends to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`,
-    where there is one, also does norms, rotation and the write to the pool: (projected, pool, layer, batch, pages of a
-    layer) -> (mixed values, pool)."""
+    """A kernel that attends to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. Where
+    there are such kernels beside it:
+
+    `fused` also does norms, rotation and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
+    (mixed values, pool); beside plain layers it takes those with `fused_features`, in the words of
+    `GroupedAttention.stack_needs`. `run_with_features` takes AttentionFeatures, too. `write` writes new keys and values
+    as `write_kv` does, or latent rows (no values): (pool, keys, values, first page, batch) -> pool. `latent` runs
+    latent attention between its projections: (projected, pool, layer, batch, pages of a layer) -> (values, pool).
+    `recur` runs `delta_ragged` on states in place: (inputs, states [L, S, ...], layer, slot of each request, requests
+    that start anew, query starts) -> (what was read, states).
+
+    `batch_invariant`: in programs of one shape, a token's bits depend on its own sequence alone, however that is cut
+    into steps; deterministic mode takes no other."""
 
     name: str
     run: Callable[
@@ -70,7 +108,36 @@ class AttentionBackend:
         ]
         | None
     ) = None
+    fused_features: frozenset[str] = frozenset()
     run_with_features: Callable[..., Float[Array, "N H V"]] | None = None
+    write: (
+        Callable[
+            [
+                Float[Array, "LP page 2G C"],
+                Float[Array, "N G C"],
+                Float[Array, "N G C"] | None,
+                Int[Array, ""],
+                PagedBatch,
+            ],
+            Float[Array, "LP page 2G C"],
+        ]
+        | None
+    ) = None
+    latent: (
+        Callable[
+            [LatentQKV, Float[Array, "LP page 1 C"], Int[Array, ""], PagedBatch, int],
+            tuple[Float[Array, "N H V"], Float[Array, "LP page 1 C"]],
+        ]
+        | None
+    ) = None
+    recur: (
+        Callable[
+            [DeltaInputs, DeltaState, Int[Array, ""], Int[Array, " B"], Bool[Array, " B"], Int[Array, " B1"]],
+            tuple[Float[Array, "N H V"], DeltaState],
+        ]
+        | None
+    ) = None
+    batch_invariant: bool = False
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a default for attention with features, unless it has its own."""
@@ -241,8 +308,8 @@ def _ragged_attention(
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
             keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
-            places = index * block + jnp.arange(block)
-            mask = jnp.repeat(places <= at[:, None], share, axis=0)
+            key_positions = index * block + jnp.arange(block)
+            mask = jnp.repeat(key_positions <= at[:, None], share, axis=0)
             values, has_nonfinite = mask_nonfinite(values, mask)
             scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
             return state.add(jnp.where(mask, scores, MASK_VALUE), values, has_nonfinite)
@@ -281,7 +348,7 @@ def causal_attention(
 
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
     {
-        "reference": AttentionBackend(name="reference", run=reference_attention),
+        "reference": AttentionBackend(name="reference", run=reference_attention, batch_invariant=True),
         "paged": AttentionBackend(name="paged", run=paged_attention),
     }
 )

@@ -35,17 +35,18 @@ def write_latent(
     """Write each token's row at its position's slot; padding goes to page 0 of the layer."""
     page_size = pool.shape[1]
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pool.shape[3] - rows.shape[2])))  # on TPU a pool is wider
     return pool.at[first_page + page, batch.positions % page_size].set(rows.astype(pool.dtype))
 
 
 def visibility_mask(
-    at: Int[Array, "..."], places: Int[Array, "..."], features: AttentionFeatures
+    at: Int[Array, "..."], key_positions: Int[Array, "..."], features: AttentionFeatures
 ) -> Bool[Array, "..."]:
     """Whether a token at position `at` attends to the one at `places`; the two are broadcast."""
-    mask = places <= at
+    mask = key_positions <= at
     if features.window:
-        mask = mask & (places > at - features.window)
-    return mask & (places // features.chunk == at // features.chunk) if features.chunk else mask
+        mask = mask & (key_positions > at - features.window)
+    return mask & (key_positions // features.chunk == at // features.chunk) if features.chunk else mask
 
 
 def first_visible(at: Int[Array, "..."], features: AttentionFeatures) -> Int[Array, "..."]:
@@ -59,7 +60,8 @@ def read_pages(
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G V"]]:
     """Keys and values of the listed pages, page after page, in float32."""
     if features.latent:
-        keys = jnp.take(pool, pages, axis=0).reshape(pages.shape[0], -1, 1, pool.shape[3]).astype(jnp.float32)
+        keys = jnp.take(pool, pages, axis=0).reshape(pages.shape[0], -1, 1, pool.shape[3])
+        keys = keys[..., :head_dim].astype(jnp.float32)
         return keys, keys[..., : features.latent]
     keys, values = gather_pages(pool, pages, head_dim)
     return keys.astype(jnp.float32), values.astype(jnp.float32)
@@ -106,8 +108,8 @@ def causal_variant(
     training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
     values = keys[..., : features.latent] if values is None else values
-    places = jnp.arange(length)
-    mask = visibility_mask(places[:, None], places, features)[None]
+    key_positions = jnp.arange(length)
+    mask = visibility_mask(key_positions[:, None], key_positions, features)[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     wide = _scaled(queries, features).reshape(num_rows, length, groups, heads // groups, width)
@@ -138,8 +140,8 @@ def _decode(
     def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys, values = read_pages(pool, listed, features, queries.shape[2])
-        places = index * block + jnp.arange(block)
-        mask = visibility_mask(batch.seq_lens[:, None] - 1, places, features)
+        key_positions = index * block + jnp.arange(block)
+        mask = visibility_mask(batch.seq_lens[:, None] - 1, key_positions, features)
         scores = jnp.where(mask[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), MASK_VALUE)
         values = jnp.where(mask[:, :, None, None], values, 0.0)
         return state.add(scores, jnp.swapaxes(values, 1, 2))
@@ -183,8 +185,8 @@ def _ragged(
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
             both = read_pages(pool, first_page + listed, features, queries.shape[2])
             keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
-            places = index * block + jnp.arange(block)
-            mask = visibility_mask(at[:, None], places, features)
+            key_positions = index * block + jnp.arange(block)
+            mask = visibility_mask(at[:, None], key_positions, features)
             values, has_nonfinite = mask_nonfinite(values[:, None], mask)  # [G, 1, T, V], [G, 1, Q]
             scores = jnp.where(mask, jnp.einsum("grqc,gtc->grqt", rows, keys), MASK_VALUE)
             return state.add(scores, values, has_nonfinite)

@@ -3,7 +3,7 @@ cache, G kv heads, C head dim."""
 
 import dataclasses
 
-from routed_experts.layers.delta_rule import DeltaShape
+from routed_experts.layers.recurrent import RecurrentShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class CacheLayout:
     head_dim: int
     latent: bool = False
     num_recurrent: int = 0
-    recurrent: DeltaShape | None = None
+    recurrent: RecurrentShape | None = None
 
     @property
     def rows(self) -> int:

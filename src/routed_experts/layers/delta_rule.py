@@ -4,36 +4,58 @@ is read:
 
     S <- exp(decay) S;   S <- S + k (beta (v - S^T k))^T;   y = S^T q          with |q| = |k| = 1, q divided by sqrt(K)
 
+The decay is one number for a head, or one for each of its K key channels (Kimi Team 2025), X numbers in all.
+
 A sequence's state is the last W - 1 inputs of the convolution, and S. Dims: N tokens, B sequences, S tokens of a
 sequence, C tokens of a chunk, Q channels of the convolution (queries, keys, values), W its width, H value heads, J
 key heads, K key dim, V value dim."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.layers.recurrent import select_states
+
 CHUNK = 64  # tokens of a sequence at once
-_EPS = 1e-6  # of the norm of queries and keys
+CHANNEL_CHUNK = 16  # where each channel has a decay: the ratios of a chunk are [H, C, C, K]
+EPS = 1e-6  # of the norm of queries and keys
 _NEVER = -1e30  # exp of it is 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """Sizes of one layer."""
+    """Sizes of one layer. `by_channel`: each key channel of a head has a decay of its own."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     width: int
+    by_channel: bool = False
+
+    @property
+    def chunk(self) -> int:
+        """C, at most."""
+        return CHANNEL_CHUNK if self.by_channel else CHUNK
+
+    @property
+    def num_decays(self) -> int:
+        """X: decays of a token."""
+        return self.value_heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def channels(self) -> int:
         """Q."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def zeros(self, count: int, dtype: jnp.dtype) -> "DeltaState":
+        """The initial states of `count` sequences."""
+        conv = jnp.zeros((count, self.width - 1, self.channels), dtype)
+        return DeltaState(conv, jnp.zeros((count, self.value_heads, self.key_dim, self.value_dim), jnp.float32))
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +64,20 @@ class DeltaInputs:
     """Per-token values of a layer, before tokens are mixed."""
 
     mixed: Float[Array, "N Q"]  # before the convolution
-    decay: Float[Array, "N H"]  # logarithms, at most 0
+    decay: Float[Array, "N X"]  # logarithms, at most 0
     beta: Float[Array, "N H"]
     kernel: Float[Array, "Q W"]
     shape: DeltaShape = dataclasses.field(metadata={"static": True})
+
+    def ragged(
+        self, state: "DeltaState", query_starts: Int[Array, " B1"]
+    ) -> tuple[Float[Array, "N H V"], "DeltaState"]:
+        """`delta_ragged`."""
+        return delta_ragged(self, state, query_starts)
+
+    def sequences(self, segment_ids: Int[Array, "B S"] | None, count: int) -> Float[Array, "N H V"]:
+        """`delta_sequence`."""
+        return delta_sequence(self, segment_ids, count)
 
 
 @jax.tree_util.register_dataclass
@@ -56,29 +88,30 @@ class DeltaState:
     conv: Float[Array, "B W1 Q"]
     recurrent: Float[Array, "B H K V"]
 
-    @staticmethod
-    def zeros(count: int, shape: DeltaShape, dtype: jnp.dtype) -> "DeltaState":
-        """The initial states."""
-        conv = jnp.zeros((count, shape.width - 1, shape.channels), dtype)
-        return DeltaState(conv, jnp.zeros((count, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
-
-    def where(self, keep: Bool[Array, " B"], other: "DeltaState") -> "DeltaState":
-        """These states where `keep`, the others elsewhere."""
-        pairs = ((self.conv, other.conv), (self.recurrent, other.recurrent))
-        conv, recurrent = (jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
-        return DeltaState(conv, recurrent)
-
 
 def delta_step(
     mixed: Float[Array, "B Q"],
-    decay: Float[Array, "B H"],
+    decay: Float[Array, "B X"],
     beta: Float[Array, "B H"],
     state: DeltaState,
     kernel: Float[Array, "Q W"],
     shape: DeltaShape,
 ) -> tuple[Float[Array, "B H V"], DeltaState]:
     """One token of each sequence."""
-    window = jnp.concatenate([state.conv, mixed[:, None].astype(state.conv.dtype)], axis=1)  # [B, W, Q]
+    window, queries, keys, values = convolve_step(mixed, state.conv, kernel, shape)
+    recurrent = state.recurrent * jnp.exp(decay).reshape(*keys.shape[:2], -1, 1)
+    wrong = (values - jnp.einsum("bhkv,bhk->bhv", recurrent, keys)) * beta[..., None]
+    recurrent = recurrent + keys[..., None] * wrong[:, :, None]
+    read = jnp.einsum("bhkv,bhk->bhv", recurrent, queries)
+    return read, DeltaState(window[:, 1:], recurrent)
+
+
+def convolve_step(
+    mixed: Float[Array, "B Q"], conv: Float[Array, "B W1 Q"], kernel: Float[Array, "Q W"], shape: DeltaShape
+) -> tuple[Float[Array, "B W Q"], Float[Array, "B H K"], Float[Array, "B H K"], Float[Array, "B H V"]]:
+    """The inputs of the convolution of one token of each sequence, and queries (scaled), keys and values of each value
+    head."""
+    window = jnp.concatenate([conv, mixed[:, None].astype(conv.dtype)], axis=1)
     convolved = jnp.sum(window.astype(jnp.float32) * kernel.astype(jnp.float32).T, axis=1)
     split = jnp.split(
         jax.nn.silu(convolved), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
@@ -87,12 +120,7 @@ def delta_step(
     queries, keys = (
         jnp.repeat(_unit(part.reshape(mixed.shape[0], shape.key_heads, -1)), shares, axis=1) for part in split[:2]
     )
-    values = split[2].reshape(mixed.shape[0], shape.value_heads, -1)
-    recurrent = state.recurrent * jnp.exp(decay)[..., None, None]
-    wrong = (values - jnp.einsum("bhkv,bhk->bhv", recurrent, keys)) * beta[..., None]
-    recurrent = recurrent + keys[..., None] * wrong[:, :, None]
-    read = jnp.einsum("bhkv,bhk->bhv", recurrent, queries * shape.key_dim**-0.5)
-    return read, DeltaState(window[:, 1:], recurrent)
+    return window, queries * shape.key_dim**-0.5, keys, split[2].reshape(mixed.shape[0], shape.value_heads, -1)
 
 
 def delta_ragged(
@@ -102,32 +130,56 @@ def delta_ragged(
     chunk. Sequences without a token keep their state; rows of no sequence give 0."""
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     num_tokens, shape = inputs.mixed.shape[0], inputs.shape
-    chunk = min(CHUNK, num_tokens)
-    single, many = lengths == 1, jnp.where(lengths > 1, lengths, 0)
+    chunk = min(shape.chunk, num_tokens)
+    single = lengths == 1
     at = jnp.where(single, starts, 0)
     read, new = delta_step(inputs.mixed[at], inputs.decay[at], inputs.beta[at], state, inputs.kernel, shape)
     outputs = jnp.zeros((num_tokens + chunk, shape.value_heads, shape.value_dim), jnp.float32)
     outputs = outputs.at[jnp.where(single, at, num_tokens)].set(jnp.where(single[:, None, None], read, 0.0))
-    chunk_ends = jnp.cumsum((many + chunk - 1) // chunk)
+    outputs, state = run_chunks(
+        inputs,
+        query_starts,
+        outputs,
+        select_states(single, new, state),
+        chunk=chunk,
+        read=lambda state, row, number: jax.tree.map(lambda leaf: leaf[row], state),
+        write=lambda state, row, own: jax.tree.map(lambda leaf, part: leaf.at[row].set(part), state, own),
+    )
+    return outputs[:num_tokens], state
+
+
+def run_chunks(
+    inputs: DeltaInputs,
+    query_starts: Int[Array, " B1"],
+    outputs: Float[Array, "NC H V"],
+    states: DeltaState,
+    *,
+    chunk: int,
+    read: Callable[[DeltaState, Int[Array, ""], Int[Array, ""]], DeltaState],
+    write: Callable[[DeltaState, Int[Array, ""], DeltaState], DeltaState],
+) -> tuple[Float[Array, "NC H V"], DeltaState]:
+    """Sequences of several tokens, one chunk of C tokens after another. `read`: (states, sequence, chunk of it) -> the
+    sequence's state; `write`: (states, sequence, its new state) -> states."""
+    lengths = query_starts[1:] - query_starts[:-1]
+    chunks = (jnp.where(lengths > 1, lengths, 0) + chunk - 1) // chunk
+    chunk_ends = jnp.cumsum(chunks)
     padded = [jnp.pad(part, ((0, chunk), (0, 0))) for part in (inputs.mixed, inputs.decay, inputs.beta)]
 
     def run_chunk(
         index: Int[Array, ""], carry: tuple[Float[Array, "NC H V"], DeltaState]
     ) -> tuple[Float[Array, "NC H V"], DeltaState]:
-        outputs, state = carry
+        outputs, states = carry
         row = jnp.searchsorted(chunk_ends, index, side="right", method="compare_all").astype(jnp.int32)
-        first = chunk_ends[row] - (many[row] + chunk - 1) // chunk
-        start = starts[row] + (index - first) * chunk
+        number = index - (chunk_ends[row] - chunks[row])
+        start = query_starts[row] + number * chunk
         valid = jnp.arange(chunk) < query_starts[row + 1] - start
         mixed, decay, beta = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
         rows = ChunkInputs(mixed, decay, beta, jnp.zeros(chunk, jnp.int32), valid)
-        read, new = delta_chunk(rows, jax.tree.map(lambda leaf: leaf[row], state), inputs.kernel, shape)
-        merged = jnp.where(valid[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
-        outputs = lax.dynamic_update_slice_in_dim(outputs, merged, start, axis=0)
-        return outputs, jax.tree.map(lambda leaf, own: leaf.at[row].set(own), state, new)
+        values, new = delta_chunk(rows, read(states, row, number), inputs.kernel, inputs.shape)
+        merged = jnp.where(valid[:, None, None], values, lax.dynamic_slice_in_dim(outputs, start, chunk))
+        return lax.dynamic_update_slice_in_dim(outputs, merged, start, axis=0), write(states, row, new)
 
-    outputs, state = lax.fori_loop(0, chunk_ends[-1], run_chunk, (outputs, new.where(single, state)))
-    return outputs[:num_tokens], state
+    return lax.fori_loop(0, chunk_ends[-1], run_chunk, (outputs, states))
 
 
 def delta_sequence(
@@ -136,7 +188,7 @@ def delta_sequence(
     """Whole sequences from the initial state; where the segment changes, a sequence starts anew. Differentiable; for
     training."""
     shape, length = inputs.shape, inputs.mixed.shape[0] // num_sequences
-    chunk = min(CHUNK, length)
+    chunk = min(shape.chunk, length)
     starts = jnp.zeros((num_sequences, length), jnp.int32)
     if segment_ids is not None:
         changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
@@ -157,9 +209,9 @@ def delta_sequence(
         read, state = batched(rows, state)
         return state, read
 
-    _, read = lax.scan(add_chunk, DeltaState.zeros(num_sequences, shape, inputs.mixed.dtype), rows)
-    whole = jnp.swapaxes(read, 0, 1).reshape(num_sequences, -1, *read.shape[3:])[:, :length]
-    return whole.reshape(-1, *whole.shape[2:])
+    _, read = lax.scan(add_chunk, shape.zeros(num_sequences, inputs.mixed.dtype), rows)
+    by_sequence = jnp.swapaxes(read, 0, 1).reshape(num_sequences, -1, *read.shape[3:])[:, :length]
+    return by_sequence.reshape(-1, *by_sequence.shape[2:])
 
 
 @jax.tree_util.register_dataclass
@@ -169,7 +221,7 @@ class ChunkInputs:
     began among them: tokens of segment 0 go on from the state."""
 
     mixed: Float[Array, "C Q"]
-    decay: Float[Array, "C H"]
+    decay: Float[Array, "C X"]
     beta: Float[Array, "C H"]
     segment: Int[Array, " C"]
     valid: Bool[Array, " C"]
@@ -188,20 +240,21 @@ def delta_chunk(
     are unaffected. `state` is that of this sequence, without the axis B."""
     usable, spoiled, ends_spoiled = _usable(rows, state)
     window, queries, keys, values = _convolved(usable, state.conv, kernel, shape)
-    places, segment = jnp.arange(rows.valid.shape[0]), rows.segment
-    sums = jnp.cumsum(usable.decay, axis=0).T  # [H, C]
-    earlier = (places[:, None] >= places) & (segment[:, None] == segment)
-    ratio = jnp.exp(jnp.where(earlier, sums[:, :, None] - sums[:, None], _NEVER))  # [H, C, C]
-    decayed = jnp.where(segment == 0, jnp.exp(sums), 0.0)[..., None]
+    positions, segment = jnp.arange(rows.valid.shape[0]), rows.segment
+    sums = jnp.cumsum(usable.decay, axis=0).reshape(positions.size, shape.value_heads, -1)
+    sums = jnp.swapaxes(sums, 0, 1)  # [H, C, K], or [H, C, 1]
+    earlier = (positions[:, None] >= positions) & (segment[:, None] == segment)
+    ratio = jnp.exp(jnp.where(earlier[..., None], sums[:, :, None] - sums[:, None], _NEVER))  # [H, C, C, K]
+    decayed = jnp.where((segment == 0)[:, None], jnp.exp(sums), 0.0)
     recurrent, beta = jnp.where(jnp.isfinite(state.recurrent), state.recurrent, 0.0), usable.beta.T[..., None]
-    system = jnp.where(places[:, None] > places, beta * ratio * _dot("htk,hik->hti", keys, keys), 0.0)
-    targets = beta * (values - decayed * _dot("htk,hkv->htv", keys, recurrent))
+    system = jnp.where(positions[:, None] > positions, beta * _scores(keys, keys, ratio), 0.0)
+    targets = beta * (values - _dot("htk,hkv->htv", decayed * keys, recurrent))
     added = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
-    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + decayed * _dot(
-        "htk,hkv->htv", queries, recurrent
+    read = _dot("hti,hiv->htv", _scores(queries, keys, ratio), added) + _dot(
+        "htk,hkv->htv", decayed * queries, recurrent
     )
-    left = jnp.where(segment == segment[-1], jnp.exp(sums[:, -1:] - sums), 0.0)[..., None]
-    recurrent = decayed[:, -1:] * recurrent + _dot("htk,htv->hkv", left * keys, added)
+    left = jnp.where((segment == segment[-1])[:, None], jnp.exp(sums[:, -1:] - sums), 0.0)
+    recurrent = decayed[:, -1][..., None] * recurrent + _dot("htk,htv->hkv", left * keys, added)
     read = jnp.where(spoiled[:, None, None], jnp.nan, jnp.swapaxes(read, 0, 1))
     window = jnp.where(jnp.pad(segment, (shape.width - 1, 0))[:, None] == segment[-1], window, 0)
     conv = lax.dynamic_slice_in_dim(window, jnp.sum(rows.valid), shape.width - 1)
@@ -214,8 +267,8 @@ def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Arr
     finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(
         axis=0
     )
-    broken, places = rows.valid & ~finite, jnp.arange(rows.valid.shape[0])
-    before = (places[:, None] >= places) & (rows.segment[:, None] == rows.segment)
+    broken, positions = rows.valid & ~finite, jnp.arange(rows.valid.shape[0])
+    before = (positions[:, None] >= positions) & (rows.segment[:, None] == rows.segment)
     began = ~(jnp.all(jnp.isfinite(state.recurrent)) & jnp.all(jnp.isfinite(state.conv)))
     spoiled = jnp.any(before & broken, axis=-1) | (began & (rows.segment == 0))
     mixed, decay, beta = (
@@ -250,10 +303,19 @@ def _convolved(
     return window, queries, keys, values
 
 
+def _scores(
+    left: Float[Array, "H C K"], keys: Float[Array, "H C K"], ratio: Float[Array, "H C C K"] | Float[Array, "H C C 1"]
+) -> Float[Array, "H C C"]:
+    """Products of each row with each key as it has decayed since."""
+    if ratio.shape[-1] == 1:
+        return ratio[..., 0] * _dot("htk,hik->hti", left, keys)
+    return _dot("htk,htik->hti", left, ratio * keys[:, None])
+
+
 def _dot(subscripts: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
     """A float32 product in full precision: errors would add up along a sequence."""
     return jnp.einsum(subscripts, left, right, precision=lax.Precision.HIGHEST)
 
 
 def _unit(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)

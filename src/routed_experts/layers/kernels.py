@@ -4,11 +4,13 @@ experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 import dataclasses
 from collections.abc import Callable
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.layer_stack import LayerStackKernel
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
-from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
+from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
 from routed_experts.layers.parallel_experts import parallel_moe
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
@@ -17,14 +19,21 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to
-    replay, block [MK N] or None, MoE layer, spec) -> (routing, block). Rows to replay come without weights. It must
-    decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower id. `supports` tells which
-    scoring functions it implements; other routers run as plain array code. `linear`, where there is one, makes the
-    logits from the routers of the whole run."""
+    replay, block [MK N] or None, MoE layer, spec, selection bias or None) -> (routing, block). Rows to replay come
+    without weights. It must decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower
+    id. `supports` tells which routers it implements; others run as plain array code, and so only a kernel of biased
+    routers meets a bias. `linear`, where there is one, makes the logits from the routers of the whole run."""
 
     name: str
     run: Callable[
-        [Float[Array, "N E"], LayerRouting | None, Int[Array, "MK N"] | None, Int[Array, ""], RouterSpec],
+        [
+            Float[Array, "N E"],
+            LayerRouting | None,
+            Int[Array, "MK N"] | None,
+            Int[Array, ""],
+            RouterSpec,
+            Float[Array, " E"] | None,
+        ],
         tuple[Routing, Int[Array, "MK N"] | None],
     ]
     linear: LinearBackend | None = None
@@ -32,18 +41,100 @@ class FusedRouter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBiases:
+    """What the routers of a run add: `logits` to the logits themselves, `selection` to the choice alone. `layer`: of
+    the run."""
+
+    logits: Float[Array, "R E"] | None = None
+    selection: Float[Array, "R E"] | None = None
+    layer: Int[Array, ""] | int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExperts:
+    """The experts of a run that every token runs, as one network a layer; with a `gate`, times the sigmoid of the
+    token's product with it."""
+
+    gate_up: Float[Array, "R D 2S"]
+    down: Float[Array, "R S D"]
+    gate: Float[Array, "R D 1"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamNorm:
+    """The norm that follows an addition to the residual stream: the scales of the run, to which `offset` is added, and
+    the layer's row. What is added to the stream is multiplied by `residual_scale`."""
+
+    scales: Float[Array, "R D"]
+    layer: Int[Array, ""]
+    eps: float
+    offset: float = 0.0
+    residual_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOutputs:
+    """What experts made of a step's rows, in slots n*K + k and, where there are shared experts, N more behind them;
+    `inputs` and `gate` (of the run) say how much of the latter counts."""
+
+    slots: Float[Array, "NK D"] | Float[Array, "NKN D"]
+    weights: Float[Array, "N K"]
+    valid: Bool[Array, " N"]
+    inputs: Float[Array, "N D"]
+    shared: SharedExperts | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSteps:
     """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
-    up. `add_parts`: (x, parts, norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert
-    applied to its row, by a call whose `first_expert` is the layer's offset in the run. `add_slots`: (x, slots,
-    weights, valid, norms, layer, eps) -> (x plus the weighted slots, its norm)."""
+    up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) -> (x plus the parts, its norm, the norm's product
+    by the layer's matrix in parts). `route`: as a FusedRouter, with the biases of the run. `slots`: (call, shared
+    experts or None) -> each slot's expert applied to its row, and the shared ones to all rows; the call's
+    `first_expert` is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x plus the weighted slots, its
+    norm). `unrolled`: layers in the body of the loop over layers; a loop's counter and the layers' numbers are launches
+    of their own."""
 
     max_tokens: int
     product: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""]], Float[Array, "S N O"]]
-    add_parts: Callable[..., tuple[Float[Array, "N D"], Float[Array, "N D"]]]
-    slots: Callable[[ExpertCall], Float[Array, "NK D"]]
-    add_slots: Callable[..., tuple[Float[Array, "N D"], Float[Array, "N D"]]]
+    add_parts: Callable[
+        [Float[Array, "N D"], Float[Array, "S N D"], Float[Array, "R D"] | None, StreamNorm, Float[Array, "R D O"]],
+        tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "P N O"]],
+    ]
+    route: Callable[
+        [
+            Float[Array, "S N E"],
+            LayerRouting | None,
+            Int[Array, "MK N"] | None,
+            Int[Array, ""],
+            RouterSpec,
+            RouterBiases,
+        ],
+        tuple[Routing, Int[Array, "MK N"] | None],
+    ]
+    slots: Callable[[ExpertCall, SharedExperts | None], Float[Array, "NKN D"]]
+    add_slots: Callable[[Float[Array, "N D"], SlotOutputs, StreamNorm], tuple[Float[Array, "N D"], Float[Array, "N D"]]]
+    features: frozenset[str] = frozenset()  # of `FamilyConfig.stack_needs`, beside those of fused attention
+    unrolled: int = 1
+
+
+def float32_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
+    """Rows in the dtype of the matrix times it; the result is float32."""
+    return jnp.dot(x.astype(matrix.dtype), matrix, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowKernels:
+    """Operations of a layer between the matrices that its other kernels read: `rms_norm` and `layer_norm` as in
+    norm.py, `gated` as in moe.py, each over the last axis, and `product` with a small matrix of one layer."""
+
+    rms_norm: Callable[..., Float[Array, "... D"]] = rms_norm
+    layer_norm: Callable[..., Float[Array, "... D"]] = layer_norm
+    gated: Callable[[Float[Array, "N 2F"]], Float[Array, "N F"]] = gated
+    product: Callable[[Float[Array, "N D"], Float[Array, "D O"]], Float[Array, "N O"]] = float32_product
+
+
+REFERENCE_ROWS = RowKernels()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +142,22 @@ class Kernels:
     """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own.
     `fused_layer` None: no fused kernels for steps of few tokens. `layer_stack` None: no kernel that runs all layers of
     a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
-    plain array code. `group`: the devices that share the layers' work."""
+    plain array code. `rows`: norms and gates of a layer that runs in pieces. `group`: the devices that share the
+    layers' work."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
+    rows: RowKernels = REFERENCE_ROWS
     router: FusedRouter | None = None
     fused_layer: FusedSteps | None = None
     layer_stack: LayerStackKernel | None = None
     argmax: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
     group: AxisGroup = SINGLE_DEVICE
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether deterministic mode may use them: the kernels of a bundle are alike."""
+        return self.moe.batch_invariant
 
     @property
     def lm_head(self) -> LinearBackend:

@@ -1,9 +1,10 @@
-"""Contract of a kernel that runs a stack of neighbouring layers, attention and experts, at once: its arrays and its
-call.
+"""Contract of a kernel that runs a stack of neighbouring layers at once: its arrays and its call.
 
-The layers are pre-norm, with norms of queries and keys, rotary positions and softmax routing. Dims: N tokens, D
-hidden, R layers of the stack, E experts of a layer, F expert width, H query heads, G kv heads, C head dim, M MoE
-layers, K experts per token."""
+The layers are pre-norm, attention with a q/k norm and rotary positions, then routed experts or a dense network; a
+family's additions are StackTraits and arrays that are None elsewhere. Layers that alternate are a pattern, each with
+arrays of its own. Dims: N tokens, D hidden, R layers of the stack (of one position of its pattern), E experts of a
+layer, F expert width, H query heads, G kv heads, C head dim, M MoE layers, K experts per token, S width of the shared
+experts or of the dense network, O outputs of the projection."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,31 +15,47 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackWeights:
-    """The weights of a run, layer axis first; `next_norm` is the norm that follows the run."""
+    """The weights of a run, layer axis first; `next_norm` is the norm that follows the run. `norm_offset` is added to
+    the scales of the norms of the stream, `residual_scale` multiplies what is added to it. A layer without a router has
+    a dense network, in the arrays of the shared experts."""
 
     input_norm: Float[Array, "R D"]
     post_norm: Float[Array, "R D"]
     next_norm: Float[Array, " D"]
-    q_norm: Float[Array, "R C"]
-    k_norm: Float[Array, "R C"]
-    qkv: Float[Array, "R D HGGC"]
+    q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None = None
+    k_norm: Float[Array, "R C"] | Float[Array, "R GC"] | None = None
+    qkv: Float[Array, "R D O"]
     out: Float[Array, "R HC D"]
-    router: Float[Array, "R D E"]
-    gate_up: Float[Array, "RE D 2F"]
-    down: Float[Array, "RE F D"]
     eps: float
+    router: Float[Array, "R D E"] | None = None
+    gate_up: Float[Array, "RE D 2F"] | None = None
+    down: Float[Array, "RE F D"] | None = None
+    qkv_bias: Float[Array, "R O"] | None = None
+    out_bias: Float[Array, "R D"] | None = None
+    sinks: Float[Array, "R H"] | None = None
+    router_bias: Float[Array, "R E"] | None = None
+    selection_bias: Float[Array, "R E"] | None = None
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
+    shared_gate_up: Float[Array, "R D 2S"] | None = None
+    shared_down: Float[Array, "R S D"] | None = None
+    shared_gate: Float[Array, "R D 1"] | None = None
+    traits: StackTraits = PLAIN_TRAITS
+    norm_offset: float = 0.0
+    residual_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """Inputs shared by all layers of a step."""
 
-    cos: Float[Array, "N C"]
-    sin: Float[Array, "N C"]
+    cos: Float[Array, "N C"] | Float[Array, "N F"]  # each frequency twice, or F of them
+    sin: Float[Array, "N C"] | Float[Array, "N F"]
     valid: Bool[Array, " N"]
 
 
@@ -53,9 +70,9 @@ class StackOffsets:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RunRouting:
-    """Rows to run in place of the routers' choice in all layers of a run, where `valid`."""
+    """Rows to run in place of the routers' choice in all M MoE layers of a run, where `valid`."""
 
-    ids: UInt[Array, "R N K"] | Int[Array, "R N K"]
+    ids: UInt[Array, "M N K"] | Int[Array, "M N K"]
     valid: Bool[Array, " N"]
 
 
@@ -63,23 +80,26 @@ class RunRouting:
 class LayerStackKernel:
     """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
     None, offsets, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
-    written. It decides as the layers one by one, up to rounding: where they round to a half precision, it may keep
-    float32. `supports`: the routers that it implements; `attention`: the backend whose page layout it reads."""
+    written; the spec is None where no layer has experts. It decides as the layers one by one, up to rounding: where
+    they round to a half precision, it may keep float32. `arrays` may be a tuple: the layers of a pattern, which
+    repeats. `supports`: the routers that it implements; `features`: what it takes beside plain layers; `attention`: the
+    backend whose page layout it reads."""
 
     name: str
     attention: str
     run: Callable[
         [
             Float[Array, "N D"],
-            StackWeights,
+            StackWeights | tuple[StackWeights, ...],
             StepInputs,
             PagedAttend,
             Any,
             Int[Array, "MK N"] | None,
             RunRouting | None,
             StackOffsets,
-            RouterSpec,
+            RouterSpec | None,
         ],
         tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
     ]
     supports: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
+    features: frozenset[str] = frozenset()  # of `FamilyConfig.stack_needs`

@@ -48,13 +48,15 @@ class ExpertCall:
 class MoeBackend:
     """A way to run experts. `reveals_ids`: it runs the ids of the call; a backend that routes inside itself does
     not, and capture refuses it. `takes_stacked`: it takes the weights (and biases) of the whole run; otherwise one
-    layer's [E, ...]."""
+    layer's [E, ...]. `batch_invariant`: in programs of one shape, a row's bits depend on that row alone; deterministic
+    mode takes no other."""
 
     name: str
     run: Callable[["ExpertCall"], Float[Array, "N D"]]
     reveals_ids: bool = True
     takes_stacked: bool = True
     features: frozenset[str] = frozenset()  # of `ExpertCall.needs`
+    batch_invariant: bool = False
 
 
 def gated(x: Float[Array, "... 2F"], activation: str = "silu") -> Float[Array, "... F"]:
@@ -186,7 +188,7 @@ def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
 
 MOE_BACKENDS: Mapping[str, MoeBackend] = MappingProxyType(
     {
-        "reference": MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS),
+        "reference": MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS, batch_invariant=True),
         "tiled": MoeBackend(name="tiled", run=tiled_experts, features=ALL_EXPERTS),
         "grouped": MoeBackend(name="grouped", run=grouped_experts, takes_stacked=False, features=ALL_EXPERTS),
     }

@@ -5,7 +5,7 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBatch, write_kv
+from routed_experts.layers.attention import AttentionBackend, FusedQKV, LatentQKV, PagedBatch, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import write_latent
 
@@ -31,11 +31,12 @@ class PagedAttend:
         some."""
         first_page = layer * self.num_pages
         batch = self.batch
-        pool = (
-            write_latent(pool, keys, first_page, batch)
-            if values is None
-            else write_kv(pool, keys, values, first_page, batch)
-        )
+        if self.backend.write is not None:
+            pool = self.backend.write(pool, keys, values, first_page, batch)
+        elif values is None:
+            pool = write_latent(pool, keys, first_page, batch)
+        else:
+            pool = write_kv(pool, keys, values, first_page, batch)
         if features is None:
             return self.backend.run(queries, pool, first_page, batch), pool
         assert self.backend.run_with_features is not None, self.backend.name
@@ -47,3 +48,10 @@ class PagedAttend:
         """The same from the projection's own output, for a backend that does it all."""
         assert self.backend.fused is not None, self.backend.name
         return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)
+
+    def attend_latent(
+        self, projected: LatentQKV, pool: Float[Array, "LP page 1 A"], layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H V"], Float[Array, "LP page 1 A"]]:
+        """Latent attention from its projections to values, for a backend that does it all."""
+        assert self.backend.latent is not None, self.backend.name
+        return self.backend.latent(projected, pool, layer, self.batch, self.num_pages)

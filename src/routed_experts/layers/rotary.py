@@ -49,13 +49,10 @@ class RotarySpec:
 
 
 def rotary_cos_sin(
-    positions: Int[Array, " N"], *, head_dim: int, theta: float, scaled: RotarySpec | None = None
+    positions: Int[Array, " N"], *, head_dim: int, theta: float
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies is there twice.
-    Frequencies are those of `theta`, or of `scaled`."""
-    if scaled is not None:
-        cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.cos_sin(positions))
-        return cos, sin
+    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies is there
+    twice."""
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[:, None] * inverse
     angles = jnp.concatenate([angles, angles], axis=-1)

@@ -2,9 +2,9 @@
 
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot
 holds the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent
-attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Layers of linear attention keep a
-state for each request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a
-state, R request slots."""
+attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Recurrent layers keep a state for
+each request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R
+request slots."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from routed_experts.layers.delta_rule import DeltaShape, DeltaState
+from routed_experts.layers.recurrent import RecurrentShape
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +22,7 @@ class HybridPool:
     """Pages, and the recurrent states [T R ...] of the layers that have one."""
 
     pages: Any  # Float[Array, "LP page 2G C"], or its shape
-    states: Any  # DeltaState, or its shapes
+    states: Any  # of RecurrentShape.zeros, or their shapes
 
 
 TPU_LANES = 128
@@ -46,7 +46,7 @@ class KVPoolSpec:
     dtype: jnp.dtype
     latent: bool = False
     num_recurrent: int = 0
-    recurrent: DeltaShape | None = None
+    recurrent: RecurrentShape | None = None
     num_requests: int = 0
 
     @property
@@ -61,14 +61,14 @@ class KVPoolSpec:
         pages = jax.ShapeDtypeStruct(shape, self.dtype)
         if self.recurrent is None:
             return pages
-        state = jax.eval_shape(lambda: DeltaState.zeros(1, self.recurrent_shape, self.dtype))
+        state = jax.eval_shape(lambda: self.recurrent_shape.zeros(1, self.dtype))
         size = (self.num_recurrent, self.num_requests)
         return HybridPool(
             pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), state)
         )
 
     @property
-    def recurrent_shape(self) -> DeltaShape:
+    def recurrent_shape(self) -> RecurrentShape:
         """The state shape of recurrent layers; only where the model has them."""
         assert self.recurrent is not None
         return self.recurrent

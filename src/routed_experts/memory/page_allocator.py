@@ -53,14 +53,14 @@ class PageAllocator:
         if pages.size == 0:
             return
         outside = self._outside(pages)
-        assert outside.size == 0, f"free of pages {_shown(outside)}: expected ids in 1..{self.num_total}"
+        assert outside.size == 0, f"free of pages {_list_pages(outside)}: expected ids in 1..{self.num_total}"
         idle = pages[~self._used[pages]]
         assert idle.size == 0, (
-            f"free of pages {_shown(idle)}, which are free already; {self._num_free} of {self.num_total} are free"
+            f"free of pages {_list_pages(idle)}, which are free already; {self._num_free} of {self.num_total} are free"
         )
         ascending = np.sort(pages)
         twice = ascending[1:][ascending[1:] == ascending[:-1]]
-        assert twice.size == 0, f"free of {pages.size} pages names {_shown(twice)} more than once"
+        assert twice.size == 0, f"free of {pages.size} pages names {_list_pages(twice)} more than once"
         self._used[pages] = False
         self._stack[self._num_free : self._num_free + pages.size] = pages[::-1]
         self._num_free += pages.size
@@ -76,7 +76,7 @@ class PageAllocator:
 
         def expect_none(name: str, pages: Int[np.ndarray, " P"], what: str) -> None:
             if pages.size:
-                violations.append(Violation(name=name, detail=f"{pages.size} {what}: {_shown(pages)}"))
+                violations.append(Violation(name=name, detail=f"{pages.size} {what}: {_list_pages(pages)}"))
 
         expect_none(
             "page_free_list_range",
@@ -119,6 +119,6 @@ class PageAllocator:
         return np.bincount(pages[(pages > PADDING_PAGE) & (pages < self.num_pages)], minlength=self.num_pages)
 
 
-def _shown(pages: Int[np.ndarray, " P"]) -> str:
+def _list_pages(pages: Int[np.ndarray, " P"]) -> str:
     tail = ", ..." if pages.size > _NUM_SHOWN else ""
     return f"[{', '.join(map(str, pages[:_NUM_SHOWN].tolist()))}{tail}]"

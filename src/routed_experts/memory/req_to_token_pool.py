@@ -78,9 +78,9 @@ class ReqToTokenPool:
             violations.append(
                 Violation(name="slot_free_list_range", detail=f"free slots {free} are not all in 1..{self.num_total}")
             )
-        both = sorted(set(free) & set(used))
-        if both:
-            violations.append(Violation(name="slot_free_and_used", detail=f"slots {both} are both free and used"))
+        overlap = sorted(set(free) & set(used))
+        if overlap:
+            violations.append(Violation(name="slot_free_and_used", detail=f"slots {overlap} are both free and used"))
         if len(free) + len(used) != self.num_total:
             counts = f"{len(free)} free + {len(used)} used != {self.num_total} total"
             violations.append(Violation(name="slot_total", detail=counts))

@@ -19,9 +19,9 @@ from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
-from routed_experts.models.base.interface import Decoder
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
@@ -43,32 +43,41 @@ class ModelFolder:
     needs."""
 
     path: Path
+    architecture: str
     family: Family
-    config: Any
+    config: FamilyConfig
     checkpoint: Checkpoint | None
     sources: tuple[WeightSource, ...]
     expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
 
     @staticmethod
-    def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
-        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder,
-        for every family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
-        format."""
+    def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. Raises CheckpointError naming
+        everything that does not fit, and ConfigError for another format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
         values = read_config(path, architectures={name: family.accepted_quirks for name, family in FAMILIES.items()})
-        family = FAMILIES[parse_architecture(values)]
-        family = family.in_parts() if in_parts else family
+        architecture = parse_architecture(values)
+        family = FAMILIES[architecture]
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
         if load_format == "dummy":
-            return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
+            return ModelFolder(
+                path=Path(path), architecture=architecture, family=family, config=config, checkpoint=None, sources=()
+            )
         checkpoint = family.open(path)
-        sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
-        unused = (*_UNUSED, *(config.unused(checkpoint.names()) if isinstance(config, FamilyConfig) else ()))
+        sources = tuple(fuse_experts(weight_sources(config), checkpoint.names()))
+        unused = (*_UNUSED, *config.unused(checkpoint.names()))
         check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
         if config.tie_embeddings:
             _check_tied(checkpoint, sources)
-        return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
+        return ModelFolder(
+            path=Path(path),
+            architecture=architecture,
+            family=family,
+            config=config,
+            checkpoint=checkpoint,
+            sources=sources,
+        )
 
     def dtype(self, expected: str) -> jnp.dtype:
         """The compute dtype: `expected`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
@@ -92,9 +101,7 @@ class ModelFolder:
             )
         right = self.family.open(path)
         expected = tuple(
-            fuse_experts(
-                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), right.names()
-            )
+            fuse_experts(filter(lambda source: targets(source.target), weight_sources(self.config)), right.names())
         )
         check(expected, right, ignore=("*",))
         sources = tuple(source for source in self.sources if not targets(source.target))
@@ -107,13 +114,13 @@ class ModelFolder:
         progress: Callable[[int, int], None] | None = None,
         device_for: Callable[[str], Any] = lambda target: None,
         shards: ModelSharding | None = None,
-    ) -> Decoder:
+    ) -> FamilyDecoder:
         """Load every tensor and return the model; `progress(bytes read, total bytes)`. `device_for` maps the dotted
         name of an array to its device; None: the default one. With `shards` each device reads its own part
         instead, and the arrays are global: the model runs only under shard_map."""
         if self.checkpoint is None:
             put_array = None if shards is None else shards.put_array
-            build = functools.partial(self.family.build, self.config, dtype=dtype)
+            build = functools.partial(FamilyDecoder, self.config, dtype=dtype)
             return dummy_model(lambda: build(rngs=nnx.Rngs(0)), device_for=device_for, put_array=put_array)
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
@@ -134,7 +141,7 @@ class ModelFolder:
         return self._split(dtype)[1]
 
     def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
-        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
+        return nnx.split(nnx.eval_shape(lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:

@@ -1,74 +1,67 @@
 """The registry: one entry for each architecture that can be served. docs/models.md is written from this table."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from routed_experts.models.base.config_reader import NOTHING, AcceptedQuirks, ConfigReader
-from routed_experts.models.base.interface import Decoder
-from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.decoder import FamilyDecoder
-from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
-from routed_experts.models.families import qwen3_moe
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.families.bailing_hybrid import read_bailing_hybrid
 from routed_experts.models.families.bailing_moe_v2 import read_bailing_moe_v2
 from routed_experts.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
 from routed_experts.models.families.dense import read_llama, read_mistral, read_qwen2, read_qwen3
+from routed_experts.models.families.dots1 import read_dots1
 from routed_experts.models.families.ernie4_5_moe import read_ernie4_5_moe
 from routed_experts.models.families.glm4_moe import read_glm4_moe
+from routed_experts.models.families.glm4_moe_lite import read_glm4_moe_lite
 from routed_experts.models.families.gpt_oss import open_gpt_oss, read_gpt_oss
 from routed_experts.models.families.granite_moe import read_granite_moe
+from routed_experts.models.families.hunyuan_v1_moe import read_hunyuan_v1_moe
+from routed_experts.models.families.lfm2_moe import read_lfm2_moe
 from routed_experts.models.families.llama4 import read_llama4, read_llama4_text
 from routed_experts.models.families.minimax_m2 import read_minimax_m2
 from routed_experts.models.families.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.families.olmoe import read_olmoe
 from routed_experts.models.families.qwen2_moe import read_qwen2_moe
-from routed_experts.models.families.qwen3_moe_config import read_qwen3_moe_parts
+from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.models.families.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
+from routed_experts.models.families.qwen3_vl_moe import open_qwen3_vl_moe, read_qwen3_vl_moe
 from routed_experts.models.loading.checkpoint import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture: how to read its config, build its module, and name its tensors; and notes for the
-    docs."""
+    """One architecture: how to read its config and open its files; and notes for the docs."""
 
-    read_config: Callable[[ConfigReader], Any]
-    build: Callable[..., Decoder] = FamilyDecoder
-    weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
+    read_config: Callable[[ConfigReader], FamilyConfig]
     open: Callable[[Path | str], Checkpoint] = Checkpoint
     accepted_quirks: AcceptedQuirks = NOTHING
-    read_parts: Callable[[ConfigReader], FamilyConfig] | None = (
-        None  # of a family with its own module: the FamilyDecoder variant
-    )
     title: str
     checkpoints: str
     routing: str
     refused: str = ""
     test: str  # the test that compares it with its oracle
 
-    def in_parts(self) -> "Family":
-        """The family as a FamilyDecoder, if it is not one already."""
-        if self.read_parts is None:
-            return self
-        return dataclasses.replace(
-            self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None
-        )
-
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        qwen3_moe.ARCHITECTURE: Family(
-            read_config=qwen3_moe.Qwen3MoeConfig.from_reader,
-            build=qwen3_moe.Qwen3Moe,
-            weight_sources=qwen3_moe.Qwen3Moe.weight_sources,
-            read_parts=read_qwen3_moe_parts,
+        "Qwen3MoeForCausalLM": Family(
+            read_config=read_qwen3_moe,
             title="Qwen3-MoE",
             checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
             routing="top-k of softmax(z); renormalised if `norm_topk_prob`",
             refused="sliding windows, attention biases, partial rotary positions",
             test="test_qwen3_moe_parity.py",
+        ),
+        "Qwen3VLMoeForConditionalGeneration": Family(
+            read_config=read_qwen3_vl_moe,
+            open=open_qwen3_vl_moe,
+            title="Qwen3-VL-MoE, text",
+            checkpoints="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B, without their vision",
+            routing="as Qwen3MoeForCausalLM, always renormalised",
+            refused="images; attention biases",
+            test="test_families.py[Qwen3VLMoe]",
         ),
         "MixtralForCausalLM": Family(
             read_config=read_mixtral,
@@ -140,6 +133,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             refused="fp8 weights; layers that predict further tokens are not run",
             test="test_families.py[Glm4Moe]",
         ),
+        "Glm4MoeLiteForCausalLM": Family(
+            read_config=read_glm4_moe_lite,
+            title="GLM-4-MoE-Lite",
+            checkpoints="GLM-4.7-Flash",
+            routing="as DeepseekV3ForCausalLM, one group",
+            refused="attention biases, fp8 weights; layers that predict further tokens are not run",
+            test="test_families.py[Glm4MoeLite]",
+        ),
+        "Dots1ForCausalLM": Family(
+            read_config=read_dots1,
+            title="dots.llm1",
+            checkpoints="dots.llm1.base, dots.llm1.inst",
+            routing="as DeepseekV3ForCausalLM, one group; renormalised if `norm_topk_prob`",
+            refused="a `moe_layer_freq` other than 1",
+            test="test_families.py[Dots1]",
+        ),
         "BailingMoeV2ForCausalLM": Family(
             read_config=read_bailing_moe_v2,
             accepted_quirks=AcceptedQuirks(code=True),
@@ -148,6 +157,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="as DeepseekV3ForCausalLM",
             refused="its own Python code is never run; layers that predict further tokens are not run",
             test="test_families.py[BailingMoeV2]",
+        ),
+        "BailingHybridForCausalLM": Family(
+            read_config=read_bailing_hybrid,
+            accepted_quirks=AcceptedQuirks(code=True),
+            title="Bailing hybrid",
+            checkpoints="Ling 3.0, as transformers writes it",
+            routing="as DeepseekV3ForCausalLM",
+            refused="`deterministic=True`; prefix caching (off by itself); compressed queries, fp8 weights; layers "
+            "that predict further tokens are not run",
+            test="test_families.py[BailingHybrid]",
         ),
         "GptOssForCausalLM": Family(
             read_config=read_gpt_oss,
@@ -174,6 +193,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="s = softmax(z); top-k of s + b; v / sum v; shared experts",
             refused="biases of projections; layers that predict further tokens are not run",
             test="test_families.py[Ernie4_5_Moe]",
+        ),
+        "HunYuanMoEV1ForCausalLM": Family(
+            read_config=read_hunyuan_v1_moe,
+            accepted_quirks=AcceptedQuirks(code=True),
+            title="HunYuan V1 MoE",
+            checkpoints="Hunyuan-A13B",
+            routing="top-k of softmax(z), renormalised; shared expert",
+            refused="layers that differ in experts or widths; more than one shared expert",
+            test="test_families.py[HunYuanMoEV1]",
         ),
         "MiniMaxM2ForCausalLM": Family(
             read_config=read_minimax_m2,
@@ -207,6 +235,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="as Qwen3NextForCausalLM, always renormalised",
             refused="images; prefix caching (off by itself); layers that predict further tokens are not run",
             test="test_family_folders.py",
+        ),
+        "Lfm2MoeForCausalLM": Family(
+            read_config=read_lfm2_moe,
+            title="LFM2-MoE",
+            checkpoints="LFM2-8B-A1B",
+            routing="s = sigmoid(z); top-k of s + b; v / (sum v + 1e-6) * `routed_scaling_factor`",
+            refused="prefix caching (off by itself)",
+            test="test_families.py[Lfm2Moe]",
         ),
         "Llama4ForCausalLM": Family(
             read_config=read_llama4_text,

@@ -56,7 +56,8 @@ class ModelSharding:
         if len(devices) < self.parallel.devices:
             kind = devices[0].platform
             remedy = (
-                ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU"
+                ", or make as many of one CPU: set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={self.parallel.devices}"
                 if kind == "cpu"
                 else ""
             )

@@ -133,13 +133,13 @@ def replicate(
     num_rows, num_experts = load.shape
     rows = np.arange(num_rows)
     counts = np.ones((num_rows, num_experts), np.int64)
-    made = np.empty((num_rows, num_instances), np.int64)
-    made[:, :num_experts] = np.arange(num_experts)
+    experts = np.empty((num_rows, num_instances), np.int64)
+    experts[:, :num_experts] = np.arange(num_experts)
     for instance in range(num_experts, num_instances):
         most_loaded = np.where(counts < max_replicas, load / counts, -1.0).argmax(axis=1)
-        made[:, instance] = most_loaded
+        experts[:, instance] = most_loaded
         counts[rows, most_loaded] += 1
-    return made, counts
+    return experts, counts
 
 
 def pack(weight: Float64[np.ndarray, "R I"], num_packs: int) -> Int64[np.ndarray, "R I"]:
@@ -151,13 +151,13 @@ def pack(weight: Float64[np.ndarray, "R I"], num_packs: int) -> Int64[np.ndarray
     rows = np.arange(num_rows)
     total = np.zeros((num_rows, num_packs))
     filled = np.zeros((num_rows, num_packs), np.int64)
-    placed = np.empty((num_rows, num_items), np.int64)
+    packed = np.empty((num_rows, num_items), np.int64)
     for item in np.argsort(-weight, axis=1, kind="stable").T:
         lightest = np.where(filled < room, total, np.inf).argmin(axis=1)
-        placed[rows, lightest * room + filled[rows, lightest]] = item
+        packed[rows, lightest * room + filled[rows, lightest]] = item
         total[rows, lightest] += weight[rows, item]
         filled[rows, lightest] += 1
-    return placed
+    return packed
 
 
 def refine(

@@ -52,9 +52,9 @@ def draw_plans(
     if residents is not None:
         _draw_residency(axes[-1], records, learned, residents)
     figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
-    named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
-    form = named.suffix.removeprefix(".")
-    with atomic_write(named) as part:
+    file = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
+    form = file.suffix.removeprefix(".")
+    with atomic_write(file) as part:
         figure.savefig(part, format=form, dpi=_DPI, metadata={"Software": None} if form == "png" else None)
 
 

@@ -5,7 +5,11 @@ Dims: B sequences, S positions of a row, M MoE layers, K experts per token."""
 import dataclasses
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float32, UInt
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import RoutingAlignmentError
 
 
 @jax.tree_util.register_dataclass
@@ -20,3 +24,20 @@ class RoutedBatch:
     valid: Bool[Array, "B S"]
     pad: Bool[Array, "B S"]
     weights: Float32[Array, "B S M K"] | None = None
+
+    def check_ids(self, spec: CaptureSpec) -> None:
+        """Raise RoutingAlignmentError naming the first valid row with an id that is no expert of this model.
+
+        `forward` calls it outside jit; under jit, where it cannot, such an id gives logits that are NaN. `align` gives
+        checked batches."""
+        ids, valid = np.asarray(self.ids), np.asarray(self.valid)
+        if ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.num_experts):
+            return
+        outside = ((ids < 0) | (ids >= spec.num_experts)) & valid[..., None, None]
+        if outside.any():
+            row, column, layer, slot = np.argwhere(outside)[0]
+            raise RoutingAlignmentError(
+                f"row {row}, position {column}, hidden layer {spec.layer_ids[layer]}, slot {slot}: id "
+                f"{ids[row, column, layer, slot]}; expected 0 to {spec.num_experts - 1}; give logical ids of this "
+                "model, or mark the position as not valid"
+            )

@@ -91,8 +91,8 @@ def _check_ids(
         if outside.any():
             row, column, slot = np.argwhere(outside)[0]
             raise RoutingAlignmentError(
-                f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: id "
-                f"{ids[row, column, slot]} in slot {slot}; "
+                f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
+                f"id {ids[row, column, slot]}; "
                 f"expected 0 to {spec.num_experts - 1}; give logical ids of this model"
             )
     repeats = repeated_rows(ids)
@@ -102,7 +102,7 @@ def _check_ids(
     if repeats.any():
         row, column = np.argwhere(repeats)[0]
         raise RoutingAlignmentError(
-            f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: ids "
+            f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}: ids "
             f"{ids[row, column].tolist()} repeat an "
             f"expert; expected {spec.top_k} distinct ones; mark a row that is not known as not valid, and never fill it"
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, UInt, UInt8
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -17,9 +18,9 @@ from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentErro
 from routed_experts.layers.attention import causal_attention
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import causal_variant
-from routed_experts.layers.delta_rule import DeltaInputs, delta_sequence
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.layers.recurrent import RecurrentInputs
 from routed_experts.models.base.interface import Decoder, SequenceOps, TokenRouting
 from routed_experts.replay.balance import BALANCE_ON, BalanceOn, RouterBalance
 from routed_experts.replay.batch import RoutedBatch
@@ -57,13 +58,13 @@ def forward(
     `segment_ids` separate packed sequences (positions restart in each); `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
-    Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens', InvalidRequestError
-    for another `balance_on`."""
+    Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens' (outside jit also for
+    ids that are no experts), InvalidRequestError for another `balance_on`."""
     if balance_on is not None and balance_on not in BALANCE_ON:
         raise InvalidRequestError(
             f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
         )
-    (batch, length), spec = tokens.shape, model.config.capture_spec
+    (batch, length), spec, replays = tokens.shape, model.config.capture_spec, routed is not None
     if routed is None and spec is not None:
         routed = _no_valid_rows(batch, length, spec)
     segments = segment_ids
@@ -88,10 +89,10 @@ def forward(
             return causal_attention(q, k, v, segments).reshape(queries.shape), cache
         return causal_variant(q, k, v, segments, features).reshape(*queries.shape[:2], -1), cache
 
-    def recur(inputs: DeltaInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N H V"], None]:
-        return delta_sequence(inputs, segments, batch), cache
+    def recur(inputs: RecurrentInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N ..."], None]:
+        return inputs.sequences(segments, batch), cache
 
-    replay = None if routed is None else _token_routing(routed, tokens.shape, spec)
+    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, check_ids=replays)
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     recorder = balance = None
     if spec is not None:
@@ -127,8 +128,11 @@ def _no_valid_rows(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
     return lax.optimization_barrier(RoutedBatch(ids, no, no))
 
 
-def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpec | None) -> TokenRouting:
-    """Flatten the batch to tokens. Raises RoutingAlignmentError for shapes other than the tokens' and the model's."""
+def _token_routing(
+    routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpec | None, *, check_ids: bool
+) -> TokenRouting:
+    """Flatten the batch to tokens. Raises RoutingAlignmentError for shapes other than the tokens' and the model's, and
+    for ids that are no experts where they can be read: outside jit."""
     if spec is None:
         raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
     rows = (*shape, spec.num_moe_layers, spec.top_k)
@@ -145,5 +149,12 @@ def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpe
                 f"routed.{name} is {received}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this "
                 "model"
             )
+    if check_ids and _is_readable(routed.ids) and _is_readable(routed.valid):
+        routed.check_ids(spec)
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)
+
+
+def _is_readable(array: object) -> bool:
+    """Whether this process holds all values of an array."""
+    return not isinstance(array, Tracer) and (not isinstance(array, jax.Array) or array.is_fully_addressable)

@@ -74,7 +74,7 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
     ) -> "RoutingRecorder":
         """Record one layer."""
-        written = super().capture_fwd_routed_experts(moe_layer, topk_ids)
+        recorder = super().capture_fwd_routed_experts(moe_layer, topk_ids)
         assert self.slot_miss is not None and native_ids is not None, "a recorder needs both choices"
         hits = jnp.any(topk_ids[:, :, None] == native_ids[:, None, :], axis=2)  # [N, K]
         missed = jnp.sum(~hits, axis=1, dtype=jnp.uint8)
@@ -83,4 +83,4 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         if balance is not None:
             assert probabilities is not None, "a balance recorder needs the router's probabilities"
             balance = balance.add_layer(row, native_ids if balance.on == "native" else topk_ids, probabilities())
-        return RoutingRecorder(written.ids, self.spec, slot_miss=slot_miss, balance=balance)
+        return RoutingRecorder(recorder.ids, self.spec, slot_miss=slot_miss, balance=balance)

@@ -28,10 +28,11 @@ def merge_turns(
     if not turns:
         raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
     first = turns[0][1]
-    for index, (own, record) in enumerate(turns):
-        _check_turn(index, _check_tokens(own, f"turn {index}: tokens"), record, first)
+    for index, (turn_tokens, record) in enumerate(turns):
+        _check_turn(index, _check_tokens(turn_tokens, f"turn {index}: tokens"), record, first)
     usable = [
-        min(_common_prefix_len(np.asarray(own), sequence), record.start + record.num_rows) for own, record in turns
+        min(_common_prefix_len(np.asarray(turn_tokens), sequence), record.start + record.num_rows)
+        for turn_tokens, record in turns
     ]
     start = min(sequence.size - 1, *(record.start for _, record in turns))
     num_rows = max(sequence.size - 1, *usable) - start
@@ -70,13 +71,16 @@ def _check_tokens(tokens: object, name: str) -> Int[np.ndarray, " S"]:
     return array
 
 
-def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts, first: RoutedExperts) -> None:
+def _check_turn(index: int, turn_tokens: Int[np.ndarray, " S_i"], record: RoutedExperts, first: RoutedExperts) -> None:
     if not isinstance(record, RoutedExperts):
-        raise RoutingAlignmentError(f"turn {index}: the record is a {type(record).__name__}; give a RoutedExperts")
-    if record.num_tokens != own.size:
         raise RoutingAlignmentError(
-            f"turn {index}: the record is of {record.num_tokens} tokens, and {own.size} are given; give all that "
-            "the turn ran on"
+            f"turn {index}: the record is a {type(record).__name__}; give a RoutedExperts, and leave out a turn that "
+            "was aborted before its first token"
+        )
+    if record.num_tokens != turn_tokens.size:
+        raise RoutingAlignmentError(
+            f"turn {index}: the record is of {record.num_tokens} tokens, and {turn_tokens.size} are given; give all "
+            "that the turn ran on"
         )
     for name, received, expected in (
         ("layer_ids", record.layer_ids, first.layer_ids),
@@ -91,10 +95,10 @@ def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts,
             )
 
 
-def _common_prefix_len(own: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:
+def _common_prefix_len(turn_tokens: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:
     """Return the length of the longest common prefix."""
-    length = min(own.size, tokens.size)
-    differs = np.flatnonzero(own[:length] != tokens[:length])
+    length = min(turn_tokens.size, tokens.size)
+    differs = np.flatnonzero(turn_tokens[:length] != tokens[:length])
     return int(differs[0]) if differs.size else length
 
 

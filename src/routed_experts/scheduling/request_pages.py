@@ -81,8 +81,8 @@ class RequestPages:
             or not self.cache.is_attached(req.node)
         ):
             return
-        known = self.cache.match(req.tokens[: full * self.page_size], namespace)
-        if known.pages.size > req.num_shared:
+        matched = self.cache.match(req.tokens[: full * self.page_size], namespace)
+        if matched.pages.size > req.num_shared:
             return
         inserted = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
         assert inserted.duplicates.size == 0, (req.rid, inserted.duplicates)
@@ -93,12 +93,12 @@ class RequestPages:
     def release(self, req: Req, namespace: Hashable, *, cache: bool) -> None:
         """Release the slot and the pages of a request; with `cache`, its full pages go to the prefix cache."""
         assert req.node is not None, req.rid
-        own = self._pages(req)[req.num_shared :]
+        to_free = self._pages(req)[req.num_shared :]
         if cache and self.use_prefix_cache and self.cache.is_attached(req.node):
             full = req.num_committed // self.page_size
             inserted = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
-            own = np.concatenate([inserted.duplicates, self._pages(req)[max(full, req.num_shared) :]])
-        self._free(own)
+            to_free = np.concatenate([inserted.duplicates, self._pages(req)[max(full, req.num_shared) :]])
+        self._free(to_free)
         self._free(self.cache.unlock(req.node))
         self.table.free(req.slot)
         req.slot, req.num_pages, req.num_shared, req.node = 0, 0, 0, None

@@ -85,6 +85,10 @@ IGNORED = frozenset(
         "repetition_detection no_logs  chat_template_content_format return_prompt_token_ids return_meta_info"
     ).split()
 )
+_OTHER_ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # names of the prompt on other routes
+    {"prompt": ("text", "messages"), "text": ("prompt", "messages"), "messages": ("text", "prompt")}
+)
+_SHAPES: Mapping[str, str] = MappingProxyType({"messages": '[{"role": "user", "content": "text"}]'})
 _RESERVED = ("routed_", "return_rout")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # The quantifier is possessive, so that a string without an end is scanned once.
@@ -140,6 +144,10 @@ def check_fields(
             if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
                 text = f"{name}={short_repr(value)} is not supported by this server; leave it out"
                 raise ApiError(text, status=400, code="unsupported_parameter", param=name)
+        elif (other := next((other for other in _OTHER_ROUTES.get(name, ()) if other in known), None)) is not None:
+            if other not in values:
+                text = f"{name} is no parameter of this route; did you mean {other}?"
+                raise ApiError(text, status=400, code="unknown_field", param=name)
         elif strict or name not in IGNORED:
             _check_unknown(name, known, strict=strict)
     return values, list(others)
@@ -205,9 +213,11 @@ def _convert(values: dict[str, object], kind: type[_Struct]) -> _Struct:
     except msgspec.ValidationError as error:
         match = _JSON_PATH.search(str(error))
         path = match[1] if match else ""
-        text = f"{path or 'the body'}: {_JSON_PATH.sub('', str(error))}; correct the value"
         missing = _MISSING.search(str(error))
         param = re.split(r"[.\[]", path, maxsplit=1)[0] or (missing[1] if missing else None)
+        shape = _SHAPES.get(param or "")
+        fix = "correct the value" if shape is None else f"send a value such as {shape}"
+        text = f"{path or 'the body'}: {_JSON_PATH.sub('', str(error))}; {fix}"
         raise ApiError(text, status=400, code="invalid_request", param=param) from error
     except (OverflowError, RecursionError) as error:
         text = f"the body holds a number that is too large ({error})"

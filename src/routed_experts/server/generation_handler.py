@@ -3,9 +3,12 @@
 It submits the requests, waits or streams, stores rows that will be fetched, counts, and aborts calls without a
 client."""
 
+import asyncio
+import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,30 +19,41 @@ from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerat
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.admin.metrics import FinishedRequest
 from routed_experts.server.errors import field_names
-from routed_experts.server.limits import MAX_BACKLOG
-from routed_experts.server.routing.response import check_list_format, payload_bytes, to_stored
+from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
+from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
 from routed_experts.server.routing.store import StoreEntry
 from routed_experts.server.sse import EventStream, RequestTimeout, run_until_disconnect
 from routed_experts.server.state import ServerState
 
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """Options of a call besides its requests. `owner`: digest of its key; `fields`: the dialect's names of the engine's
+    parameters, for errors; `headers`: of the response."""
+
+    request_id: str
+    owner: str
+    fields: Mapping[str, str]
+    headers: Mapping[str, str]
+
 
 class GenerationHandler(ABC):
-    """One call. `owner`: digest of its key; `fields`: the dialect's names of the engine's parameters, for errors;
-    `headers`: of the response. Event loop only."""
+    """One call. `prompt_only`: 0 new tokens are requested, so the one that the engine generates is left out. Event loop
+    only."""
 
     def __init__(
         self,
         server: ServerState,
         requests: Sequence[TokenizedGenerateReqInput],
+        options: CallOptions,
         *,
-        request_id: str,
-        owner: str,
-        fields: Mapping[str, str],
-        headers: Mapping[str, str],
+        prompt_only: bool,
     ) -> None:
         check_list_format(requests, server.engine.capture)
         self._server, self._requests = server, requests
-        self._request_id, self._owner, self._fields, self._headers = request_id, owner, fields, headers
+        self._options, self._prompt_only = options, prompt_only
         self._generation = server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
         self._start_time = time.monotonic()
         self._first_token_s: dict[int, float] = {}  # by index of the request
@@ -69,7 +83,11 @@ class GenerationHandler(ABC):
             if not has_started:
                 self.close()
         return EventStream(
-            self._chunks(), on_close=self.close, on_timeout=self.timeout, timeout_s=timeout_s, headers=self._headers
+            self._chunks(),
+            on_close=self.close,
+            on_timeout=self.timeout,
+            timeout_s=timeout_s,
+            headers=self._options.headers,
         )
 
     def timeout(self) -> None:
@@ -89,23 +107,32 @@ class GenerationHandler(ABC):
 
     async def _submit(self) -> None:
         """Submit the requests; once they are accepted, reserve the rows that will be fetched in the store."""
-        with field_names(self._fields):
+        with field_names(self._options.fields):
             await self._generation.submit()
         options = [request.routed_experts for request in self._requests]
         choices = [index for index, option in enumerate(options) if option.enabled and option.format == "ref"]
         if choices:  # not earlier: a refused call may have the id of a running one
-            self._store_entry = self._server.store.reserve(self._request_id, owner=self._owner, choices=choices)
+            self._store_entry = self._server.store.reserve(
+                self._options.request_id, owner=self._options.owner, choices=choices
+            )
 
-    def record_sent(self, index: int, record: RoutedExperts) -> int:
-        """Count rows that are about to be sent, and store those that will be fetched; return their size in bytes."""
+    async def _render_rows(self, index: int, render: Callable[[RoutedExperts], _T]) -> list[_T]:
+        """Return the rendered rows of a request's last output: one part, or several where streamed rows are large.
+
+        They are counted and, if they will be fetched, stored. Large ones are rendered in a thread."""
         options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
+        record = sequence.rows_of_prompt() if self._prompt_only else sequence.rows
         if self._store_entry is not None:
-            self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._owner))
+            self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._options.owner))
         size = payload_bytes(record, options)
         self._server.metrics.sent_rows(options.format, size)
-        return size
 
-    def observe(self, index: int, output: StrOut, *, completion_tokens: int) -> None:
+        def render_parts() -> list[_T]:
+            return [render(part) for part in split_for_events(record, options)]
+
+        return await asyncio.to_thread(render_parts) if size > 4 * INLINE_BYTES else render_parts()
+
+    def _observe(self, index: int, output: StrOut) -> None:
         """Measure one output of a request; count the request when it has finished."""
         elapsed_s, request, out = time.monotonic() - self._start_time, self._requests[index], output.out
         if out.new_token_ids:
@@ -115,7 +142,7 @@ class GenerationHandler(ABC):
         finished = FinishedRequest(
             prompt_tokens=int(request.input_ids.size),
             cached_tokens=out.cached_tokens,
-            completion_tokens=completion_tokens,
+            completion_tokens=0 if self._prompt_only else out.completion_tokens,
             first_token_s=self._first_token_s.get(index) if request.stream else None,
             total_s=elapsed_s,
             queue_s=out.queue_s,

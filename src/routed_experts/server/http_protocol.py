@@ -49,6 +49,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     max_connections = MAX_CONNECTIONS
     write_timeout_s = WRITE_TIMEOUT_S
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]  # None before the first request, despite its type
     _unparsed_bytes = 0  # received since the parser last completed the headers or a part of a body
     _has_progressed = False
     _is_write_paused = False
@@ -129,8 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer.stop()
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = vars(self)["cycle"]  # None before the first request, despite its type
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self._close()
             return
         text = "the bytes are no HTTP/1.1 request within the limits of its headers; send one"

@@ -49,7 +49,7 @@ class RequestMiddleware:
         scope["app"] = self  # makes the router raise 404 and 405 instead of answering them
         state = scope.setdefault("state", {})
         state["request_id"] = uuid.uuid4().hex
-        sender = _ResponseSender(send, state)
+        sender = _ResponseSender(send, state, method=scope["method"])
         start_time, is_probe = time.perf_counter(), scope["path"] in PROBES
         self._count(0 if is_probe else 1)
         try:
@@ -130,8 +130,8 @@ def resolve_request_id(request: Request, named: str | None, *, prefix: str, para
 class _ResponseSender:
     """Sends one response and remembers its status."""
 
-    def __init__(self, send: Send, state: Mapping[str, object]) -> None:
-        self._send, self._state = send, state
+    def __init__(self, send: Send, state: Mapping[str, object], *, method: str) -> None:
+        self._send, self._state, self._method = send, state, method
         self.status, self._has_started = 500, False
 
     @property
@@ -147,7 +147,7 @@ class _ResponseSender:
 
     async def send_error(self, error: Exception) -> None:
         """Respond with an error; after the response has started the error can only be logged."""
-        response = _router_error(error) if isinstance(error, HTTPException) else to_response(error)
+        response = _router_error(error, self._method) if isinstance(error, HTTPException) else to_response(error)
         if response.status == 500:
             logger.error("request %s failed", self.request_id, exc_info=error)
         if not self._has_started:
@@ -158,9 +158,9 @@ class _ResponseSender:
             await self.send({"type": "http.response.body", "body": body})
 
 
-def _router_error(error: HTTPException) -> ErrorResponse:
+def _router_error(error: HTTPException, method: str) -> ErrorResponse:
     if error.status_code == 405:
-        text = "this route does not support the method"
+        text = f"this route does not support {method}; use {(error.headers or {}).get('Allow', 'another method')}"
         response = to_response(ApiError(text, status=405, code="method_not_allowed"))
         return ErrorResponse(response.status, response.body, {**response.headers, **(error.headers or {})})
     return to_response(_not_found())

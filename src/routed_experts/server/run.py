@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.core.errors import MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.http_protocol import LimitedProtocol
@@ -29,7 +29,7 @@ logger = logging.getLogger("routed_experts.server")
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Bind the port. Raises OSError with a remedy."""
+    """Bind the port. Raises MachineError with a remedy."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio turns off Nagle's algorithm only for sockets that name TCP; with it a response in two writes takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -41,7 +41,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         text = f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another --port or --host"
-        raise OSError(error.errno, text) from error
+        raise MachineError(text) from error
     listener.setblocking(False)
     return listener
 

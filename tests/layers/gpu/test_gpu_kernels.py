@@ -1,17 +1,23 @@
 """Every GPU kernel against the plain code that it replaces: small cases interpreted, large ones on a GPU."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from routed_experts.layers.delta_rule import DeltaShape
+from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from support.gpu_cases import large_cases, small_cases
+from support.gpu_mixer_cases import delta_inputs, large_mixer_cases, small_mixer_cases
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-CASES = {f"{case.kernel}: {case.name}": case for case in small_cases()}
-ON_GPU = [*(case for case in CASES.values() if case.kernel == "router"), *large_cases()]
+CASES = {f"{case.kernel}: {case.name}": case for case in (*small_cases(), *small_mixer_cases())}
+ON_GPU = [*(case for case in CASES.values() if case.kernel == "router"), *large_cases(), *large_mixer_cases()]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -41,3 +47,18 @@ def test_logits_that_are_no_numbers_still_choose_distinct_experts(replays):
     np.testing.assert_allclose(np.asarray(routing.weights)[whole], np.asarray(expected.weights)[whole], rtol=1e-6)
     assert ids.min() >= 0 and ids.max() < 13 and all(len(set(row)) == 4 for row in ids.tolist())
     assert np.isnan(np.asarray(routing.weights)[1]).all()
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("mixed", (40, 20, 33)), ("decay", (1, 1, 1))])
+def test_a_token_that_is_not_finite_spoils_its_request_from_there_on(name, lengths):
+    rng, shape = np.random.default_rng(9), DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
+    inputs, states, slots, starts = delta_inputs(rng, shape, lengths)
+    run = jax.jit(lambda inputs: gpu_delta(inputs, states, 1, slots, slots < 0, starts, chunk=16, interpret=True))
+    clean, after = run(inputs)
+    at = lengths[0] + lengths[1] // 2
+    spoiled, spoiled_after = run(dataclasses.replace(inputs, **{name: vars(inputs)[name].at[at].set(jnp.nan)}))
+    end, slot = lengths[0] + lengths[1], int(slots[1])
+    np.testing.assert_array_equal(np.delete(spoiled, slice(at, end), axis=0), np.delete(clean, slice(at, end), axis=0))
+    assert np.isnan(spoiled[at:end]).all() and np.isnan(spoiled_after.recurrent[1, slot]).all()
+    others = (np.delete(np.asarray(part.recurrent[1]), slot, axis=0) for part in (spoiled_after, after))
+    np.testing.assert_array_equal(*others)

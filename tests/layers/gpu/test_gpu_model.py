@@ -1,16 +1,31 @@
 """A whole step on the GPU's kernels, interpreted, against the plain code: the fused run of layers, the capture, the
 pool."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 
-from routed_experts.layers.attention import ATTENTION_BACKENDS
+from layers.test_native_stack_families import BOUNDS, MOE, PARTIAL, build_model, random_model
+from layers.test_native_stack_families import layer as moe_layer
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ProgramSpec, forward
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
+from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
-from support.model_steps import PAGES, drifted_rows, run_steps, tiny_model
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.decoder.delta_attention import DeltaAttention
+from routed_experts.models.decoder.fused_path import block_kernel
+from routed_experts.models.decoder.latent_attention import LatentAttention
+from support.model_steps import PAGES, drifted_rows, packed, run_steps, tiny_model
 
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 
@@ -66,3 +81,132 @@ def test_capture_changes_no_value():
     for (hidden_on, rows_on), (hidden_off, rows_off) in zip(on, off, strict=True):
         assert rows_on is not None and rows_off is None
         np.testing.assert_array_equal(hidden_on, hidden_off)
+
+
+LATENT = LatentAttention(
+    num_heads=4,
+    query_rank=0,
+    rank=12,
+    key_dim=8,
+    value_dim=6,
+    rotary_dim=4,
+    rotary=RotarySpec(inverse=(1.0, 0.1), interleaved=True),
+    scale=0.3,
+)
+LATENT_LAYERS = [
+    dataclasses.replace(MOE, mixer=mixer) for mixer in (LATENT, LATENT, dataclasses.replace(LATENT, query_rank=8))
+]
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("name", ["GPT-OSS", "DeepSeek"])
+def test_attention_of_a_family_equals_plain_code(name):
+    """Layer by layer: windows and sinks; latent rows, of queries with a rank and without."""
+    attention = gpu_attention_backend(interpret=True)
+    model = random_model(LATENT_LAYERS, "float32") if name == "DeepSeek" else build_model(name, "float32")
+    assert name == "DeepSeek" or all(layer.mixer.is_fused_by(attention) for layer in model.config.layers)
+    (pool, outs), (plain_pool, expected) = (
+        run_steps(model, PLAIN, backend, capture=True) for backend in (attention, ATTENTION_BACKENDS["reference"])
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, plain_rows)
+        np.testing.assert_allclose(hidden, plain_hidden, rtol=2e-4, atol=2e-5)
+    for layer in range(model.config.num_layers):
+        actual, plain_pages = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, plain_pool))
+        np.testing.assert_allclose(actual, plain_pages, rtol=2e-4, atol=2e-5)
+
+
+GPU = gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)
+FUSED = ("GPT-OSS", "GLM-4.5", "HunYuan", "MiniMax-M2", "Qwen2-MoE")
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in FUSED), ("GPT-OSS", "bfloat16")])
+def test_layers_of_a_family_in_few_kernels_equal_plain_code(name, dtype):
+    """Ids of a float32 model are equal; bfloat16 may decide a near tie otherwise."""
+    model = build_model(name, dtype)
+    assert [block_kernel(model.config, block, *GPU) for block in model.config.blocks] == [GPU[0].fused_layer]
+    (pool, outs), (plain_pool, expected) = (
+        run_steps(model, *kernels, capture=True, pool_dtype=dtype)
+        for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        same = np.all(rows == plain_rows, axis=1)
+        assert np.mean(same) >= (1.0 if dtype == "float32" else 0.6)
+        difference = np.abs(hidden.astype(np.float32) - plain_hidden.astype(np.float32))[same]
+        assert np.mean(difference) < BOUNDS[dtype] / 4 and (dtype == "bfloat16" or np.max(difference) < BOUNDS[dtype])
+    for index in range(model.config.num_layers if dtype == "float32" else 0):  # page 0 of a layer takes padding
+        np.testing.assert_allclose(
+            *(x[index * PAGES + 1 : (index + 1) * PAGES] for x in (pool, plain_pool)), atol=BOUNDS[dtype]
+        )
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_rows_that_are_given_run_in_a_pattern_of_layers():
+    model = build_model("GPT-OSS", "float32")
+    rng = np.random.default_rng(4)
+    ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (16, 4, 1)), axis=-1)[..., :2]
+    ids[1::2] = 255  # of rows that are not played back
+    routed = ids, np.arange(16) % 2 == 0
+    (_, outs), (_, expected) = (
+        run_steps(model, *kernels, capture=True, routed=routed)
+        for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, plain_rows)
+        np.testing.assert_allclose(hidden, plain_hidden, atol=BOUNDS["float32"])
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_a_model_with_states_equals_plain_code():
+    """Qwen3-Next: the delta rule, and gated attention with offset norms and partial positions."""
+    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
+    delta = dataclasses.replace(MOE, mixer=DeltaAttention(shape=shape, eps=1e-6, layout="key heads"))
+    model = random_model(
+        [delta, moe_layer(dict(gated=True, norm_offset=1.0, rotary=PARTIAL))], "float32", norm_offset=1.0
+    )
+    (pool, outs), (plain_pool, expected) = (
+        run_steps(model, PLAIN, backend, capture=True)
+        for backend in (gpu_attention_backend(interpret=True), ATTENTION_BACKENDS["reference"])
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, plain_rows)
+        np.testing.assert_allclose(hidden, plain_hidden, rtol=2e-4, atol=2e-5)
+    for states, plain_states in zip(jax.tree.leaves(pool.states), jax.tree.leaves(plain_pool.states), strict=True):
+        np.testing.assert_allclose(states[:, 1:3], plain_states[:, 1:3], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_several_layers_in_the_body_of_the_loop_and_those_left_over_equal_plain_code():
+    model = random_model([MOE] * 3, "float32")
+    kernels = dataclasses.replace(GPU[0], fused_layer=dataclasses.replace(GPU[0].fused_layer, unrolled=2))
+    (_, outs), (_, expected) = (
+        run_steps(model, *backends, capture=True)
+        for backends in ((kernels, GPU[1]), (PLAIN, ATTENTION_BACKENDS["reference"]))
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, plain_rows)
+        np.testing.assert_allclose(hidden, plain_hidden, atol=BOUNDS["float32"])
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_a_step_of_one_token_equals_plain_code():
+    """Its router's product is part of the kernel that adds the attention's output."""
+    model = build_model("GPT-OSS", "float32")
+    shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=1, num_requests=1, table_width=1)
+    words = packed(shape, num_tokens=1, token_ids=[7], query_starts=[0, 1], seq_lens=[1], page_table=[[1]])
+    graphdef, state = nnx.split(model)
+    pool, last = jnp.zeros((model.config.num_layers * 2, 4, 4, 8)), jnp.zeros(2, jnp.int32)
+    outs = []
+    for kernels, attention in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"])):
+        spec = ProgramSpec(
+            graphdef=graphdef,
+            capture=model.config.capture_spec,
+            kernels=kernels,
+            attention=attention,
+            num_pages=2,
+            raw_logprobs=False,
+        )
+        outs.append(jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words)[1])
+    np.testing.assert_array_equal(outs[0].rows, outs[1].rows)
+    np.testing.assert_allclose(outs[0].hidden, outs[1].hidden, atol=BOUNDS["float32"])

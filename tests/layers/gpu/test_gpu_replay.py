@@ -74,7 +74,7 @@ def test_training_forward_keeps_the_replay_laws(sizes):
     training = Training(sizes)
     live = training.step(training.state, None)[1]
     assert same_bits(training.step(training.state, None)[1].logits, live.logits)
-    ids = jnp.asarray(random_routes(training.rng, live.ids.shape, sizes.config.router.num_experts))
+    ids = jnp.asarray(random_routes(training.rng, live.ids.shape, sizes.config.capture_spec.num_experts))
     batches = (training.batch(live.ids, True), training.batch(ids, False), training.batch(ids, True))
     same, none, forced = (training.step(training.state, batch)[1] for batch in batches)
     assert same_bits(forced.ids, ids), "C1: executed ids are the forced ids"
@@ -86,14 +86,14 @@ def test_training_forward_keeps_the_replay_laws(sizes):
 @over_models
 def test_gradients_of_replayed_routes(sizes):
     training = Training(sizes)
-    shape = (*training.tokens.shape, sizes.config.num_layers, sizes.config.router.top_k)
-    ids = jnp.asarray(random_routes(training.rng, shape, sizes.config.router.num_experts))
+    shape = (*training.tokens.shape, sizes.config.num_layers, sizes.config.capture_spec.top_k)
+    ids = jnp.asarray(random_routes(training.rng, shape, sizes.config.capture_spec.num_experts))
     plain, remat = (training.gradient(training.state, training.batch(ids, True), remat) for remat in (False, True))
     for left, right in zip(*map(jax.tree.leaves, (plain, remat)), strict=True):
         left, right = (np.asarray(leaf, np.float32) for leaf in (left, right))
         distance = np.linalg.norm(left - right) / max(np.linalg.norm(left), 1e-30)
         assert distance < MAX_REMAT_DISTANCE, f"C4: remat moves a gradient by {distance:.2g}"
-    router = np.asarray(plain["blocks"][0]["router"][...], np.float32)
+    router = np.asarray(plain["blocks"][0][0]["router"][...], np.float32)
     assert np.isfinite(router).all() and np.any(router), "C5: the router's gradient is finite and not 0"
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.attention import PagedBatch, write_kv
-from routed_experts.layers.tpu.attention import ragged_attention
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.tpu.attention import PLAIN, ragged_attention
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -70,7 +71,7 @@ def make_step(requests, *, heads=4, groups=2, head_dim=16, page_size=16, padded=
     return Step(queries, pool, batch, LAYER * num_pages, keys, values, total)
 
 
-def oracle(step, dtype):
+def oracle(step, dtype, features=PLAIN):
     """One token and one head at a time, in float64, on the numbers as `dtype` holds them."""
 
     def as_stored(x):
@@ -80,20 +81,23 @@ def oracle(step, dtype):
     queries, out = as_stored(step.queries), np.zeros(step.queries.shape)
     positions, rows = np.asarray(step.batch.positions), np.asarray(step.batch.token_rows)
     for n in range(step.num_tokens):
-        keys, values = (as_stored(part[rows[n]][: positions[n] + 1]) for part in (step.keys, step.values))
+        first = max(0, positions[n] + 1 - features.window) if features.window else 0
+        first = max(first, positions[n] // features.chunk * features.chunk) if features.chunk else first
+        keys, values = (as_stored(part[rows[n]][first : positions[n] + 1]) for part in (step.keys, step.values))
         for head in range(heads):
             group = head // (heads // groups)
-            scores = keys[:, group] @ queries[n, head] / np.sqrt(queries.shape[2])
-            weights = np.exp(scores - scores.max())
-            out[n, head] = (weights / weights.sum()) @ values[:, group]
+            scores = keys[:, group] @ queries[n, head] * (features.scale or queries.shape[2] ** -0.5)
+            sink = -np.inf if features.sinks is None else float(features.sinks[head])
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out[n, head] = (weights / (weights.sum() + np.exp(sink - top))) @ values[:, group]
     return out
 
 
-def attend(step, dtype=jnp.float32, run=RUN):
+def attend(step, dtype=jnp.float32, run=RUN, features=PLAIN):
     first = jnp.asarray(step.first_page, jnp.int32)
-    return np.asarray(
-        run(jnp.asarray(step.queries, dtype), jnp.asarray(step.pool, dtype), first, step.batch), np.float64
-    )
+    arrays = jnp.asarray(step.queries, dtype), jnp.asarray(step.pool, dtype)
+    return np.asarray(run(*arrays, first, step.batch, features), np.float64)
 
 
 RAGGED = {  # (keys before, new tokens) of each request
@@ -111,7 +115,9 @@ def test_a_ragged_step_equals_the_loop(requests):
 
 # query heads, kv heads, head dim
 @pytest.mark.parametrize(
-    ("sizes", "dtype"), [((4, 4, 8), jnp.bfloat16), ((2, 1, 16), jnp.float32), ((6, 2, 128), jnp.bfloat16)], ids=str
+    ("sizes", "dtype"),
+    [((4, 4, 8), jnp.bfloat16), ((2, 1, 16), jnp.float32), ((6, 2, 128), jnp.bfloat16), ((2, 2, 256), jnp.bfloat16)],
+    ids=str,
 )
 def test_any_number_of_heads_will_do(sizes, dtype):
     heads, groups, head_dim = sizes
@@ -156,6 +162,50 @@ def test_heads_narrower_than_the_pool_stand_beside_zeros():
     np.testing.assert_allclose(
         attend(dataclasses.replace(step, pool=wide), dtype), oracle(step, dtype), atol=EXACT[dtype]
     )
+
+
+FEATURES = {  # of 4 heads
+    "a window": AttentionFeatures(window=9),
+    "a window of several blocks": AttentionFeatures(window=150),
+    "a chunk": AttentionFeatures(chunk=48),
+    "all": AttentionFeatures(sinks=jnp.asarray([2.0, 0.5, -1.0, 0.0]), window=33, chunk=64, scale=0.7),
+}
+
+
+def without_keys_before_the_window(step, features):
+    """The same pool with NaN in place of all keys and values that no token of the step sees."""
+    pool, starts = np.array(step.pool), np.asarray(step.batch.query_starts)
+    for row in range(len(step.keys)):
+        position = int(step.batch.positions[starts[row]])
+        first = max(0, position + 1 - features.window) if features.window else 0
+        first = max(first, position // features.chunk * features.chunk) if features.chunk else first
+        for t in range(first):
+            pool[step.first_page + int(step.batch.page_table[row, t // 16]), t % 16] = np.nan
+    return dataclasses.replace(step, pool=pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "decode"),
+    [("a window of several blocks", False), ("a chunk", False), ("all", False), ("a window", True), ("all", True)],
+    ids=str,
+)
+def test_features_equal_the_loop_and_keys_that_are_not_seen_may_be_nan(name, decode):
+    features = FEATURES[name]
+    ragged = [(0, 20), (45, 1), (9, 1), (0, 3), (300, 40), (63, 2)]
+    requests = [(length, 1) for length in (0, 63, 64, 200, 5, 300, 48)] if decode else ragged
+    step = make_step(requests, padded=72, rows=8, decode=decode)
+    expected = oracle(step, jnp.float32, features)
+    out = attend(without_keys_before_the_window(step, features), features=features)
+    np.testing.assert_allclose(out, expected, atol=EXACT[jnp.float32])
+    assert not np.any(out[step.num_tokens :])
+
+
+def test_heads_of_64_beside_zeros_with_sinks_and_a_window_equal_the_loop_in_bfloat16():
+    """As GPT-OSS has them: 8 heads a group."""
+    features = AttentionFeatures(sinks=jnp.linspace(-1.0, 3.0, 16), window=128)
+    step, dtype = make_step([(0, 30), (200, 1), (130, 9)], heads=16, head_dim=64, padded=48), jnp.bfloat16
+    wide = dataclasses.replace(step, pool=np.pad(step.pool, ((0, 0), (0, 0), (0, 0), (0, 64))))
+    np.testing.assert_allclose(attend(wide, dtype, features=features), oracle(step, dtype, features), atol=EXACT[dtype])
 
 
 def test_what_was_just_written_is_what_is_read():

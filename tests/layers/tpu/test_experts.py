@@ -21,7 +21,7 @@ RUN = {name: jax.jit(functools.partial(path, interpret=True)) for name, path in 
 EXACT = 2e-5  # float32 against float64
 
 
-def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1):
+def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1, biased=False, activation="silu"):
     """A call of shape (N, K, E, D, F)."""
     num_rows, top_k, experts, dim, width = shape
     rng = np.random.default_rng(seed)
@@ -31,6 +31,8 @@ def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1):
     own = slice(layer * experts, (layer + 1) * experts)
     gate_up[own] = rng.standard_normal((experts, dim, 2 * width)) / dim**0.5
     down[own] = rng.standard_normal((experts, width, dim)) / width**0.5
+    biases = np.full((layers * experts, 2 * width + dim), np.nan, np.float32)
+    biases[own] = 3 * rng.standard_normal((experts, 2 * width + dim))  # some gates are beyond the clamp
     return ExpertCall(
         x=jnp.asarray(rng.standard_normal((num_rows, dim)), jnp.float32),
         ids=jnp.asarray(ids, jnp.int32),
@@ -40,6 +42,9 @@ def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1):
         down=jnp.asarray(down),
         first_expert=jnp.asarray(layer * experts, jnp.int32),
         num_experts=experts,
+        gate_up_bias=jnp.asarray(biases[:, : 2 * width]) if biased else None,
+        down_bias=jnp.asarray(biases[:, 2 * width :]) if biased else None,
+        activation=activation,
     )
 
 
@@ -48,12 +53,21 @@ def loop(call):
     x, weights, gate_up, down = (
         np.asarray(array, np.float64) for array in (call.x, call.weights, call.gate_up, call.down)
     )
+    gate_up_bias, down_bias = (
+        np.zeros((len(gate_up), 1)) if bias is None else np.asarray(bias, np.float64)
+        for bias in (call.gate_up_bias, call.down_bias)
+    )
     y, width = np.zeros_like(x), down.shape[1]
     for n in np.flatnonzero(call.valid):
-        for k, expert in enumerate(np.asarray(call.ids)[n]):
-            mixed = x[n] @ gate_up[int(call.first_expert) + expert]
+        for k, expert in enumerate(np.asarray(call.ids)[n] + int(call.first_expert)):
+            mixed = x[n] @ gate_up[expert] + gate_up_bias[expert]
             gate, up = mixed[:width], mixed[width:]
-            y[n] += weights[n, k] * ((gate / (1 + np.exp(-gate)) * up) @ down[int(call.first_expert) + expert])
+            if call.activation == "clamped swiglu":
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            else:
+                hidden = gate / (1 + np.exp(-gate)) * up
+            y[n] += weights[n, k] * (hidden @ down[expert] + down_bias[expert])
     return y
 
 
@@ -86,6 +100,35 @@ def test_an_expert_in_parts_equals_the_loop(path):
     call = random_call(1, (40, 4, 5, 8, 384))
     cut = functools.partial(PATHS[path], weight_bytes=3 * 8 * 4 * 128, interpret=True)
     np.testing.assert_allclose(jax.jit(cut)(call), loop(call), atol=EXACT)
+
+
+# Width and bytes of an expert's part: whole; columns of gate and up in pairs; in turn, the last columns ragged
+CUTS = {"whole": (24, 1 << 20), "in pairs": (384, 3 * 8 * 4 * 128), "in turn": (240, 8 * 4 * 300)}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("width", "weight_bytes"), CUTS.values(), ids=CUTS)
+def test_biased_experts_with_clamps_equal_the_loop_however_they_are_cut(path, width, weight_bytes):
+    call = random_call(9, (40, 4, 10, 8, width), biased=True, activation="clamped swiglu")
+    cut = functools.partial(PATHS[path], weight_bytes=weight_bytes, interpret=True)
+    np.testing.assert_allclose(jax.jit(cut)(call), loop(call), atol=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("which", ["biased", "clamped"])
+def test_biases_and_clamps_are_apart_from_each_other_and_round_as_the_dtype(path, which):
+    call = random_call(
+        10,
+        (21, 4, 8, 16, 24),
+        biased=which == "biased",
+        activation="clamped swiglu" if which == "clamped" else "silu",
+    )
+    names = [name for name in ("x", "gate_up", "down", "gate_up_bias", "down_bias") if getattr(call, name) is not None]
+    low = dataclasses.replace(call, **{name: vars(call)[name].astype(jnp.bfloat16) for name in names})
+    for made, atol in ((call, 1e-4), (low, 0.3)):
+        out = jax.jit(functools.partial(PATHS[path], interpret=True))(made)
+        assert out.dtype == made.x.dtype
+        np.testing.assert_allclose(np.asarray(out, np.float64), loop(made), atol=atol)
 
 
 def test_a_step_of_many_rows_is_sorted_and_one_of_few_is_not():
@@ -186,11 +229,11 @@ def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
         "ids": (4, 2),
         "weights": (4, 2),
         "valid": (4,),
-        "gate_up": (8, 4096, 4000),
-        "down": (8, 2000, 4096),
+        "gate_up": (8, 4096, 4008),
+        "down": (8, 2004, 4096),
     }
     dtypes = {"ids": jnp.int32, "valid": jnp.bool_}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in abstract.items()}
     call = ExpertCall(**arrays, first_expert=jax.ShapeDtypeStruct((), jnp.int32), num_experts=8)
-    with pytest.raises(ConfigError, match=r"4096 by 2000.*no multiple of 128.*choose moe_backend='tiled'"):
+    with pytest.raises(ConfigError, match=r"4096 by 2004.*no multiple of 16.*choose moe_backend='tiled'"):
         jax.eval_shape(fused_experts, call)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
-from routed_experts.layers.rotary import rotary_cos_sin
+from routed_experts.layers.rotary import RotarySpec, rotary_cos_sin
+from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.layers.tpu.qk_norm_rope import TOKEN_TILE, prepare, prepare_plainly
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -22,10 +23,7 @@ INTERPRETED = functools.partial(prepare, interpret=True)
 
 
 def run(projected, *rest, program=INTERPRETED):
-    arrays = {
-        field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"
-    }
-    return jax.jit(lambda arrays, *rest: program(FusedQKV(**arrays, eps=projected.eps), *rest))(arrays, *rest)
+    return jax.jit(program)(projected, *rest)
 
 
 def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0):
@@ -118,11 +116,136 @@ def test_bfloat16_rounds_as_array_code_does():
         assert np.mean(own == plain) > 0.98
 
 
-def test_heads_narrower_than_the_pool_take_array_code():
+def rotary(spec, batch, head_dim):
+    """The oracle's rotary: complex numbers of each pair, on the first dims."""
+
+    def turn(row, position):
+        size = 2 * len(spec.inverse)
+        first, second = (row[0:size:2], row[1:size:2]) if spec.interleaved else np.split(row[:size], 2)
+        pairs = (first + 1j * second) * np.exp(1j * position * np.array(spec.inverse))
+        out = row.copy()
+        if spec.interleaved:
+            out[0:size:2], out[1:size:2] = pairs.real, pairs.imag
+        else:
+            out[:size] = np.concatenate([pairs.real, pairs.imag])
+        return out
+
+    return turn
+
+
+def loop_of_traits(projected, pool, first_page, batch, total, turn):
+    """One token at a time, in float64, with any norm and any order."""
+    pool, groups, head_dim = np.array(pool, np.float64), pool.shape[2] // 2, projected.head_dim
+    qkv, traits = np.asarray(projected.qkv, np.float64).reshape(len(projected.qkv), -1, head_dim), projected.traits
+    heads = qkv.shape[1] - 2 * groups
+    queries = np.zeros((total, heads, head_dim))
+
+    def normed(part, norms):
+        if not traits.qk_norm:
+            return part
+        scale = 1.0 if norms is None else np.asarray(norms, np.float64)[1] + traits.qk_norm_offset
+        if traits.qk_norm == "whole":
+            flat = part.reshape(-1)
+            return (flat / np.sqrt(np.mean(flat**2) + 1e-6) * scale).reshape(part.shape)
+        return part / np.sqrt(np.mean(part**2, axis=1, keepdims=True) + 1e-6) * scale
+
+    for n in range(total):
+        position = int(batch.positions[n])
+
+        def prepared(part, norms, position=position):
+            def turned(part):
+                return np.stack([turn(row, position) for row in part]) if traits.rotary else part
+
+            return normed(turned(part), norms) if traits.norm_after_rope else turned(normed(part, norms))
+
+        queries[n] = prepared(qkv[n, :heads], projected.q_norm)
+        slot = int(first_page) + int(batch.page_table[batch.token_rows[n], position // PAGE_SIZE]), position % PAGE_SIZE
+        pool[slot][0::2, :head_dim] = prepared(qkv[n, heads : heads + groups], projected.k_norm)
+        pool[slot][1::2, :head_dim] = qkv[n, heads + groups :]
+        pool[slot][:, head_dim:] = 0
+    return queries, pool
+
+
+def angles_of(count, **fields):
+    return RotarySpec(inverse=tuple(1e4 ** (-np.arange(count) / count)), **fields)
+
+
+# Traits; rotary; query heads, kv heads, head dim and the width of the pool's rows. 96: heads lie across tiles of lanes.
+FAMILIES = {
+    "GPT-OSS: no norm, half the lanes": (dict(qk_norm=""), angles_of(32), (4, 2, 64, 128)),
+    "GLM-4.5: head norm, half of the dims": (dict(), angles_of(8), (3, 1, 32, 32)),
+    "OLMoE: one norm, all dims": (dict(qk_norm="whole"), angles_of(8), (4, 2, 16, 16)),
+    "MiniMax-M2: one norm, half of the dims, beside zeros": (dict(qk_norm="whole"), angles_of(16), (4, 2, 64, 128)),
+    "Ernie 4.5: pairs": (dict(qk_norm="", interleaved=True), angles_of(8, interleaved=True), (2, 2, 16, 16)),
+    "partial pairs": (dict(interleaved=True), angles_of(16, interleaved=True), (2, 1, 64, 128)),
+    "an offset norm, across tiles": (dict(qk_norm_offset=1.0), angles_of(48), (2, 1, 96, 128)),
+    "HunYuan: norm after positions": (dict(norm_after_rope=True), angles_of(8), (2, 1, 16, 16)),
+    "Llama 4: bare norm after pairs": (
+        dict(qk_norm="bare", norm_after_rope=True, interleaved=True),
+        angles_of(8, interleaved=True),
+        (2, 1, 16, 16),
+    ),
+    "no positions": (dict(qk_norm="", rotary=False), angles_of(0), (2, 1, 16, 16)),
+}
+
+
+def make_family(name, dtype=jnp.float32):
+    """A step of a family in the kernel's terms: what prepare takes, the number of tokens, and the rotary."""
+    fields, spec, (heads, groups, head_dim, width) = FAMILIES[name]
+    projected, _, first_page, batch, total = make(
+        [(0, 9), (20, 1), (7, 3)], heads=heads, groups=groups, head_dim=head_dim, padded=16, dtype=dtype
+    )
+    rng, traits = np.random.default_rng(1), StackTraits(**fields)
+    sizes = {"head": (head_dim,) * 2, "whole": (heads * head_dim, groups * head_dim)}.get(traits.qk_norm)
+    norms = [None, None]
+    if sizes is not None:
+        norms = [np.full((LAYERS, size), np.nan, np.float32) for size in sizes]
+        for norm in norms:
+            norm[1] = 1 - traits.qk_norm_offset + 0.3 * rng.standard_normal(norm.shape[1])
+        norms = [jnp.asarray(norm, dtype) for norm in norms]
+    cos, sin = spec.cos_sin(batch.positions)
+    if not spec.interleaved and 2 * len(spec.inverse) == head_dim:
+        cos, sin = (jnp.concatenate([part, part], axis=1) for part in (cos, sin))
+    projected = dataclasses.replace(
+        projected, q_norm=norms[0], k_norm=norms[1], cos=cos, sin=sin, traits=traits, head_dim=head_dim
+    )
+    pool = jnp.asarray(rng.standard_normal((LAYERS * NUM_PAGES, PAGE_SIZE, 2 * groups, width)), dtype)
+    return (projected, pool, first_page, batch), total, rotary(spec, batch, head_dim)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_families_have_is_that_of_the_loop(name):
+    made, total, turn = make_family(name)
+    queries, pool = run(*made)
+    wanted_queries, wanted_pool = loop_of_traits(*made, total, turn)
+    head_dim = made[0].head_dim
+    np.testing.assert_allclose(queries[:total, :, :head_dim], wanted_queries, atol=3e-5)
+    assert not np.any(queries[:total, :, head_dim:])
+    np.testing.assert_allclose(pool, wanted_pool, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("GPT", "Mini", "an off", "Llama"))])
+def test_what_families_have_rounds_as_array_code_does_in_bfloat16(name):
+    made, total, _ = make_family(name, jnp.bfloat16)
+    options = {"xla_allow_excess_precision": False}  # else XLA may leave out a rounding between two operations
+    own, plain = (jax.jit(program, compiler_options=options)(*made) for program in (INTERPRETED, prepare_plainly))
+    queries, pool = (np.asarray(array, np.float32) for array in own)
+    plain_queries, plain_pool = (np.asarray(array, np.float32) for array in plain)
+    pages = int(made[2]) + np.arange(1, NUM_PAGES)
+    for own, plain in ((queries[:total], plain_queries[:total]), (pool[pages], plain_pool[pages])):
+        np.testing.assert_allclose(own, plain, atol=0.04)
+        assert np.mean(own == plain) > 0.98
+
+
+def test_heads_narrower_than_the_pool_take_array_code_where_the_projection_is_no_whole_tile():
     projected, pool, first_page, batch, total = make([(4, 6)], heads=2, groups=1, head_dim=8, padded=8)
-    wide = jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 8)))
+    wide, projected = (
+        jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 8))),
+        dataclasses.replace(projected, head_dim=8),
+    )
     queries, written = run(projected, wide, first_page, batch)
     wanted_queries, wanted_pool = loop(projected, pool, first_page, batch, total)
-    np.testing.assert_allclose(queries[:total], wanted_queries, atol=2e-5)
+    np.testing.assert_allclose(queries[:total, :, :8], wanted_queries, atol=2e-5)
+    assert not np.any(queries[:total, :, 8:])
     own = [int(page) + int(first_page) for page in np.asarray(batch.page_table)[0]]
     np.testing.assert_allclose(written[jnp.asarray(own), ..., :8], wanted_pool[own], atol=2e-5)

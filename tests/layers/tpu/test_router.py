@@ -126,6 +126,98 @@ def test_a_row_of_nan_names_the_first_experts_as_the_plain_law_does_and_harms_no
         assert np.array_equal(routing.ids[n], clean.ids[n])
 
 
+def law(num_experts, top_k, **fields):
+    return RouterSpec(num_experts=num_experts, top_k=top_k, **fields)
+
+
+GROUPS = dict(num_groups=8, topk_group=4, group_score_topk=2)
+LAWS = {
+    "DeepSeek-V3": law(
+        64, 8, renormalize=True, scoring_func="sigmoid", biased=True, epsilon=1e-20, scale=2.5, **GROUPS
+    ),
+    "DeepSeek-V2": law(60, 6, renormalize=False, scale=16.0, num_groups=3, topk_group=2),
+    "GLM-4, MiniMax-M2": law(32, 4, renormalize=True, scoring_func="sigmoid", biased=True, epsilon=1e-20),
+    "Ernie 4.5": law(24, 6, renormalize=True, biased=True, epsilon=1e-12),
+    "GPT-OSS, Granite": law(32, 4, renormalize=True, scoring_func="logits"),
+    "Llama 4": law(16, 1, renormalize=False, scoring_func="sigmoid"),
+    "PhiMoE": law(16, 2, renormalize=False, scoring_func="sparsemixer", jitter_eps=0.05),
+}
+
+
+def law_of_one_token(row, bias, spec, replayed=None):
+    """The oracle: one token in float64; ids by sorting (what is chosen by down, id up), groups as lists of experts."""
+    exponents = np.exp(row - row.max())
+    scores = {"softmax": exponents / exponents.sum(), "sigmoid": 1 / (1 + np.exp(-row))}.get(spec.scoring_func, row)
+    chosen_by, size = scores + bias, spec.num_experts // spec.num_groups
+    groups = [list(range(first, first + size)) for first in range(0, spec.num_experts, size)]
+
+    def rank(group):
+        return sum(sorted((chosen_by[expert] for expert in group), reverse=True)[: spec.group_score_topk])
+
+    best = sorted(groups, key=rank, reverse=True)[: spec.topk_group]
+    inside = sorted((expert for group in best for expert in group), key=lambda expert: (-chosen_by[expert], expert))
+    ids = np.array(inside[: spec.top_k]) if replayed is None else replayed.astype(int)
+    if spec.scoring_func == "sparsemixer":
+        weights, left = [], row.copy()
+        for expert in ids:
+            top = left.max()
+            near = (top - row) / np.maximum(np.abs(row), top) <= 2 * spec.jitter_eps
+            near[expert] = True
+            shares = np.where(near, np.exp(left - top), 0.0)
+            weights.append(shares[expert] / shares.sum())
+            left[expert] = -np.inf
+        return ids, np.array(weights) * spec.scale
+    weights = np.exp(row[ids] - row[ids].max()) if spec.scoring_func == "logits" else scores[ids]
+    if spec.renormalize:
+        weights = weights / (weights.sum() + spec.epsilon)
+    return ids, weights * spec.scale
+
+
+@pytest.mark.parametrize("spec", LAWS.values(), ids=LAWS)
+def test_every_law_is_that_of_one_token_live_and_replayed_and_is_written_in_its_place(spec):
+    rng, num_tokens = np.random.default_rng(5), 37
+    logits = rng.standard_normal((num_tokens, spec.num_experts)).astype(np.float32)
+    bias = rng.standard_normal(spec.num_experts).astype(np.float32) / 4 if spec.biased else None
+    valid = rng.random(num_tokens) < 0.4
+    replayed = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(num_tokens)]).astype(np.uint8)
+    block, layer = numbered_block(spec, num_tokens), jnp.asarray(3, jnp.int32)
+    rows = [
+        law_of_one_token(
+            row.astype(np.float64),
+            np.zeros(spec.num_experts) if bias is None else bias.astype(np.float64),
+            spec,
+            replayed[n] if valid[n] else None,
+        )
+        for n, row in enumerate(logits)
+    ]
+    ids, weights = (np.stack(part) for part in zip(*rows, strict=True))
+    routed = LayerRouting(jnp.asarray(replayed), jnp.asarray(valid))
+    selection_bias = None if bias is None else jnp.asarray(bias)
+    routing, written = ROUTE(jnp.asarray(logits), routed, jnp.asarray(block), layer, spec=spec, bias=selection_bias)
+    assert np.array_equal(routing.ids, ids) and np.array_equal(routing.replaced, valid)
+    np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
+    block[3 * spec.top_k : 4 * spec.top_k] = ids.T
+    assert np.array_equal(written, block)
+    live, _ = ROUTE(jnp.asarray(logits), None, jnp.asarray(block), layer, spec=spec, bias=selection_bias)
+    assert np.array_equal(live.ids, routing.native_ids) and np.array_equal(live.ids[~valid], ids[~valid])
+
+
+@pytest.mark.parametrize("spec", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=str)
+def test_ties_are_those_of_the_plain_law_and_a_broken_row_names_experts_and_harms_no_other(spec, poison):
+    rng = np.random.default_rng(6)
+    logits = tied_logits(rng, 40, spec.num_experts)
+    logits[7], logits[11, 3], logits[13] = poison, poison, 0.0
+    bias = jnp.asarray(rng.integers(-2, 3, spec.num_experts) / 4, jnp.float32) if spec.biased else None
+    routing, _ = ROUTE(jnp.asarray(logits), None, None, jnp.asarray(0, jnp.int32), spec=spec, bias=bias)
+    plain = PLAIN(jnp.asarray(logits), None, spec=spec, bias=bias)
+    others = ~np.isin(np.arange(40), (7, 11))  # how array code orders NaN depends on its sign
+    assert np.array_equal(routing.ids[others], plain.ids[others])
+    np.testing.assert_allclose(routing.weights[others], plain.weights[others], rtol=1e-5, atol=1e-12)
+    for ids in np.asarray(routing.ids)[~others]:
+        assert len(set(ids)) == spec.top_k and np.all((ids >= 0) & (ids < spec.num_experts))
+
+
 @pytest.mark.parametrize(
     ("rows", "top_k", "expected"), [(384, 8, 8), (40, 4, 8), (4, 4, 4), (30, 6, 0), (80, 16, 16), (5, 1, 5)]
 )

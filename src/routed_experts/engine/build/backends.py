@@ -20,6 +20,8 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.parallel import AxisGroup, Rerouter
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.sharding import AXIS
 
 T = TypeVar("T")
@@ -129,8 +131,7 @@ NATIVE_BY_PLATFORM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)}
 )
 REFERENCE_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
-BATCH_DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
-DETERMINISTIC = ("reference",)  # rows are batch-invariant
+BATCH_INVARIANT = ("reference",)  # the plain ones of deterministic mode
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,33 +158,22 @@ class BackendRegistry:
     ) -> tuple[Kernels, AttentionBackend]:
         """The backends of `args` for a model that `needs` features, on `platform` (default: the default device's).
 
-        With a capacity-limited `placement_config`, routers respect capacities. Deterministic mode uses `reference`
-        only. A backend that hides the ids it runs is refused with capture on. Raises ConfigError,
+        With a capacity-limited `placement_config`, routers respect capacities. Deterministic mode uses backends that
+        are batch-invariant. A backend that hides the ids it runs is refused with capture on. Raises ConfigError,
         CaptureUnsupportedError."""
         where = platform or jax.default_backend()
-        moe_auto, attention_auto = (
-            (*NATIVE_BY_PLATFORM.get(where, ()), *fallback) for fallback in (REFERENCE_MOE, PLAIN_ATTENTION)
+        moe_auto, attention_auto = self._auto(where, deterministic=args.deterministic)
+
+        machine, expert_gap, attention_gap = (where, args.tp_size), _expert_gap(needs), _attention_gap(needs)
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, machine, expert_gap)
+        attention = _pick(
+            "attention_backend", args.attention_backend, self.attention, attention_auto, machine, attention_gap
         )
         if args.deterministic:
-            moe_auto = attention_auto = DETERMINISTIC
-            check_batch_invariant(args)
-
-        def missing_expert_features(kernels: Kernels) -> frozenset[str]:
-            return needs.experts - kernels.moe.features
-
-        def missing_attention_features(attention: AttentionBackend) -> frozenset[str]:
-            return needs.attention if attention.run_with_features is None else frozenset()
-
-        machine = (where, args.tp_size)
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, machine, missing_expert_features)
-        attention = _pick(
-            "attention_backend",
-            args.attention_backend,
-            self.attention,
-            attention_auto,
-            machine,
-            missing_attention_features,
-        )
+            _check_batch_invariant("moe_backend", args.moe_backend, kernels.batch_invariant)
+            _check_batch_invariant("attention_backend", args.attention_backend, attention.batch_invariant)
+            # One rounding of greedy rows, beside sampled rows and without them: that of the sampler's array code.
+            kernels = dataclasses.replace(kernels, argmax=None)
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             text = f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs"
             raise CaptureUnsupportedError(
@@ -200,13 +190,46 @@ class BackendRegistry:
         )
         return kernels.with_group(group), attention
 
+    def _auto(self, platform: str, *, deterministic: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What `auto` tries in turn, for the experts and for attention."""
+        native = NATIVE_BY_PLATFORM.get(platform, ())
+        if not deterministic:
+            return (*native, *REFERENCE_MOE), (*native, *PLAIN_ATTENTION)
+        moe = [name for name in native if self.moe[name].load().batch_invariant]
+        attention = [name for name in native if self.attention[name].load().batch_invariant]
+        return (*moe, *BATCH_INVARIANT), (*attention, *BATCH_INVARIANT)
 
-def check_batch_invariant(args: ServerArgs) -> None:
+    def layer_paths(self, config: FamilyConfig) -> dict[str, str]:
+        """How a model's layers run on one device of each platform, by `auto`, on a machine that can run all of the
+        platform's kernels: see `describe_path`."""
+        paths = dict[str, str]()
+        for platform, names in NATIVE_BY_PLATFORM.items():
+            kernels = _first(self.moe, (*names, *REFERENCE_MOE), _expert_gap(config.needs))
+            attention = _first(self.attention, (*names, *PLAIN_ATTENTION), _attention_gap(config.needs))
+            paths[platform] = describe_path(config, kernels, attention)
+        return paths
+
+
+def _expert_gap(needs: RequiredFeatures) -> Callable[[Kernels], frozenset[str]]:
+    """The required features of experts that kernels lack."""
+    return lambda kernels: needs.experts - kernels.moe.features
+
+
+def _attention_gap(needs: RequiredFeatures) -> Callable[[AttentionBackend], frozenset[str]]:
+    """The required features of attention that a backend lacks."""
+    return lambda attention: needs.attention if attention.run_with_features is None else frozenset()
+
+
+def _first(entries: Mapping[str, BackendEntry[T]], names: tuple[str, ...], gap: Callable[[T], frozenset[str]]) -> T:
+    """The first of these backends that lacks nothing."""
+    return next(backend for name in names if not gap(backend := entries[name].load()))
+
+
+def _check_batch_invariant(field: str, name: str, batch_invariant: bool) -> None:
     """Raise ConfigError for a backend whose rows depend on the composition of the batch or on chunk boundaries."""
-    for field, name in (("moe_backend", args.moe_backend), ("attention_backend", args.attention_backend)):
-        if name in BATCH_DEPENDENT:
-            text = f"{field}={name!r} with deterministic=True: its rows may depend on the batch"
-            raise ConfigError(f"{text}; choose auto or 'reference'")
+    if not batch_invariant:
+        text = f"{field}={name!r} with deterministic=True: its rows may depend on the batch"
+        raise ConfigError(f"{text}; choose auto or 'reference'")
 
 
 def _pick(

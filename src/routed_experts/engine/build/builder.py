@@ -44,10 +44,12 @@ from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.decoder.replica_maps import moe_groups
-from routed_experts.models.loading.model_source import with_local_model
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
@@ -95,25 +97,26 @@ def build_engine(
     placement: PlacementConfig | None = None,
     self_check: bool = False,
 ) -> EngineComponents:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` is called with (bytes
-    loaded, total bytes); `experts` may offload experts to the host, `placement` places them on devices; `self_check`
-    replays captured rows. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `args.model_path` is a local
+    folder, as `with_local_model` returns it. `on_load` is called with (bytes loaded, total bytes); `experts` may
+    offload experts to the host, `placement` places them on devices; `self_check` replays captured rows. Raises
+    ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     skip_absent_tpu()
-    args = with_local_model(args, weights=load_format != "dummy")
     check_single_process()
     offloads_experts = experts is not None and experts.num_resident is not None
-    source, config = _open(args, model, load_format, in_parts=offloads_experts or placement is not None)
+    source, config = _open(args, model, load_format)
     offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
     shards = create_sharding(args, config, placement)
     args = _disable_prefix_cache_if_recurrent(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
-    clock.done(
-        "kernels",
-        f"{kernels.moe.name} matrices, {attention.name} attention{'' if offload is None else f'; {offload.summary}'}",
-    )
+    _check_batch_invariant_states(args, config, attention)
+    chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
+    if isinstance(config, FamilyConfig) and offload is None:
+        chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
+    clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
     planned = (
         None if offload is not None else _plan_memory(clock, args, config, abstract_arrays(source, args.dtype), shards)
     )
@@ -164,6 +167,15 @@ def build_engine(
         rebalancer=rebalancer,
         load_monitor=watch,
     )
+
+
+def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, attention: AttentionBackend) -> None:
+    """Raise ConfigError in deterministic mode for states that array code updates in chunks of a step: their last bits
+    depend on where a prompt is cut."""
+    shape = config.cache.recurrent
+    if args.deterministic and isinstance(shape, DeltaShape) and (shape.by_channel or attention.recur is None):
+        text = "deterministic=True with a delta rule that runs as array code: its sums depend on where a prompt is cut"
+        raise ConfigError(f"{text}; leave deterministic out")
 
 
 def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
@@ -257,13 +269,11 @@ def _new_core(
     )
 
 
-def _open(
-    args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
-) -> tuple[ModelFolder | Decoder, DecoderConfig]:
+def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | Decoder, DecoderConfig]:
     """Open the model to serve and check its config against the options."""
     if model is None and args.model_path is None:
         raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-    source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
+    source = model or ModelFolder.open(str(args.model_path), load_format=load_format)
     config: DecoderConfig = source.config
     if args.enable_return_routed_experts and config.capture_spec is None:
         text = f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer"

@@ -7,9 +7,9 @@ import jax
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.memory_planning import plan_engine
 from routed_experts.engine.control.served_model import create_sharding
-from routed_experts.models.base.interface import DecoderConfig
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
 
@@ -29,6 +29,7 @@ class Inspection:
     top_k: int
     row_bytes: int
     kv_tokens: int
+    layer_paths: dict[str, str]  # by platform
     memory_plan: tuple[str, ...]
 
 
@@ -38,13 +39,12 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
         raise ConfigError("model_path=None; give the folder of a checkpoint or a Hugging Face id")
     path = find_model(args.model_path, revision=args.revision, weights=load_format != "dummy")
     folder = ModelFolder.open(str(path), load_format=load_format)
-    config: DecoderConfig = folder.config
-    dtype = folder.dtype(args.dtype)
+    config, dtype = folder.config, folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
     planned = plan_engine(args, config, arrays, create_sharding(args, config))
     plan = planned.memory
     return Inspection(
-        architecture=type(folder.config).__name__.removesuffix("Config"),
+        architecture=folder.architecture,
         dtype=str(dtype),
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arrays)),
         context_length=planned.context_length,
@@ -54,6 +54,7 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
         num_experts=0 if spec is None else spec.num_experts,
         top_k=0 if spec is None else spec.top_k,
         row_bytes=0 if spec is None else spec.row_bytes,
+        layer_paths=DEFAULT_BACKENDS.layer_paths(folder.config),
         kv_tokens=(plan.pool.num_pages - 1) * args.page_size,
         memory_plan=tuple(plan.lines()),
     )

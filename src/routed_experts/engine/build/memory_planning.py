@@ -12,7 +12,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.served_model import abstract_state
-from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
+from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.model_folder import ModelFolder
@@ -53,8 +53,8 @@ def abstract_arrays(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any,
 def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of
     bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are
-    the same."""
-    dtype = jnp.result_type(jax.tree.leaves(state)[0])
+    the same. Raises what `common_dtype` raises."""
+    dtype = common_dtype(state)
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
     cache = config.cache
@@ -63,7 +63,7 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
         num_pages=0,
         page_size=args.page_size,
         num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim if cache.latent else row_width(cache.head_dim, jax.default_backend()),
+        head_dim=row_width(cache.head_dim, jax.default_backend()),
         dtype=dtype,
         latent=cache.latent,
         num_recurrent=cache.num_recurrent,

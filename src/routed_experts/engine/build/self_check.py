@@ -84,11 +84,8 @@ def _request(index: int, prompt: np.ndarray, *, capture: bool) -> TokenizedGener
         input_ids=prompt,
         sampling=sampling,
         stop_token_ids=frozenset(),
-        extra_key=None,
-        stream=False,
         return_logprob=True,
         logprob_start_len=0,
-        top_logprobs_num=0,
         routed_experts=RoutingOptions(enabled=capture),
     )
 

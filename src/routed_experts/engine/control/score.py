@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float32, Int32, UInt
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
@@ -218,12 +218,8 @@ def _to_req(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
             input_ids=ids,
             sampling=SamplingParams(temperature=0.0, max_tokens=1).resolve(),
             stop_token_ids=frozenset(),
-            extra_key=None,
-            stream=False,
             return_logprob=True,
             logprob_start_len=0,
-            top_logprobs_num=0,
-            routed_experts=RoutingOptions(),
         )
     )
 
@@ -266,16 +262,13 @@ def _output(request: _ScoreRequest, spec: ProgramSpec, version: int) -> ScoreOut
     if spec.capture is not None:
         capture = spec.capture
         ids = np.concatenate(request.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
-        record = RoutedExperts(
+        record = RoutedExperts.from_spec(
+            capture,
             ids=ids,
             start=0,
             num_tokens=req.prompt_len,
             num_prompt_tokens=req.prompt_len,
-            layer_ids=capture.layer_ids,
-            num_hidden_layers=capture.num_hidden_layers,
-            num_experts=capture.num_experts,
             version_spans=((0, req.prompt_len, version),),
-            router=capture.router,
         )
     logprobs = np.array([req.input_logprobs[position][0] for position in range(1, req.prompt_len)], np.float32)
     return ScoreOutput(token_ids=req.source.input_ids, logprobs=logprobs, routed_experts=record, weight_version=version)

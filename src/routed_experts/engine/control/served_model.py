@@ -50,7 +50,7 @@ class ServedModel:
 
     @property
     def as_loaded(self) -> nnx.State[Any, Any]:
-        """Shapes of one device's part of the model's arrays."""
+        """Shapes of one device's part of the model's arrays; for tests."""
         return self.arrays if self.shards is None else self.shards.local_part(self.arrays)
 
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:

@@ -18,7 +18,6 @@ from jax.core import Tracer
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 
@@ -59,12 +58,10 @@ def load_state(
         raise WeightsMismatchError(
             f"model_path={short_repr(path)} must be the path of a checkpoint folder", param="model_path"
         )
-    folder = ModelFolder.open(path, in_parts=isinstance(served.config, FamilyConfig))  # as it is served
+    folder = ModelFolder.open(path)
     config: Any = served.config
     if folder.config != config:
-        theirs, ours = dataclasses.asdict(folder.config), dataclasses.asdict(config)
-        names = [name for name in ours if name not in theirs or theirs[name] != ours[name]]
-        fields = ", ".join(names[:_SHOWN]) or "architecture"
+        fields = ", ".join(_differences(dataclasses.asdict(config), dataclasses.asdict(folder.config))[:_SHOWN])
         text = f"model_path={short_repr(str(path))} is another model: its config differs in {fields}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
@@ -72,6 +69,17 @@ def load_state(
     gc.collect()  # nnx.merge leaves a cycle that keeps the old arrays in memory
     _check_finite(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Names of the fields of two configs that differ; of layers, the fields of their parts."""
+    names = [name for name in ours if name not in theirs or theirs[name] != ours[name]]
+    layers = [config.get("layers", ()) for config in (ours, theirs)]
+    if "layers" not in names or len(layers[0]) != len(layers[1]):
+        return ["num_layers" if name == "layers" else name for name in names]
+    parts = [(own[part], other[part]) for own, other in zip(*layers, strict=True) for part in ("mixer", "feed")]
+    fields = dict.fromkeys(name for own, other in parts for name in own if own[name] != other.get(name))
+    return [*(name for name in names if name != "layers"), *fields]
 
 
 def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:

@@ -79,7 +79,7 @@ class EngineThread:
 
     @property
     def num_pending_commands(self) -> int:
-        """Commands that wait for the end of the step."""
+        """Commands that wait for the end of the step; for tests."""
         return self._inbox.qsize()
 
     def submit(self, submission: Submission) -> concurrent.futures.Future[None]:

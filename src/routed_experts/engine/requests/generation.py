@@ -120,6 +120,16 @@ class AsyncGeneration:
         while self._call.is_open:
             yield self._call.process_output(await self._queue.queue.get())
 
+    async def run(self) -> None:
+        """Submit the requests and wait until all have ended. Leaving early aborts. Raises as `submit` and `outputs`
+        do."""
+        try:
+            await self.submit()
+            async for _ in self.outputs():
+                continue
+        finally:
+            self.abort()
+
     def abort(self, reason: FinishReason = ABORTED) -> None:
         """End what has not ended. Idempotent: the first reason counts."""
         if not self._is_aborted:

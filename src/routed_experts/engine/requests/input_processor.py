@@ -26,7 +26,8 @@ _RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What an engine can take. `pool_tokens`: KV slots that one request may fill."""
+    """What an engine can take. `longest_context`: what context_length may be raised to, 0 if that is not known;
+    `pool_tokens`: KV slots that one request may fill."""
 
     context_length: int
     pool_tokens: int
@@ -35,6 +36,7 @@ class RequestLimits:
     eos_token_ids: frozenset[int] = frozenset()  # of the checkpoint and its tokenizer
     default_max_tokens: int = 128
     max_requests: int = 1024  # of one call
+    longest_context: int = 0
 
 
 class InputProcessor:
@@ -109,6 +111,9 @@ class InputProcessor:
                 raise InvalidRequestError(text, param="prompt")
             _check_count("prompt", len(texts))
             for text in texts:
+                if isinstance(text, int | np.integer | list | tuple):
+                    message = f"{PARAM} holds {short_repr(text)}, which is no text; token ids go to input_ids="
+                    raise InvalidRequestError(message, param="prompt")
                 if not isinstance(text, str) or text == "":
                     message = f"{PARAM}={short_repr(text)} must be text of at least one character"
                     raise InvalidRequestError(message, param="prompt")
@@ -132,8 +137,10 @@ class InputProcessor:
         if ids.size >= limits.context_length:
             text = (
                 f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also "
-                "hold one new token; shorten it"
+                f"hold one new token; shorten it to at most {limits.context_length - 1}"
             )
+            if limits.longest_context > limits.context_length:
+                text += f", or raise context_length, up to {limits.longest_context}"
             raise PromptTooLongError(text, param=param)
         return ids.astype(np.int32)
 
@@ -165,8 +172,7 @@ class InputProcessor:
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt of {prompt_len} tokens does not fit the KV pool of {limits.pool_tokens} "
-                "tokens with one new token; "
-                "shorten it or raise max_total_tokens",
+                f"tokens with one new token; shorten it to at most {limits.pool_tokens - 1} or raise max_total_tokens",
                 param="prompt",
             )
         if params.max_tokens is None:

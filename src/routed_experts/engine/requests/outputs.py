@@ -14,7 +14,7 @@ from jaxtyping import Int16
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, RoutingFormatError
-from routed_experts.core.io_struct import FinishReason
+from routed_experts.core.io_struct import FinishReason, StrOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.requests.generation import AsyncGeneration
@@ -50,8 +50,8 @@ class WeightSpan:
 class CompletionOutput:
     """One choice. `token_ids` include the stop token that ended it; `logprobs` is None unless requested.
 
-    `record` is the routing of the whole sequence, prompt rows included; None if it was not requested, or if no token
-    was generated."""
+    `record` is the routing of the whole sequence, prompt rows included; None if it was not requested or the choice has
+    not ended, and without rows if it was aborted before its first token."""
 
     index: int
     text: str
@@ -111,12 +111,11 @@ class RequestOutput:
 def request_output(sequences: Sequence[SequenceState], prompt: str | None) -> RequestOutput:
     """The choices of one prompt, ended or as far as they are."""
     first = sequences[0]
-    prompt_logprobs = first.input_logprobs
     return RequestOutput(
         request_id=first.request.group.rpartition("-")[0],
         prompt=prompt,
         prompt_token_ids=tuple(first.request.input_ids.tolist()),
-        prompt_logprobs=None if prompt_logprobs is None else _logprobs(prompt_logprobs, first.input_top_logprobs),
+        prompt_logprobs=_prompt_logprobs(first),
         outputs=tuple(_completion(sequence) for sequence in sequences),
         finished=all(sequence.finish_reason is not None for sequence in sequences),
         num_cached_tokens=first.last.cached_tokens,
@@ -144,51 +143,61 @@ async def stream_outputs(
 ) -> AsyncIterator[RequestOutput]:
     """Run the call of one prompt. Leaving early aborts it, and so does an error of one choice."""
     call = open_call()
-    previous: dict[int, RequestOutput] = {}
+    first: dict[int, RequestOutput] = {}  # the first output of each choice
     try:
         await call.submit()
-        async for index, _ in call.outputs():
-            if kind == "final":
-                continue
-            before, now = previous.get(index), request_output([call.sequences[index]], prompt)
-            previous[index] = now
-            yield now if kind == "cumulative" or before is None else _since(before, now)
+        async for index, output in call.outputs():
+            sequence = call.sequences[index]
+            if kind == "delta" and index in first:
+                yield _delta(first[index], sequence, output)
+            elif kind != "final":
+                current = request_output([sequence], prompt)
+                first.setdefault(index, current)
+                yield current
         if kind == "final":
             yield request_output(call.sequences, prompt)
     finally:
         call.abort()
 
 
-def _since(before: RequestOutput, now: RequestOutput) -> RequestOutput:
-    """What one choice has gained."""
-    then, choice = before.outputs[0], now.outputs[0]
-    delta: CompletionOutput = dataclasses.replace(
-        choice,
-        text=choice.text[len(then.text) :],
-        token_ids=choice.token_ids[len(then.token_ids) :],
-        logprobs=None if choice.logprobs is None else choice.logprobs[len(then.logprobs or ()) :],
+def _delta(first: RequestOutput, sequence: SequenceState, output: StrOut) -> RequestOutput:
+    """What one output adds to a choice whose first output was `first`. Work is linear in what it adds."""
+    has_prompt_logprobs = first.prompt_logprobs is None and output.out.input_logprobs is not None
+    return dataclasses.replace(
+        first,
+        prompt_logprobs=_prompt_logprobs(sequence) if has_prompt_logprobs else None,
+        outputs=(_completion(sequence, output),),
+        finished=sequence.finish_reason is not None,
+        num_cached_tokens=sequence.last.cached_tokens,
+        metrics={"e2e_latency": sequence.latency_s},
     )
-    prompt_logprobs = now.prompt_logprobs if before.prompt_logprobs is None else None
-    return dataclasses.replace(now, outputs=(delta,), prompt_logprobs=prompt_logprobs)
 
 
-def _completion(sequence: SequenceState) -> CompletionOutput:
-    reason, logprobs, cumulative = sequence.finish_reason, None, None
-    if sequence.request.return_logprob:
-        entries = sequence.output_logprobs
-        logprobs = [entry or {} for entry in _logprobs(entries, sequence.output_top_logprobs)]
-        cumulative = sum(_number(entry.logprob) for entry in entries)
+def _completion(sequence: SequenceState, delta: StrOut | None = None) -> CompletionOutput:
+    """A choice with all that it has, or with the text, tokens and logprobs of its last output, `delta`, alone."""
+    text, token_ids = (sequence.text, sequence.token_ids) if delta is None else (delta.text, delta.out.new_token_ids)
+    reason, logprobs = sequence.finish_reason, None
+    returns_logprobs = sequence.request.return_logprob
+    if returns_logprobs:
+        new = slice(sequence.num_tokens - len(token_ids), None)
+        entries = _logprobs(sequence.output_logprobs[new], sequence.output_top_logprobs[new])
+        logprobs = [entry or {} for entry in entries]
     return CompletionOutput(
         index=sequence.request.choice,
-        text=sequence.text,
-        token_ids=sequence.token_ids,
-        cumulative_logprob=cumulative,
+        text=text,
+        token_ids=token_ids,
+        cumulative_logprob=sequence.cumulative_logprob if returns_logprobs else None,
         logprobs=logprobs,
         record=sequence.record,
         finish_reason=None if reason is None else reason.type,
         stop_reason=None if reason is None else reason.matched,
         weight_versions=_weight_versions(sequence),
     )
+
+
+def _prompt_logprobs(sequence: SequenceState) -> list[TokenLogprobs | None] | None:
+    entries = sequence.input_logprobs
+    return None if entries is None else _logprobs(entries, sequence.input_top_logprobs)
 
 
 def _logprobs(entries: Sequence[TokenLogprob], tops: Sequence[TopLogprobs]) -> list[TokenLogprobs | None]:
@@ -215,7 +224,7 @@ def _number(value: float | None) -> float:
 
 def _weight_versions(sequence: SequenceState) -> tuple[WeightSpan, ...]:
     """Which weights sampled which output tokens. The pass over the token before sampled output token j."""
-    count, record = len(sequence.token_ids), sequence.record
+    count, record = sequence.num_tokens, sequence.record
     if record is None:
         return (WeightSpan(version=sequence.last.weight_version, start=0, end=count),) if count else ()
     before = record.num_prompt_tokens - 1

@@ -34,7 +34,7 @@ TopLogprobs = tuple[TokenLogprob, ...] | None  # the best alternatives of one to
 
 class SequenceState:
     """One sequence of a call. `record` holds the rows of the last output, which are all of them unless the request
-    streams its rows."""
+    streams its rows; none of a request that ended before its first token."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class SequenceState:
         self.request, self.logprobs_mode = request, logprobs_mode
         self.output_logprobs: list[TokenLogprob] = []
         self.output_top_logprobs: list[TopLogprobs] = []
+        self.cumulative_logprob = 0.0  # of the generated tokens
         self.input_logprobs: list[TokenLogprob] | None = None
         self.input_top_logprobs: list[TopLogprobs] = []
         self.record: RoutedExperts | None = None
@@ -82,6 +83,8 @@ class SequenceState:
                 message = f"the routing of request {out.rid!r} is damaged: {cause}; report this with the request"
                 raise RoutingIncompleteError(message) from cause
         self.record = out.routed_experts
+        if out.finish_reason is not None and self.num_tokens == 0 and self.request.routed_experts.enabled:
+            self.record = self._no_rows()
         return StrOut(out=out, text=text)
 
     @property
@@ -111,14 +114,20 @@ class SequenceState:
         return tuple(self._token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """The number of tokens generated so far."""
+        return len(self._token_ids)
+
+    @property
     def rows(self) -> RoutedExperts:
-        """The record of a request that asked for one; of 0 rows if it ended before its first token."""
-        return self._no_rows() if self.record is None else self.record
+        """The record of a request that asked for one, in an output that has rows."""
+        assert self.record is not None, self.request.rid
+        return self.record
 
     def rows_of_prompt(self) -> RoutedExperts:
         """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
         prompt_len = self.rows.num_prompt_tokens
-        return self.rows if self.record is None else dataclasses.replace(self.rows[:prompt_len], num_tokens=prompt_len)
+        return dataclasses.replace(self.rows[:prompt_len], num_tokens=prompt_len)
 
     def _decode(self, out: TokenIDOut) -> str:
         """The text of an output: of all its tokens but a stop token, unless stops are included."""
@@ -134,7 +143,9 @@ class SequenceState:
     def _add_logprobs(self, out: TokenIDOut) -> None:
         new, prompt = out.output_logprobs, out.input_logprobs
         for value, top, token_id in zip(new.values, new.top, out.new_token_ids, strict=True):
-            self.output_logprobs.append(self._entry(value, token_id))
+            entry = self._entry(value, token_id)
+            self.output_logprobs.append(entry)
+            self.cumulative_logprob += -math.inf if entry.logprob is None else entry.logprob
             self.output_top_logprobs.append(self._top(top))
         if prompt is not None:
             token_ids = self.request.input_ids[self.request.logprob_start_len :].tolist()
@@ -152,16 +163,13 @@ class SequenceState:
         """The record of a request that ended before its first token."""
         spec, prompt_len = self._capture, int(self.request.input_ids.size)
         assert spec is not None, "a request for rows is refused where none are recorded"
-        return RoutedExperts(
+        return RoutedExperts.from_spec(
+            spec,
             ids=np.zeros((0, spec.num_moe_layers, spec.top_k), spec.dtype),
             start=self.request.routed_experts.start,
             num_tokens=prompt_len,
             num_prompt_tokens=prompt_len,
-            layer_ids=spec.layer_ids,
-            num_hidden_layers=spec.num_hidden_layers,
-            num_experts=spec.num_experts,
             version_spans=(),
-            router=spec.router,
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
-from routed_experts.formats.wire import START_KEY, drop_checksum, encode_as_lists, encode_meta_info
+from routed_experts.formats.wire import START_KEY, encode_rows
 
 _NOTHING_GENERATED = {"type": "length", "length": 0}
 
@@ -67,13 +67,6 @@ def _to_lists(entries: Sequence[TokenLogprob | TopLogprobs]) -> list[object]:
 
 def _encoded_rows(state: SequenceState, rows: RoutedExperts) -> dict[str, object]:
     """The wire form of the rows. Of format ref, whose rows a server keeps, only their start."""
-    options, aborted = state.request.routed_experts, state.record is None
-    layers = "moe" if options.layers == "moe" else "all"
-    if options.format == "ref":
-        return {START_KEY: rows.start}
-    if options.format == "list":
-        fields: dict[str, object] = {START_KEY: rows.start, **encode_as_lists(rows, layers=layers, aborted=aborted)}
-    else:
-        payload_format = "npy" if options.format == "npy" else "int32"
-        fields = encode_meta_info(rows, payload_format=payload_format, layers=layers, aborted=aborted)
-    return drop_checksum(fields) if options.stream else fields
+    options = state.request.routed_experts
+    fields = {} if options.format == "ref" else encode_rows(rows, options, aborted=state.num_tokens == 0)
+    return {START_KEY: rows.start, **fields}

@@ -221,7 +221,8 @@ def offload_step(
     )
     x = embed(spec.config, arrays.embed_head.embed, tokens)
     residual, pool = layers.run(Residual(x, capture, slot_counts), pool, routed)
-    hidden = final_norm(spec.config, residual.x, arrays.embed_head.norm, arrays.embed_head.norm_bias)
+    norms, kernels = arrays.embed_head, program.kernels
+    hidden = final_norm(spec.config, residual.x, norms.norm, norms.norm_bias, kernels.rows)
     capture, paged = residual.capture, batch.paged
     rows = None if capture is None or program.capture is None else capture.rows()
     if capture is not None and counts is not None:
@@ -323,9 +324,7 @@ def _layer_context(program: ProgramSpec, config: FamilyConfig, batch: ForwardBat
     """Inputs shared by the layers of a step; `recurrent`: some of them keep a state."""
     attend = PagedAttend(backend=program.attention, batch=batch.paged, num_pages=program.num_pages)
     ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)
-    positions = batch.paged.positions
-    angles = {rotary: rotary.cos_sin(positions) for rotary in config.rotary}
-    return LayerContext(positions, batch.paged.valid, ops.attend, ops.recur, program.kernels, angles)
+    return LayerContext.create(batch.paged.positions, batch.paged.valid, ops, program.kernels, config.rotary)
 
 
 def _layer_indices(block: int, config: FamilyConfig) -> tuple[LayerIndexArrays, ...]:

@@ -152,10 +152,10 @@ def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last,
     tokens, experts = jnp.arange(num_tokens, dtype=jnp.int32), jnp.arange(num_experts, dtype=jnp.int32)
 
     def settle(state: _State, took: _Last, num_requests: Int[Array, " E"]) -> _State:
-        left, found = state.room - num_requests, took.expert < num_experts
-        beyond = found & ((took.key < worst.key) | ((took.key == worst.key) & (took.expert > worst.expert)))
+        left, has_expert = state.room - num_requests, took.expert < num_experts
+        beyond = has_expert & ((took.key < worst.key) | ((took.key == worst.key) & (took.expert > worst.expert)))
         return _State(
-            chosen=state.chosen.at[state.rank].set(jnp.where(found, took.expert, -1)),
+            chosen=state.chosen.at[state.rank].set(jnp.where(has_expert, took.expert, -1)),
             last=took,
             room=left,
             cut=jnp.where(left > 0, num_tokens, 0),
@@ -164,7 +164,7 @@ def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last,
             rerouted=state.rerouted + jnp.sum(beyond, dtype=jnp.int32),
         )
 
-    def one_round(state: _State) -> _State:
+    def run_round(state: _State) -> _State:
         key, expert = state.last.key[:, None], state.last.expert[:, None]
         is_open = (tokens[:, None] < state.cut) & ((keys < key) | ((keys == key) & (experts > expert)))
         open_keys = jnp.where(is_open, keys, NEVER)
@@ -194,7 +194,7 @@ def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last,
         rounds=zero,
         rerouted=zero,
     )
-    return lax.while_loop(lambda state: state.rank < top_k, one_round, start)
+    return lax.while_loop(lambda state: state.rank < top_k, run_round, start)
 
 
 def instance_room(replica_order: Int[Array, "*V E J"], capacity: Int[Array, " I"]) -> Int[Array, "*V E J"]:
@@ -232,7 +232,7 @@ def by_source(
     order = jnp.where(experts[:, None] < 0, -1, replica_order[sources, experts])  # [A, J]
     slots, positions = jnp.arange(num_slots, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)
 
-    def one_round(state: _Cuts) -> _Cuts:
+    def run_round(state: _Cuts) -> _Cuts:
         is_open = (order >= 0) & (slots[:, None] < state.cut[order])
         first = jnp.min(jnp.where(is_open, positions, width), axis=1)
         chosen = jnp.take_along_axis(order, jnp.minimum(first, width - 1)[:, None], axis=1)[:, 0]
@@ -248,7 +248,7 @@ def by_source(
         jnp.int32(0),
         jnp.zeros((), bool),
     )
-    end = lax.while_loop(lambda state: ~state.settled, one_round, start)
+    end = lax.while_loop(lambda state: ~state.settled, run_round, start)
     return jnp.where(end.instances < num_instances, end.instances, -1), end.rounds
 
 
@@ -263,18 +263,18 @@ def assign(inputs: SelectionInputs, choose: ChooseExperts, top_k: int, *, overfl
     else:
         sources = jnp.tile(inputs.source, top_k)
         instances, replica_rounds = by_source(slots, sources, inputs.replica_order, inputs.capacity)
-    done = Assignment(
+    assignment = Assignment(
         chosen.ids, instances.reshape(top_k, -1).T, chosen.num_rerouted, jnp.int32(0), chosen.rounds, replica_rounds
     )
     if not overflows:
-        return done
+        return assignment
     is_short = jnp.any(inputs.valid[:, None] & (chosen.ids < 0))
-    return lax.cond(is_short, lambda: _place_overflow(inputs, done), lambda: done)
+    return lax.cond(is_short, lambda: _place_overflow(inputs, assignment), lambda: assignment)
 
 
-def _place_overflow(inputs: SelectionInputs, done: Assignment) -> Assignment:
+def _place_overflow(inputs: SelectionInputs, assignment: Assignment) -> Assignment:
     """Give each empty slot its token's best expert not yet selected, at the first replica of its source's order."""
-    ids, (num_tokens, num_experts) = done.ids, inputs.scores.shape
+    ids, (num_tokens, num_experts) = assignment.ids, inputs.scores.shape
     empty = ids < 0
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     left = inputs.scores.at[tokens, jnp.where(empty, num_experts, ids)].set(-jnp.inf, mode="drop")
@@ -283,8 +283,8 @@ def _place_overflow(inputs: SelectionInputs, done: Assignment) -> Assignment:
     experts = jnp.take_along_axis(best, number, axis=1)
     fills = empty & inputs.valid[:, None] & (jnp.take_along_axis(values, number, axis=1) > -jnp.inf)
     return dataclasses.replace(
-        done,
+        assignment,
         ids=jnp.where(fills, experts, ids),
-        instances=jnp.where(fills, inputs.replica_order[inputs.source[:, None], experts, 0], done.instances),
+        instances=jnp.where(fills, inputs.replica_order[inputs.source[:, None], experts, 0], assignment.instances),
         num_overflowed=jnp.sum(fills, dtype=jnp.int32),
     )

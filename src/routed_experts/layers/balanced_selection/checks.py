@@ -24,44 +24,44 @@ def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, 
             "source"
         )
     for source, order in enumerate(table.reshape(-1, *table.shape[-2:])):
-        where = f"replica_order[{source}]" if table.ndim == 3 else "replica_order"
-        _check_one_source(order, num_instances, where)
+        label = f"replica_order[{source}]" if table.ndim == 3 else "replica_order"
+        _check_one_source(order, num_instances, label)
         if source > 0 and not np.array_equal(np.sort(order, axis=1), np.sort(table[0], axis=1)):
             expert = int(np.flatnonzero(np.any(np.sort(order, axis=1) != np.sort(table[0], axis=1), axis=1))[0])
             raise PlacementError(
-                f"{where}: expert {expert} has instances {_listed(order[expert])}, source 0 has "
+                f"{label}: expert {expert} has instances {_listed(order[expert])}, source 0 has "
                 f"{_listed(table[0, expert])}; "
                 "every source lists the same instances of an expert, in an order of its own"
             )
     return table.astype(np.int32)
 
 
-def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str) -> None:
+def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, label: str) -> None:
     outside = np.argwhere((order < -1) | (order >= num_instances))
     if len(outside):
         expert, position = map(int, outside[0])
         raise PlacementError(
-            f"{where}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, "
+            f"{label}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, "
             "-1 fills the tail"
         )
     gaps = np.argwhere((order[:, :-1] < 0) & (order[:, 1:] >= 0))
     if len(gaps):
         expert, position = map(int, gaps[0])
         raise PlacementError(
-            f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 "
+            f"{label}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 "
             "behind"
         )
     without = np.flatnonzero(order[:, 0] < 0)
     if len(without):
         raise PlacementError(
-            f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one"
+            f"{label}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one"
         )
     counts = np.bincount(order[order >= 0], minlength=num_instances)
     if np.any(counts != 1):
         instance = int(np.flatnonzero(counts != 1)[0])
         experts = np.flatnonzero(np.any(order == instance, axis=1)).tolist()
         raise PlacementError(
-            f"{where}: instance {instance} of num_instances={num_instances} is in {int(counts[instance])} positions "
+            f"{label}: instance {instance} of num_instances={num_instances} is in {int(counts[instance])} positions "
             f"(experts {experts}); "
             "every instance belongs to exactly one place of one expert"
         )

@@ -98,26 +98,30 @@ def balanced_expert_selection(
         instances = waterfill_replicas(
             ids, replica_order, num_devices=num_devices, num_instances=num_instances, axis_name=axis_name
         )
-        done = Assignment(ids, instances, *[jnp.int32(0)] * 4)
+        assignment = Assignment(ids, instances, *[jnp.int32(0)] * 4)
     else:
         _refuse_sizes(num_devices, num_instances)
         inputs = _selection_inputs(select_scores, replica_order, capacity, source, valid, k, axis_name)
         num_instances = inputs.capacity.shape[0]
-        done = _own_rows(_assign(impl, inputs, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name)
-    weights = weights_at(weight_scores, done.ids, renormalize=renormalize)
-    counts = count_requests(jnp.where(done.instances < 0, num_instances, done.instances).reshape(-1), num_instances)
-    dropped = jnp.sum(valid[:, None] & (done.ids < 0), dtype=jnp.int32)
+        assignment = _own_rows(
+            _assign(impl, inputs, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name
+        )
+    weights = weights_at(weight_scores, assignment.ids, renormalize=renormalize)
+    counts = count_requests(
+        jnp.where(assignment.instances < 0, num_instances, assignment.instances).reshape(-1), num_instances
+    )
+    dropped = jnp.sum(valid[:, None] & (assignment.ids < 0), dtype=jnp.int32)
     if axis_name is not None:
         counts, dropped = lax.psum((counts, dropped), axis_name)
     return Selection(
-        done.ids,
-        done.instances,
+        assignment.ids,
+        assignment.instances,
         weights,
         counts,
-        done.rounds,
-        done.replica_rounds,
-        done.num_rerouted,
-        done.num_overflowed,
+        assignment.rounds,
+        assignment.replica_rounds,
+        assignment.num_rerouted,
+        assignment.num_overflowed,
         dropped,
     )
 
@@ -221,13 +225,15 @@ def _selection_inputs(
     )
 
 
-def _own_rows(done: Assignment, num_tokens: int, axis_name: str | None) -> Assignment:
+def _own_rows(assignment: Assignment, num_tokens: int, axis_name: str | None) -> Assignment:
     """This device's tokens of a group's result."""
     if axis_name is None:
-        return done
+        return assignment
     first = lax.axis_index(axis_name) * num_tokens
-    ids, instances = (lax.dynamic_slice_in_dim(rows, first, num_tokens) for rows in (done.ids, done.instances))
-    return dataclasses.replace(done, ids=ids, instances=instances)
+    ids, instances = (
+        lax.dynamic_slice_in_dim(rows, first, num_tokens) for rows in (assignment.ids, assignment.instances)
+    )
+    return dataclasses.replace(assignment, ids=ids, instances=instances)
 
 
 def _check_scores(

@@ -93,13 +93,13 @@ def _kernel(*parts: Any) -> None:
     refs.worst[...] = refs.last[...]
     refs.rounds[...] = jnp.ones((1, 1), jnp.int32)
 
-    def one_round(_: Array) -> Array:
+    def run_round(_: Array) -> Array:
         _lower_cutoffs(refs)
         _walk(refs)
         refs.rounds[...] += 1
         return _has_overflow(refs)
 
-    lax.while_loop(lambda overflows: overflows > 0, one_round, _has_overflow(refs))
+    lax.while_loop(lambda overflows: overflows > 0, run_round, _has_overflow(refs))
 
 
 def _has_overflow(refs: _Refs) -> Int[Array, ""]:
@@ -130,14 +130,14 @@ def _walk_block(refs: _Refs, first: Array) -> None:
     for k in range(top_k):
         left = jnp.where(ahead > float(k * lanes), left, NEVER)  # what is closed at a rank is closed at the next
         best = jnp.min(left, axis=0, keepdims=True)
-        place = jnp.min(jnp.where(left == best, experts, NEVER), axis=0, keepdims=True)
-        place = jnp.where(best < NEVER, place, -1)
-        takes = experts == place
+        expert = jnp.min(jnp.where(left == best, experts, NEVER), axis=0, keepdims=True)
+        expert = jnp.where(best < NEVER, expert, -1)
+        takes = experts == expert
         left, rank = jnp.where(takes, NEVER, left), jnp.where(takes, float(k), rank)
         refs.upto[...] += _product(jnp.where(takes, 1.0, 0.0), column >= k)
-        refs.ids[k : k + 1, block] = place
-        beyond += ((place >= 0) & ((best > worst) | ((best == worst) & (place > worst_id)))).astype(jnp.int32)
-        refs.last[0:1, block], refs.last[1:2, block] = best, place
+        refs.ids[k : k + 1, block] = expert
+        beyond += ((expert >= 0) & ((best > worst) | ((best == worst) & (expert > worst_id)))).astype(jnp.int32)
+        refs.last[0:1, block], refs.last[1:2, block] = best, expert
     refs.rank[:, block] = rank
     refs.beyond[:, block] = beyond
 
@@ -168,11 +168,11 @@ def _lower_cutoffs(refs: _Refs) -> None:
 def _token_index(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
     """Find each expert's `need`-th token, from 1 on, among those that took it at `rank`."""
     upto = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
-    here, before = jnp.zeros((rank.shape[0], LANES), jnp.float32), jnp.zeros(rank.shape, jnp.float32)
+    index, before = jnp.zeros((rank.shape[0], LANES), jnp.float32), jnp.zeros(rank.shape, jnp.float32)
     for first in range(0, refs.rank.shape[1], LANES):
         took = jnp.where(refs.rank[:, first : first + LANES] == rank, 1.0, 0.0)
         number = before + _product(took, upto)
         tokens = (first + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)).astype(jnp.float32)
-        here += jnp.where(took * number == need, tokens, 0.0)
+        index += jnp.where(took * number == need, tokens, 0.0)
         before = number[:, LANES - 1 :]
-    return jnp.sum(here, axis=1, keepdims=True)
+    return jnp.sum(index, axis=1, keepdims=True)

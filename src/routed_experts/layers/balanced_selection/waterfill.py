@@ -68,10 +68,12 @@ def _level(
     counts: Int[Array, " E"], replica_order: Int[Array, "E J"], num_devices: int, num_instances: int, iterations: int
 ) -> Float[Array, " I"]:
     """Find the shares. Sums run over fixed positions in a fixed order: every device of a group computes the same."""
-    here = replica_order >= 0
+    is_replica = replica_order >= 0
     experts = jnp.broadcast_to(jnp.arange(replica_order.shape[0], dtype=jnp.int32)[:, None], replica_order.shape)
     owner = (
-        jnp.zeros(num_instances, jnp.int32).at[jnp.where(here, replica_order, num_instances)].set(experts, mode="drop")
+        jnp.zeros(num_instances, jnp.int32)
+        .at[jnp.where(is_replica, replica_order, num_instances)]
+        .set(experts, mode="drop")
     )
     counts_by_instance = counts.astype(jnp.float32)[owner]
 
@@ -84,11 +86,11 @@ def _level(
         best = jnp.where(highest < state.lowest, state.shares, state.best)
         pull = mean / jnp.maximum(load, jnp.maximum(LEAST_LOAD * mean, 1e-20))
         moved = state.shares * jnp.repeat(pull * jnp.sqrt(pull), num_instances // num_devices)
-        total = jnp.sum(jnp.where(here, moved[replica_order], 0), axis=1)
+        total = jnp.sum(jnp.where(is_replica, moved[replica_order], 0), axis=1)
         moved = moved / jnp.maximum(total, 1e-20)[owner]
         return _Shares(moved, best, jnp.minimum(highest, state.lowest))
 
-    even = 1 / jnp.sum(here, axis=1).astype(jnp.float32)[owner]
+    even = 1 / jnp.sum(is_replica, axis=1).astype(jnp.float32)[owner]
     return lax.fori_loop(0, iterations, step, _Shares(even, even, jnp.float32(jnp.inf))).best
 
 

@@ -6,31 +6,46 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import choose_tiles, gpu_experts, slot_outputs
-from routed_experts.layers.gpu.residual import add_parts, add_slots
+from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
-from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels
+from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
-from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
+
+_UNROLLED = 4  # layers; with more, a program takes longer to compile
+_FUSED_FEATURES = ALL_EXPERTS | {
+    *("layers of several kinds", "several epsilons", "offset norms", "a residual scale"),
+    *("input biases", "an output bias", "shared experts", "gated shared experts"),
+    *("a float32 router", "a router bias", "a selection bias"),
+}
 
 
 def gpu_kernels(*, interpret: bool) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests."""
 
-    def slots(call: ExpertCall) -> Float[Array, "NK D"]:
-        return slot_outputs(call, choose_tiles(call.ids.size), stride=call.num_experts, interpret=interpret)
+    def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
+        return slot_outputs(call, choose_tiles(call.ids.size), shared, stride=call.num_experts, interpret=interpret)
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(
         max_tokens=LARGEST,
         product=functools.partial(partial_sums, interpret=interpret),
-        add_parts=functools.partial(add_parts, interpret=interpret),
+        add_parts=functools.partial(add_parts_and_multiply, interpret=interpret),
+        route=functools.partial(route_rows, interpret=interpret),
         slots=slots,
         add_slots=functools.partial(add_slots, interpret=interpret),
+        features=_FUSED_FEATURES,
+        unrolled=1 if interpret else _UNROLLED,  # interpreted kernels take long to compile
     )
     return Kernels(
-        moe=MoeBackend(name="gpu", run=functools.partial(gpu_experts, interpret=interpret)),
+        moe=MoeBackend(name="gpu", run=functools.partial(gpu_experts, interpret=interpret), features=ALL_EXPERTS),
         linear=linear,
-        router=FusedRouter(name="gpu", run=functools.partial(route_rows, interpret=interpret), linear=linear),
+        router=FusedRouter(
+            name="gpu",
+            run=functools.partial(route_rows, interpret=interpret),
+            linear=linear,
+            supports=lambda spec: True,
+        ),
         fused_layer=fused,
     )
 

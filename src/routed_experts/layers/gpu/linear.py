@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, scaled_step
+from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, scaled_step
 from routed_experts.layers.linear import reference_linear
 
 
@@ -56,6 +56,24 @@ def _splits(inner: int, limit: int) -> int:
     return next((count for count in (16, 8, 4, 2) if count <= limit and inner % count == 0), 1)
 
 
+def _dot(rows: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
+    """In float32. A wider matrix than the rows (a float32 router) keeps its precision: as three matrices of bfloat16,
+    whose sum it is, because a product of float32 would round it to a shorter format."""
+    if rows.dtype == matrix.dtype:
+        return jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
+    if rows.dtype != jnp.bfloat16:
+        rows = rows.astype(jnp.float32)
+        return jnp.dot(rows, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    total = None
+    for _ in range(3):
+        part = matrix.astype(jnp.bfloat16)
+        matrix = matrix - part.astype(jnp.float32)
+        product = jnp.dot(rows, part, preferred_element_type=jnp.float32)
+        total = product if total is None else total + product
+    assert total is not None
+    return total
+
+
 def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:
     """Block (columns, rows, split): the split's part of the sums, in float32 unless it is all of them."""
     num_rows, inner_size, outputs = x.shape[0], weights.shape[1] // tile.splits, weights.shape[2]
@@ -64,21 +82,28 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
         pl.program_id(0) * tile.out + jnp.arange(tile.out),
     )
     split = pl.program_id(2)
-    there = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
-    inside = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
-    place = layer[0]
+    row_mask = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
+    column_mask = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
+    layer_id = layer[0]
 
     def step(index: Array, total: Array) -> Array:
         offset = index * tile.inner + jnp.arange(tile.inner)
         deep, depth = None if inner_size % tile.inner == 0 else offset < inner_size, split * inner_size + offset
-        taken = load_or_zero(x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :]))
-        matrix = load_or_zero(
-            weights.at[place, depth[:, None], columns[None, :]], both(None if deep is None else deep[:, None], inside)
+        rows_block = load_or_zero(
+            x.at[rows[:, None], depth[None, :]], combine_masks(row_mask, None if deep is None else deep[None, :])
         )
-        return total + jnp.dot(taken, matrix, preferred_element_type=jnp.float32)
+        matrix = load_or_zero(
+            weights.at[layer_id, depth[:, None], columns[None, :]],
+            combine_masks(None if deep is None else deep[:, None], column_mask),
+        )
+        return total + _dot(rows_block, matrix)
 
     total = lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, jnp.zeros((tile.rows, tile.out), jnp.float32))
-    plgpu.store(out.at[split, rows[:, None], columns[None, :]], total.astype(out.dtype), mask=both(there, inside))
+    plgpu.store(
+        out.at[split, rows[:, None], columns[None, :]],
+        total.astype(out.dtype),
+        mask=combine_masks(row_mask, column_mask),
+    )
 
 
 def partial_sums(
@@ -93,7 +118,7 @@ def partial_sums(
     """x times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
     num_rows, outputs = x.shape[0], weights.shape[2]
     tile = tile or choose_tile(num_rows, weights.shape[1], outputs)
-    tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype))
+    tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, weights.dtype))
     return pl.pallas_call(
         functools.partial(_product, tile=tile),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),
@@ -118,6 +143,6 @@ def linear_in_place(
         if x.shape[0] > LARGEST or weights.shape[0] == 1:
             return reference_linear(x, weights, layer, dtype)
         tile = choose_tile(x.shape[0], weights.shape[1], weights.shape[2])
-    whole = dtype if tile.splits == 1 else jnp.float32
-    parts = partial_sums(x, weights, layer, tile=tile, dtype=whole, interpret=interpret)
+    sum_dtype = dtype if tile.splits == 1 else jnp.float32
+    parts = partial_sums(x, weights, layer, tile=tile, dtype=sum_dtype, interpret=interpret)
     return parts[0] if tile.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)

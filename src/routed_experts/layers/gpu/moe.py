@@ -1,5 +1,5 @@
-"""Experts on a GPU: one kernel gathers rows and computes SiLU(gate) * up, one multiplies by `down`; K slots are
-summed afterwards.
+"""Experts on a GPU: one kernel gathers rows and activates gate and up, one multiplies by `down`; K slots are summed
+afterwards. Biases are added where the product is stored. Shared experts are further tiles of both kernels.
 
 Expert weights of the whole stack are read in place: expert e of the layer is row first_expert + e of the arrays.
 Slots (n*K + k) are sorted by expert in order of n, so no result depends on the order in which blocks run; there are
@@ -20,7 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, scaled_step
+from routed_experts.layers.gpu.activations import activate
+from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
+from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 
 
@@ -47,13 +49,23 @@ class MoeTiles:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """What a product is compiled for."""
+    """What a product is compiled for. `shared_chunks`: columns of the shared experts are worked on in so many parts of
+    the experts' width; 0 without shared experts."""
 
     tile: Tile
     num_experts: int
     top_k: int
     sorted_slots: bool
     stride: int
+    activation: str
+    biased: bool
+    num_rows: int
+    shared_chunks: int
+
+    @property
+    def shared_tiles(self) -> int:
+        """Tiles of the shared experts, which come before all others."""
+        return self.shared_chunks * pl.cdiv(self.num_rows, self.tile.rows)
 
 
 def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
@@ -74,17 +86,17 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     expert = pl.program_id(0)
 
     def chosen(index: Array) -> tuple[Array, Array]:
-        places = index * chunk + jnp.arange(chunk)
-        there = places < slots
-        expert_ids = plgpu.load(ids.at[places], mask=there, other=-1)
-        is_valid = plgpu.load(valid.at[places // top_k], mask=there, other=False)
-        return places, jnp.where(is_valid, expert_ids, 2**30)
+        slot_ids = index * chunk + jnp.arange(chunk)
+        is_slot = slot_ids < slots
+        expert_ids = plgpu.load(ids.at[slot_ids], mask=is_slot, other=-1)
+        is_valid = plgpu.load(valid.at[slot_ids // top_k], mask=is_slot, other=False)
+        return slot_ids, jnp.where(is_valid, expert_ids, 2**30)
 
     def count(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         _, expert_ids = chosen(index)
-        there = expert_ids >= 0
-        below, own = sums
-        return below + jnp.sum((there & (expert_ids < expert)).astype(jnp.int32)), own + jnp.sum(
+        is_slot = expert_ids >= 0
+        below, matches = sums
+        return below + jnp.sum((is_slot & (expert_ids < expert)).astype(jnp.int32)), matches + jnp.sum(
             (expert_ids == expert).astype(jnp.int32)
         )
 
@@ -93,12 +105,12 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     start, total = lax.fori_loop(0, steps, count, (zero, zero))
     counts[expert] = total
 
-    def write(index: Array, place: Array) -> Array:
-        places, expert_ids = chosen(index)
-        own = (expert_ids == expert).astype(jnp.int32)
-        at = place + jnp.cumsum(own) - own
-        plgpu.store(order.at[jnp.where(own > 0, at, slots)], places, mask=own > 0)
-        return place + jnp.sum(own)
+    def write(index: Array, offset: Array) -> Array:
+        slot_ids, expert_ids = chosen(index)
+        matches = (expert_ids == expert).astype(jnp.int32)
+        positions = offset + jnp.cumsum(matches) - matches
+        plgpu.store(order.at[jnp.where(matches > 0, positions, slots)], slot_ids, mask=matches > 0)
+        return offset + jnp.sum(matches)
 
     lax.fori_loop(0, steps, write, start)
 
@@ -123,102 +135,164 @@ def sort_slots(
     return counts, order
 
 
-def _find_tile(counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, Array]:
-    """(expert, position of the first row, end of the expert's rows) of this block's tile; expert E where there is no
-    such tile."""
-    tile = pl.program_id(1)
+def _find_tile(tile: Array, counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, Array]:
+    """(expert, position of the first row, end of the expert's rows) of that tile; expert E if no such tile
+    exists."""
     experts = jnp.arange(power_of_two(num_experts))
     counted = plgpu.load(counts.at[experts], mask=experts < num_experts, other=0)
     tiles = (counted + rows - 1) // rows
     tile_ends, ends = jnp.cumsum(tiles), jnp.cumsum(counted)
     expert = jnp.sum((tile_ends <= tile).astype(jnp.int32))
-    mine = experts == expert
-    first = jnp.sum(jnp.where(mine, tile_ends - tiles, 0))
-    start, end = jnp.sum(jnp.where(mine, ends - counted, 0)), jnp.sum(jnp.where(mine, ends, 0))
+    is_expert = experts == expert
+    first = jnp.sum(jnp.where(is_expert, tile_ends - tiles, 0))
+    start, end = jnp.sum(jnp.where(is_expert, ends - counted, 0)), jnp.sum(jnp.where(is_expert, ends, 0))
     return jnp.where(expert >= power_of_two(num_experts), num_experts, expert), start + (tile - first) * rows, end
 
 
 def _with_tile(refs: tuple[Any, ...], static: KernelConfig, body: Callable[[Array, Array, Array], None]) -> None:
-    """Run `body(expert, slots, mask)` for the block's tile, if there is one."""
+    """Run `body(expert, slots, mask)` for the block's tile, if it has one."""
     first, valid, ids, counts, order = refs
-    tile = static.tile
+    tile, index = static.tile, pl.program_id(1) - static.shared_tiles
+    is_routed = index >= 0
+    index = jnp.maximum(index, 0)
     if not static.sorted_slots:
-        slot = pl.program_id(1)
+        expert = ids[index]
         rows = jnp.arange(tile.rows)
-        expert = ids[slot]
 
-        @pl.when(valid[slot // static.top_k])
+        @pl.when(valid[index // static.top_k] & is_routed)
         def _() -> None:
-            body(first[0] * static.stride + expert, jnp.where(rows == 0, slot, ids.shape[0]), rows == 0)
+            body(first[0] * static.stride + expert, jnp.where(rows == 0, index, ids.shape[0]), rows == 0)
 
         return
-    expert, start, end = _find_tile(counts, tile.rows, static.num_experts)
+    expert, start, end = _find_tile(index, counts, tile.rows, static.num_experts)
 
-    @pl.when(expert < static.num_experts)
+    @pl.when((expert < static.num_experts) & is_routed)
     def _() -> None:
-        places = start + jnp.arange(tile.rows)
-        mask = places < end
-        body(first[0] * static.stride + expert, plgpu.load(order.at[places], mask=mask, other=order.shape[0]), mask)
+        positions = start + jnp.arange(tile.rows)
+        mask = positions < end
+        body(first[0] * static.stride + expert, plgpu.load(order.at[positions], mask=mask, other=order.shape[0]), mask)
+
+
+def _with_shared_tile(static: KernelConfig, body: Callable[[Array, Array, Array], None]) -> None:
+    """Run `body(part, rows, mask)` for the block's tile of the shared experts, if it has one."""
+    index = pl.program_id(1)
+
+    @pl.when(index < static.shared_tiles)
+    def _() -> None:
+        rows = index // static.shared_chunks * static.tile.rows + jnp.arange(static.tile.rows)
+        body(index % static.shared_chunks, rows, rows < static.num_rows)
+
+
+def _arrays(refs: tuple[Any, ...], static: KernelConfig) -> tuple[Any, Any, Any, list[Any]]:
+    """Rows, weights, biases or None, and the others."""
+    rows, weights, *rest = refs[5:]
+    return (rows, weights, rest[0], rest[1:]) if static.biased else (rows, weights, None, rest)
+
+
+def _plus_bias(total: Array, biases: Any, expert: Array, columns: Array, mask: Array | None, dtype: Any) -> Array:
+    """The sums in the model's dtype, as float32, with the expert's bias; rounded as one product and one addition."""
+    total = rounded(total, dtype)
+    if biases is None:
+        return total
+    own = load_or_zero(biases.at[expert, columns[None, :]], mask)
+    return rounded(total + own.astype(jnp.float32), dtype)
+
+
+def _sums(
+    x: Any,
+    weights: Any,
+    matrix: Array,
+    rows: Array,
+    mask: Array,
+    columns: tuple[Array, ...],
+    real: Array | None,
+    tile: Tile,
+) -> tuple[Array, ...]:
+    """Rows of x times one matrix, for each of some sets of columns; float32."""
+    inner_size, row_mask = weights.shape[1], mask[:, None]
+
+    def step(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        depth = index * tile.inner + jnp.arange(tile.inner)
+        deep = None if inner_size % tile.inner == 0 else depth < inner_size
+        rows_block = load_or_zero(
+            x.at[rows[:, None], depth[None, :]], combine_masks(row_mask, None if deep is None else deep[None, :])
+        )
+        matrix_mask = combine_masks(None if deep is None else deep[:, None], real)
+        blocks = [load_or_zero(weights.at[matrix, depth[:, None], part[None, :]], matrix_mask) for part in columns]
+        return tuple(
+            total + jnp.dot(rows_block, block, preferred_element_type=jnp.float32)
+            for total, block in zip(sums, blocks, strict=True)
+        )
+
+    zeros = jnp.zeros((tile.rows, tile.out), jnp.float32)
+    return lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, (zeros,) * len(columns))
 
 
 def _gate_up(*refs: Any, static: KernelConfig) -> None:
-    """SiLU(gate) * up of the block's rows and columns, written under the slot."""
-    x, weights, out = refs[-3:]
-    tile, inner_size, width = static.tile, weights.shape[1], weights.shape[2] // 2
+    """Activated gate and up of the block's rows and columns, written under the slot; those of the shared experts under
+    the row of an array of their own."""
+    x, weights, biases, rest = _arrays(refs, static)
+    tile, width = static.tile, weights.shape[2] // 2
     columns = pl.program_id(0) * tile.out + jnp.arange(tile.out)
-    inside = None if width % tile.out == 0 else (columns < width)[None, :]
+    real = None if width % tile.out == 0 else (columns < width)[None, :]
+    out = rest[-2] if static.shared_chunks else rest[-1]
 
     def body(expert: Array, slots: Array, mask: Array) -> None:
-        rows, there = slots // static.top_k, mask[:, None]
-
-        def step(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            depth = index * tile.inner + jnp.arange(tile.inner)
-            deep = None if inner_size % tile.inner == 0 else depth < inner_size
-            taken = load_or_zero(
-                x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :])
-            )
-            mask = both(None if deep is None else deep[:, None], inside)
-            gate = load_or_zero(weights.at[expert, depth[:, None], columns[None, :]], mask)
-            up = load_or_zero(weights.at[expert, depth[:, None], width + columns[None, :]], mask)
-            return sums[0] + jnp.dot(taken, gate, preferred_element_type=jnp.float32), sums[1] + jnp.dot(
-                taken, up, preferred_element_type=jnp.float32
-            )
-
-        zeros = jnp.zeros((tile.rows, tile.out), jnp.float32)
-        gate, up = lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, (zeros, zeros))
-        gate, up = gate.astype(out.dtype).astype(jnp.float32), up.astype(out.dtype).astype(jnp.float32)
-        hidden = (gate / (1.0 + jnp.exp(-gate))).astype(out.dtype).astype(jnp.float32) * up
-        plgpu.store(out.at[slots[:, None], columns[None, :]], hidden.astype(out.dtype), mask=both(there, inside))
+        both = (columns, width + columns)
+        gate, up = _sums(x, weights, expert, slots // static.top_k, mask, both, real, tile)
+        gate = _plus_bias(gate, biases, expert, columns, real, out.dtype)
+        up = _plus_bias(up, biases, expert, width + columns, real, out.dtype)
+        hidden = activate(gate, up, static.activation, out.dtype)
+        plgpu.store(
+            out.at[slots[:, None], columns[None, :]],
+            hidden.astype(out.dtype),
+            mask=combine_masks(mask[:, None], real),
+        )
 
     _with_tile(refs[:5], static, body)
+    if not static.shared_chunks:
+        return
+    shared, shared_out = rest[0], rest[-1]
+    shared_width = shared.shape[2] // 2
+
+    def shared_body(part: Array, rows: Array, mask: Array) -> None:
+        own = part * (pl.cdiv(width, tile.out) * tile.out) + columns
+        is_own = (own < shared_width)[None, :]
+        gate, up = _sums(x, shared, refs[0][0], rows, mask, (own, shared_width + own), is_own, tile)
+        hidden = activate(rounded(gate, out.dtype), rounded(up, out.dtype), "silu", out.dtype)
+        plgpu.store(shared_out.at[rows[:, None], own[None, :]], hidden.astype(out.dtype), mask=mask[:, None] & is_own)
+
+    _with_shared_tile(static, shared_body)
 
 
 def _down(*refs: Any, static: KernelConfig) -> None:
-    """The second product of the block's rows and columns, written under the slot."""
-    hidden, weights, out = refs[-3:]
-    tile, inner_size, width = static.tile, weights.shape[1], weights.shape[2]
+    """The second product of the block's rows and columns, written under the slot; that of the shared experts behind
+    all slots."""
+    hidden, weights, biases, rest = _arrays(refs, static)
+    tile, width, out = static.tile, weights.shape[2], rest[-1]
     columns = pl.program_id(0) * tile.out + jnp.arange(tile.out)
-    inside = None if width % tile.out == 0 else (columns < width)[None, :]
+    real = None if width % tile.out == 0 else (columns < width)[None, :]
 
     def body(expert: Array, slots: Array, mask: Array) -> None:
-        there = mask[:, None]
-
-        def step(index: Array, total: Array) -> Array:
-            depth = index * tile.inner + jnp.arange(tile.inner)
-            deep = None if inner_size % tile.inner == 0 else depth < inner_size
-            taken = load_or_zero(
-                hidden.at[slots[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :])
-            )
-            matrix = load_or_zero(
-                weights.at[expert, depth[:, None], columns[None, :]],
-                both(None if deep is None else deep[:, None], inside),
-            )
-            return total + jnp.dot(taken, matrix, preferred_element_type=jnp.float32)
-
-        total = lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, jnp.zeros((tile.rows, tile.out), jnp.float32))
-        plgpu.store(out.at[slots[:, None], columns[None, :]], total.astype(out.dtype), mask=both(there, inside))
+        (total,) = _sums(hidden, weights, expert, slots, mask, (columns,), real, tile)
+        total = _plus_bias(total, biases, expert, columns, real, out.dtype)
+        plgpu.store(
+            out.at[slots[:, None], columns[None, :]], total.astype(out.dtype), mask=combine_masks(mask[:, None], real)
+        )
 
     _with_tile(refs[:5], static, body)
+    if not static.shared_chunks:
+        return
+    shared, shared_hidden = rest[:2]
+
+    def shared_body(_: Array, rows: Array, mask: Array) -> None:
+        (total,) = _sums(shared_hidden, shared, refs[0][0], rows, mask, (columns,), real, tile)
+        slots = static.num_rows * static.top_k + rows
+        plgpu.store(
+            out.at[slots[:, None], columns[None, :]], total.astype(out.dtype), mask=combine_masks(mask[:, None], real)
+        )
+
+    _with_shared_tile(static, shared_body)
 
 
 def choose_tiles(slots: int, table: tuple[MoeTiles, ...] = TILES) -> MoeTiles:
@@ -226,35 +300,63 @@ def choose_tiles(slots: int, table: tuple[MoeTiles, ...] = TILES) -> MoeTiles:
     return next(row for row in table if slots <= row.slots)
 
 
-def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, stride: int = 1, interpret: bool) -> Float[Array, "NK D"]:
+def slot_outputs(
+    call: ExpertCall, tiles: MoeTiles, shared: SharedExperts | None = None, *, stride: int = 1, interpret: bool
+) -> Float[Array, "NKN D"]:
     """Each slot's expert applied to its row; slots of padding rows are not written. `first_expert` counts in steps of
-    `stride`: a product of two scalars is a launch where a kernel does not make it."""
+    `stride`: a product of two scalars is a launch where a kernel does not make it. Shared experts are further tiles of
+    the same two kernels, so they add no launch; their outputs are N more rows. They ask for a `stride` of E:
+    `first_expert` is then the layer of the run, which is theirs."""
     (num_rows, top_k), dim, width = call.ids.shape, call.x.shape[1], call.down.shape[1]
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
-    valid = call.valid
+    assert shared is None or stride == call.num_experts, "shared experts are found by the layer's number"
     if tiles.sorted_slots:
         counts, order = sort_slots(call.ids, call.valid, num_experts=call.num_experts, interpret=interpret)
     else:
         counts, order = flat, flat  # not read
     first = call.first_expert.reshape(1)
 
-    def product(kernel: Callable[..., None], name: str, tile: Tile, x: Array, weights: Array, columns: int) -> Array:
-        num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
-        tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype))
+    def product(
+        kernel: Callable[..., None],
+        name: str,
+        tile: Tile,
+        arrays: list[Array | None],
+        shapes: list[tuple[int, int]],
+        chunks: int,
+    ) -> list[Array]:
+        given = [array for array in arrays if array is not None]
+        tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, call.x.dtype))
         static = KernelConfig(
-            tile=tile, num_experts=call.num_experts, top_k=top_k, sorted_slots=tiles.sorted_slots, stride=stride
+            tile=tile,
+            num_experts=call.num_experts,
+            top_k=top_k,
+            sorted_slots=tiles.sorted_slots,
+            stride=stride,
+            activation=call.activation,
+            biased=call.gate_up_bias is not None,
+            num_rows=num_rows,
+            shared_chunks=chunks,
         )
+        num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
         return pl.pallas_call(
             functools.partial(kernel, static=static),
-            jax.ShapeDtypeStruct((slots, columns), x.dtype),
-            grid=(pl.cdiv(columns, tile.out), num_tiles),
+            [jax.ShapeDtypeStruct(shape, call.x.dtype) for shape in shapes],
+            grid=(pl.cdiv(shapes[0][1], tile.out), static.shared_tiles + num_tiles),
             compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
             interpret=interpret,
             name=name,
-        )(first, valid, flat, counts, order, x, weights)
+        )(first, call.valid, flat, counts, order, *given)
 
-    hidden = product(_gate_up, "experts_gate_up", tiles.gate_up, call.x, call.gate_up, width)
-    return product(_down, "experts_down", tiles.down, hidden, call.down, dim)
+    gate_up, down = [call.x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
+    assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
+    if shared is None:
+        (hidden,) = product(_gate_up, "experts_gate_up", tiles.gate_up, gate_up, [(slots, width)], 0)
+        return product(_down, "experts_down", tiles.down, [hidden, *down], [(slots, dim)], 0)[0]
+    shared_width, block = shared.down.shape[1], pl.cdiv(width, tiles.gate_up.out) * tiles.gate_up.out
+    shapes, chunks = [(slots, width), (num_rows, shared_width)], pl.cdiv(shared_width, block)
+    hidden, own = product(_gate_up, "experts_gate_up", tiles.gate_up, [*gate_up, shared.gate_up], shapes, chunks)
+    arrays = [hidden, *down, shared.down, own]
+    return product(_down, "experts_down", tiles.down, arrays, [(slots + num_rows, dim)], 1)[0]
 
 
 def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:

@@ -1,10 +1,13 @@
 """From one projected row to rotated queries, and to keys and values in their slots of the pool, as one kernel.
 
-Queries and keys are normalised a head at a time and rotated by position (half-split rotary form), rounded as
-`rms_norm` and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Dims: N tokens, B
-requests, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the stack, T rows of a block."""
+Queries and keys may be normalised, a head at a time or all of them, and rotated by position: whole heads or their
+first dims, in halves or in pairs of neighbours. A norm of each head may come after that. All is rounded as `rms_norm`
+and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Dims: N tokens, B requests, L
+layers, P pages, H query heads, G kv heads, C head dim, F frequencies, R layers of the stack, T rows of a block."""
 
+import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,67 +18,181 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.gpu.kv_write import batch_arrays, store_rows
+from routed_experts.layers.stack_traits import StackTraits
+
+FEATURES = frozenset(
+    {
+        *("no q/k norm", "a q/k norm of all heads", "a q/k norm without a scale", "an offset q/k norm"),
+        "a norm after rotary positions",
+        *("no rotary positions", "partial rotary positions", "interleaved rotary positions"),
+    }
+)
+"""What `prepare` does beside head norms and rotary positions of whole heads, in the words of `stack_needs`."""
 
 
-def _norm_and_rotate(
-    part: Array, partner: Array, scale: Array, partner_scale: Array, angles: tuple[Array, Array], eps: float, dim: int
-) -> Array:
-    """Norm and rotary of one head; `partner` holds each column's other half."""
-    dtype = part.dtype
-    wide, other = part.astype(jnp.float32), partner.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) / dim + eps)[:, None]
-    wide = ((wide * inverse).astype(dtype) * scale[None, :]).astype(jnp.float32)
-    other = ((other * inverse).astype(dtype) * partner_scale[None, :]).astype(jnp.float32)
-    return (wide * angles[0] + other * angles[1]).astype(dtype)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Constants of the kernel."""
+
+    heads: int
+    groups: int
+    frequencies: int  # 0: no positions
+    rows: int
+    stride: int
+    eps: float
+    traits: StackTraits
 
 
-def _qk_norm_rope(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_size: int, stride: int) -> None:
-    layer, first_page, qkv, q_norm, k_norm, cos, sin, positions, token_rows, valid, table, _, queries, pool = refs
-    num_tokens, dim = queries.shape[0], queries.shape[2]
-    block, head = pl.program_id(1), pl.program_id(0)
-    tokens, lanes = block * rows + jnp.arange(rows), jnp.arange(power_of_two(dim))
-    inside, real = (tokens < num_tokens)[:, None], (lanes < dim)[None, :]
-    half = dim // 2
-    partners = jnp.where(lanes < half, lanes + half, lanes - half)
-    partners = jnp.where(lanes < dim, partners, 0)
+def _partners(lanes: Array, sizes: _Sizes) -> tuple[Array, Array, Array]:
+    """Of each column: that of its pair, its frequency, and whether it is the first of its pair."""
+    size = sizes.frequencies
+    if sizes.traits.interleaved:
+        partners, frequency, is_first = lanes ^ 1, lanes // 2, lanes % 2 == 0
+    else:
+        partners, frequency, is_first = jnp.where(lanes < size, lanes + size, lanes - size), lanes % size, lanes < size
+    is_rotated = lanes < 2 * size
+    return jnp.where(is_rotated, partners, 0), jnp.where(is_rotated, frequency, 0), is_first
 
-    def projected(columns: Array) -> Array:
-        at = tokens[:, None], head * dim + columns[None, :]
-        parts = [plgpu.load(qkv.at[(split, *at)], mask=inside & real, other=0.0) for split in range(qkv.shape[0])]
-        return functools.reduce(jnp.add, parts).astype(queries.dtype)
 
-    part = projected(lanes)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """Inside the kernel: a head of the projection, for a block of tokens. `inside`: the tokens that exist [T 1]."""
 
-    def rotated(norm: Any) -> Array:
-        partner = projected(partners)
-        scales = [plgpu.load(norm.at[layer[0], index], mask=lanes < dim, other=0.0) for index in (lanes, partners)]
-        cosines = plgpu.load(cos.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
-        sines = plgpu.load(sin.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
-        sines = jnp.where((lanes < half)[None, :], -sines, sines)
-        return _norm_and_rotate(part, partner, scales[0], scales[1], (cosines, sines), eps, dim)
+    arrays: Mapping[str, Any]
+    sizes: _Sizes
+    head: Array
+    tokens: Array
+    lanes: Array
+    inside: Array
+    dim: int
+    dtype: Any
+
+    def load(self, columns: Array) -> Float[Array, "T C"]:
+        """Columns of the head: the parts of the projection's sums, added up and rounded, and then its bias."""
+        real, at, qkv = (self.lanes < self.dim)[None, :], self.head * self.dim + columns[None, :], self.arrays["qkv"]
+        parts = [
+            plgpu.load(qkv.at[split, self.tokens[:, None], at], mask=self.inside & real, other=0.0)
+            for split in range(qkv.shape[0])
+        ]
+        total = functools.reduce(jnp.add, parts).astype(self.dtype)
+        if "bias" not in self.arrays:
+            return total
+        return total + plgpu.load(self.arrays["bias"].at[self.arrays["layer"][0], at], mask=real, other=0.0)
+
+    def prepared(self, name: str, first_head: Array | int) -> Float[Array, "T C"]:
+        """The head with the norm `name`, whose heads begin at `first_head`, and positions, in their order."""
+        traits, part = self.sizes.traits, self.load(self.lanes)
+        if traits.norm_after_rope:
+            value = self._rotated(part.astype(jnp.float32), lambda columns: self.load(columns).astype(jnp.float32))
+            value = value.astype(self.dtype)
+            return self._normed(value, self._inverse(name, value), name, first_head, self.lanes).astype(self.dtype)
+        inverse = self._inverse(name, part)
+        value = self._normed(part, inverse, name, first_head, self.lanes)
+        load = lambda columns: self._normed(self.load(columns), inverse, name, first_head, columns)  # noqa: E731
+        return self._rotated(value, load).astype(self.dtype)
+
+    def _inverse(self, name: str, value: Array) -> Array | None:
+        """The inverse root of the mean square that the norm divides by."""
+        if not self.sizes.traits.qk_norm:
+            return None
+        if self.sizes.traits.qk_norm == "whole":
+            at = self.tokens, int(name == "k_norm")
+            return plgpu.load(self.arrays["inverses"].at[at], mask=self.inside[:, 0], other=0.0)[:, None]
+        wide = value.astype(jnp.float32)
+        return jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) / self.dim + self.sizes.eps)[:, None]
+
+    def _normed(
+        self, value: Array, inverse: Array | None, name: str, first_head: Array | int, columns: Array
+    ) -> Float[Array, "T C"]:
+        """These columns by their norm, rounded as `rms_norm` rounds; float32."""
+        wide, traits = value.astype(jnp.float32), self.sizes.traits
+        if inverse is None:
+            return wide
+        if traits.qk_norm == "bare":
+            return (wide * inverse).astype(self.dtype).astype(jnp.float32)
+        at = (self.head - first_head) * self.dim + columns if traits.qk_norm == "whole" else columns
+        norm, layer = self.arrays[name], self.arrays["layer"][0]
+        scale = plgpu.load(norm.at[layer, at], mask=self.lanes < self.dim, other=0.0)[None, :]
+        if traits.qk_norm_offset:
+            scaled = wide * inverse * (scale.astype(jnp.float32) + traits.qk_norm_offset)
+            return scaled.astype(self.dtype).astype(jnp.float32)
+        return ((wide * inverse).astype(self.dtype) * scale).astype(jnp.float32)
+
+    def _rotated(self, value: Array, load: Callable[[Array], Array]) -> Float[Array, "T C"]:
+        """The columns by the angles of the tokens; `load` gives those of their pairs. Float32."""
+        if not self.sizes.frequencies:
+            return value
+        partners, frequency, is_first = _partners(self.lanes, self.sizes)
+        is_rotated = self.inside & (self.lanes < 2 * self.sizes.frequencies)[None, :]
+        cosines, sines = (
+            plgpu.load(self.arrays[side].at[self.tokens[:, None], frequency[None, :]], mask=is_rotated, other=0.0)
+            for side in ("cos", "sin")
+        )
+        both = value * cosines + load(partners) * jnp.where(is_first[None, :], -sines, sines)
+        return jnp.where(is_rotated, both, value)
+
+
+def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
+    """Block (head, tokens): a query head, or a head of keys or values."""
+    arrays, batch, (_, queries, pool) = dict(zip(names, refs, strict=False)), list(refs[-7:-3]), refs[-3:]
+    (num_tokens, _, dim), heads, groups = queries.shape, sizes.heads, sizes.groups
+    head, tokens = pl.program_id(0), pl.program_id(1) * sizes.rows + jnp.arange(sizes.rows)
+    lanes, inside = jnp.arange(power_of_two(dim)), (tokens < num_tokens)[:, None]
+    own = _Head(
+        arrays=arrays,
+        sizes=sizes,
+        head=head,
+        tokens=tokens,
+        lanes=lanes,
+        inside=inside,
+        dim=dim,
+        dtype=queries.dtype,
+    )
 
     def write(value: Array, row: Array) -> None:
-        is_valid = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
-        at = plgpu.load(positions.at[tokens], mask=is_valid, other=0)
-        request = plgpu.load(token_rows.at[tokens], mask=is_valid, other=0)
-        page = plgpu.load(table.at[request, at // page_size], mask=is_valid, other=0)
-        page = jnp.where(is_valid, first_page[0] * stride + page, pool.shape[0])
-        plgpu.store(
-            pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=is_valid[:, None] & real
-        )
+        store_rows(pool, value, row, tokens, lanes, dim, arrays["first_page"][0] * sizes.stride, batch)
 
     @pl.when(head < heads)
     def _() -> None:
-        there = jnp.where(tokens < num_tokens, tokens, num_tokens)
-        plgpu.store(queries.at[there[:, None], head, lanes[None, :]], rotated(q_norm), mask=inside & real)
+        rows_inside = jnp.where(tokens < num_tokens, tokens, num_tokens)
+        at = rows_inside[:, None], head, lanes[None, :]
+        plgpu.store(queries.at[at], own.prepared("q_norm", 0), mask=inside & (lanes < dim)[None, :])
 
     @pl.when((head >= heads) & (head < heads + groups))
     def _() -> None:
-        write(rotated(k_norm), 2 * (head - heads))
+        write(own.prepared("k_norm", heads), 2 * (head - heads))
 
     @pl.when(head >= heads + groups)
     def _() -> None:
-        write(part, 2 * (head - heads - groups) + 1)
+        write(own.load(lanes), 2 * (head - heads - groups) + 1)
+
+
+def _inverses(projected: FusedQKV, qkv: Float[Array, "S N O"], dtype: Any, bounds: list[int]) -> Float[Array, "N 2"]:
+    """Of all queries and of all keys, the inverse root of their mean square."""
+    rows = jnp.sum(qkv, axis=0).astype(dtype)
+    rows = rows if projected.bias is None else rows + projected.bias[projected.layer]
+    parts = jnp.split(rows.astype(jnp.float32), bounds, axis=1)[:2]
+    means = jnp.stack([jnp.mean(part * part, axis=1) for part in parts], axis=1)
+    return jax.lax.rsqrt(means + projected.eps)
+
+
+def _inputs(
+    projected: FusedQKV, qkv: Float[Array, "S N O"], first_page: Array, dtype: Any, bounds: list[int], num_angles: int
+) -> Mapping[str, Array]:
+    """The kernel's arrays by name; those that a layer does not have are left out."""
+    traits = projected.traits
+    scalars = {"layer": projected.layer, "first_page": first_page}
+    arrays = {name: jnp.asarray(value, jnp.int32).reshape(1) for name, value in scalars.items()} | {"qkv": qkv}
+    if projected.bias is not None:
+        arrays["bias"] = projected.bias
+    assert not (traits.norm_after_rope and traits.qk_norm == "whole"), "a norm of all heads comes before positions"
+    if traits.qk_norm in ("head", "whole"):
+        assert projected.q_norm is not None and projected.k_norm is not None, traits
+        arrays |= {"q_norm": projected.q_norm, "k_norm": projected.k_norm}
+    if traits.qk_norm == "whole":
+        arrays["inverses"] = _inverses(projected, qkv, dtype, bounds)
+    return arrays | {"cos": projected.cos, "sin": projected.sin} if num_angles else arrays
 
 
 def prepare(
@@ -89,24 +206,24 @@ def prepare(
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """Queries, normalised and rotated, and the pool with the new keys and values. `first_page` counts in steps of
     `stride`."""
-    groups, dim = pool.shape[2] // 2, pool.shape[3]
+    groups, dim, traits = pool.shape[2] // 2, pool.shape[3], projected.traits
     qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
-    rows = 1 if num_tokens <= 64 else 16
-    kernel = functools.partial(
-        _qk_norm_rope, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride
+    rows, angles = 1 if num_tokens <= 64 else 16, min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
+    sizes = _Sizes(
+        heads=heads, groups=groups, frequencies=angles, rows=rows, stride=stride, eps=projected.eps, traits=traits
     )
-    scalars = [jnp.asarray(value, jnp.int32).reshape(1) for value in (projected.layer, first_page)]
-    arrays = [qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]
-    places = [batch.positions, batch.token_rows, batch.valid, batch.page_table]
-    queries = jax.ShapeDtypeStruct((num_tokens, heads, dim), projected.q_norm.dtype)
+    norm = projected.q_norm
+    dtype = norm.dtype if norm is not None else projected.qkv.dtype if projected.qkv.ndim == 2 else pool.dtype
+    inputs = _inputs(projected, qkv, first_page, dtype, [heads * dim, (heads + groups) * dim], angles)
+    arrays = [*inputs.values(), *batch_arrays(batch), pool]
     queries, pool = pl.pallas_call(
-        kernel,
-        (queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
+        functools.partial(_qk_norm_rope, names=tuple(inputs), sizes=sizes),
+        (jax.ShapeDtypeStruct((num_tokens, heads, dim), dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
         grid=(heads + 2 * groups, pl.cdiv(num_tokens, rows)),
-        input_output_aliases={11: 1},
+        input_output_aliases={len(arrays) - 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=1 if rows == 1 else 4, num_stages=1),
         interpret=interpret,
         name="prepare",
-    )(*scalars, *arrays, *places, pool)
+    )(*arrays)
     return queries, pool

@@ -1,10 +1,12 @@
-"""Router on a GPU: softmax, top-k, weights and the write of the executed ids, as one kernel.
+"""Router on a GPU: scores, top-k, weights and the write of the executed ids, as one kernel.
 
-It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the
-K slots where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch.
-Rows to replay are two more inputs of a second variant of the kernel: a step that replays none does not read them.
-Dims: N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
+It decides as `replay_topk` does by every law of RouterSpec: scores in float32, the lowest id among equal scores, groups
+and a selection bias where the family has them. A choice that is not a number counts as 0. The ids go into the step's
+block [M*K, N] in place, so that capture adds no launch. Rows to replay are two more inputs of a second variant of the
+kernel: a step that replays none does not read them. Dims: N tokens, E experts, M MoE layers, R layers of the stack, K
+experts per token, S parts of a sum."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,52 +14,70 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.layers.gpu.activations import sigmoid
 from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
+from routed_experts.layers.kernels import RouterBiases
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 
 ROWS = 4  # of a block; comparing every expert with every other in one pass took a third longer
+_LEAST, _OUTSIDE = -3.0e38, -3.2e38  # of a choice, and of experts outside of the chosen groups; -inf: already taken
 
 
-def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, replays: bool, captured: bool) -> None:
-    """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An
-    expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not gathered by slot,
-    which takes a pass each."""
-    replay_ids, valid = refs[:2] if replays else (None, None)
-    weights, ids, *rest = refs[2 * replays + captured :]
-    native, block = rest[0] if replays else None, rest[-1] if captured else None
-    experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
-    first = (
-        0 if block is None else column[0] * top_k
-    )  # read here, once: after a store it would be loaded again, with a stall
-    tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))[None, :]
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Static:
+    """What the kernel is compiled for."""
+
+    spec: RouterSpec
+    rows: int
+    replays: bool
+    captured: bool
+    shifted: bool  # a bias of the logits
+    biased: bool
+
+
+def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) -> None:
+    """Rows of one block. Refs: the biases, rows to replay and their flags, the block; weights, ids, the live choice,
+    the block. An expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not
+    gathered by slot, which takes a pass each."""
+    left = list(refs)
+    logit_bias, selection_bias = (left.pop(0) if present else None for present in (static.shifted, static.biased))
+    replay_ids, valid = (left.pop(0) if static.replays else None for _ in range(2))
+    weights, ids, *rest = left[static.captured :]
+    native, block = rest[0] if static.replays else None, rest[-1] if static.captured else None
+    spec, num_tokens = static.spec, logits.shape[1]
+    experts, top_k = spec.num_experts, spec.top_k
+    first = 0 if block is None else column[0] * top_k  # read once, before the first store: a load after it would stall
+    tokens = pl.program_id(0) * static.rows + jnp.arange(static.rows)
+    lanes = jnp.arange(power_of_two(experts))[None, :]
     inside, real = tokens < num_tokens, lanes < experts
     mask = inside[:, None] & real
     parts = [load_or_zero(logits.at[part, tokens[:, None], lanes], mask) for part in range(logits.shape[0])]
     wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-    powers = jnp.where(real, jnp.exp(wide - jnp.max(jnp.where(real, wide, -jnp.inf), axis=1)[:, None]), 0.0)
-    scores = powers / jnp.sum(powers, axis=1)[:, None]
-    live = _places(
-        jnp.where(real, jnp.where(scores == scores, scores, 0.0), -1.0), lanes, top_k
-    )  # NaN: distinct ids all the same
+    if logit_bias is not None:
+        wide = wide + load_or_zero(logit_bias.at[layer[0], lanes], real).astype(jnp.float32)
+    scores = _scores(wide, real, spec)
+    choice = scores
+    if selection_bias is not None:
+        choice = scores + load_or_zero(selection_bias.at[layer[0], lanes], real).astype(jnp.float32)
+    live = _ranks(_keep_groups(_clean(choice, real), lanes, spec), lanes, top_k)
     if replay_ids is None or valid is None or native is None:
-        values = _weights(wide, scores, live < top_k, spec)
-        mine = inside[:, None] & (live < top_k)
-        own = jnp.broadcast_to(lanes, live.shape)
-        plgpu.store(ids.at[tokens[:, None], live], own, mask=mine)
-        plgpu.store(weights.at[tokens[:, None], live], values, mask=mine)
+        values = _weights(wide, scores, [live == k for k in range(top_k)], real, spec)
+        is_chosen = inside[:, None] & (live < top_k)
+        expert_ids = jnp.broadcast_to(lanes, live.shape)
+        plgpu.store(ids.at[tokens[:, None], live], expert_ids, mask=is_chosen)
+        plgpu.store(weights.at[tokens[:, None], live], values, mask=is_chosen)
         if block is not None:
-            plgpu.store(block.at[first + live, tokens[:, None]], own, mask=mine)
+            plgpu.store(block.at[first + live, tokens[:, None]], expert_ids, mask=is_chosen)
         return
     forced = plgpu.load(valid.at[tokens], mask=inside, other=0) != 0
-    chosen, picked = [], jnp.zeros(live.shape, jnp.bool_)
+    chosen = []
     for k in range(top_k):
-        own = jnp.sum(jnp.where(live == k, lanes, 0), axis=1).astype(jnp.int32)
-        plgpu.store(native.at[tokens, k], own, mask=inside)
-        chosen.append(jnp.where(forced, plgpu.load(replay_ids.at[tokens, k], mask=inside, other=0), own))
-        picked |= lanes == chosen[k][:, None]
-    values = _weights(wide, scores, picked, spec)
+        native_id = jnp.sum(jnp.where(live == k, lanes, 0), axis=1).astype(jnp.int32)
+        plgpu.store(native.at[tokens, k], native_id, mask=inside)
+        chosen.append(jnp.where(forced, plgpu.load(replay_ids.at[tokens, k], mask=inside, other=0), native_id))
+    values = _weights(wide, scores, [lanes == expert[:, None] for expert in chosen], real, spec)
     for k, expert in enumerate(chosen):
         plgpu.store(ids.at[tokens, k], expert, mask=inside)
         plgpu.store(
@@ -67,24 +87,99 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
             plgpu.store(block.at[first + k, tokens], expert, mask=inside)
 
 
-def _places(left: Any, lanes: Any, top_k: int) -> Any:
-    """The rank of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
-    the others. Lanes that hold less than 0 are never chosen."""
-    places = jnp.full(left.shape, top_k, jnp.int32)
-    for k in range(top_k):
-        best = jnp.max(left, axis=1)[:, None]
-        chosen = jnp.min(jnp.where(left == best, lanes, lanes.shape[1]), axis=1)[:, None]
-        places = jnp.where(lanes == chosen, k, places)
-        left = jnp.where(lanes == chosen, -2.0, left)
-    return places
-
-
-def _weights(wide: Any, scores: Any, picked: Any, spec: RouterSpec) -> Any:
-    """Weights by lane: scores, or where the family does so, a softmax over the picked lanes alone."""
-    if not spec.renormalize:
-        return scores
-    powers = jnp.where(picked, jnp.exp(wide - jnp.max(jnp.where(picked, wide, -jnp.inf), axis=1)[:, None]), 0.0)
+def _softmax(wide: Float[Array, "N E"], picked: Bool[Array, "N E"] | Bool[Array, "1 E"]) -> Float[Array, "N E"]:
+    """Over the picked lanes; 0 in the others."""
+    top = jnp.max(jnp.where(picked, wide, -jnp.inf), axis=1)[:, None]
+    powers = jnp.where(picked, jnp.exp(wide - top), 0.0)
     return powers / jnp.sum(powers, axis=1)[:, None]
+
+
+def _scores(wide: Float[Array, "N E"], real: Bool[Array, "1 E"], spec: RouterSpec) -> Float[Array, "N E"]:
+    if spec.scoring_func == "softmax":
+        return _softmax(wide, real)
+    return sigmoid(wide) if spec.scoring_func == "sigmoid" else wide
+
+
+def _clean(choice: Float[Array, "N E"], real: Bool[Array, "1 E"]) -> Float[Array, "N E"]:
+    """Finite choices, so that the ids of a row are distinct even where its logits are not numbers."""
+    finite = jnp.minimum(jnp.maximum(jnp.where(choice == choice, choice, 0.0), _LEAST), -_LEAST)
+    return jnp.where(real, finite, -jnp.inf)
+
+
+def _highest(values: Float[Array, "N E"], lanes: Int[Array, "1 E"]) -> tuple[Float[Array, "N 1"], Bool[Array, "N E"]]:
+    """The highest of each row, and the first lane that holds it."""
+    best = jnp.max(values, axis=1)[:, None]
+    return best, lanes == jnp.min(jnp.where(values == best, lanes, lanes.shape[1]), axis=1)[:, None]
+
+
+def _keep_groups(choice: Float[Array, "N E"], lanes: Int[Array, "1 E"], spec: RouterSpec) -> Float[Array, "N E"]:
+    """Choices of the best groups; those of the others are less than any."""
+    if spec.num_groups == spec.topk_group:
+        return choice
+    group = lanes // (spec.num_experts // spec.num_groups)
+    ranks = jnp.full(choice.shape, -jnp.inf, jnp.float32)
+    for index in range(spec.num_groups):
+        own = jnp.where(group == index, choice, -jnp.inf)
+        best, first = _highest(own, lanes)
+        total = best
+        for _ in range(spec.group_score_topk - 1):
+            own = jnp.where(first, -jnp.inf, own)
+            best, first = _highest(own, lanes)
+            total = total + best
+        ranks = jnp.where(group == index, total, ranks)
+    keeps = jnp.zeros(choice.shape, jnp.bool_)
+    for _ in range(spec.topk_group):
+        _, first = _highest(ranks, lanes)
+        is_best = group == jnp.sum(jnp.where(first, group, 0), axis=1)[:, None]
+        keeps, ranks = keeps | is_best, jnp.where(is_best, -jnp.inf, ranks)
+    return jnp.where(keeps, choice, jnp.where(lanes < spec.num_experts, _OUTSIDE, -jnp.inf))
+
+
+def _ranks(left: Float[Array, "N E"], lanes: Int[Array, "1 E"], top_k: int) -> Int[Array, "N E"]:
+    """The rank of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
+    the others. Lanes of -inf are never chosen."""
+    ranks = jnp.full(left.shape, top_k, jnp.int32)
+    for k in range(top_k):
+        _, chosen = _highest(left, lanes)
+        ranks = jnp.where(chosen, k, ranks)
+        left = jnp.where(chosen, -jnp.inf, left)
+    return ranks
+
+
+def _weights(
+    wide: Float[Array, "N E"],
+    scores: Float[Array, "N E"],
+    slots: list[Bool[Array, "N E"]],
+    real: Bool[Array, "1 E"],
+    spec: RouterSpec,
+) -> Float[Array, "N E"]:
+    """Weights by lane; `slots` are the lanes of each slot."""
+    if spec.scoring_func == "sparsemixer":
+        values = _sparsemixer(wide, slots, real, spec.jitter_eps)
+    else:
+        picked = functools.reduce(jnp.logical_or, slots)
+        if spec.scoring_func == "logits" or (spec.scoring_func == "softmax" and spec.renormalize):
+            values = _softmax(wide, picked)
+        elif spec.renormalize:
+            total = jnp.sum(jnp.where(picked, scores, 0.0), axis=1)[:, None]
+            values = scores / (total + spec.epsilon)
+        else:
+            values = scores
+    return values * spec.scale if spec.scale != 1.0 else values
+
+
+def _sparsemixer(
+    wide: Float[Array, "N E"], slots: list[Bool[Array, "N E"]], real: Bool[Array, "1 E"], jitter_eps: float
+) -> Float[Array, "N E"]:
+    """As `sparsemixer_weights`."""
+    left, values = jnp.where(real, wide, -jnp.inf), jnp.zeros(wide.shape, jnp.float32)
+    for chosen in slots:
+        best = jnp.max(left, axis=1)[:, None]
+        far = (best - wide) / jnp.maximum(jnp.abs(wide), best) > 2 * jitter_eps
+        near = jnp.where(far & ~chosen, -jnp.inf, left)
+        values = jnp.where(chosen, _softmax(near, near > -jnp.inf), values)
+        left = jnp.where(chosen, -jnp.inf, left)
+    return values
 
 
 def route_rows(
@@ -93,17 +188,22 @@ def route_rows(
     block: Int[Array, "MK N"] | None,
     column: Int[Array, ""],
     spec: RouterSpec,
+    biases: RouterBiases | Float[Array, " E"] | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
     """Decide, or take the rows to replay where they are valid, and write the ids under the layer's column of the block.
-    Logits may come as S parts of their sums."""
+    Logits may come as S parts of their sums. An array of biases is the layer's selection bias."""
+    if not isinstance(biases, RouterBiases):
+        biases = RouterBiases(selection=None if biases is None else biases[None])
+    assert (biases.selection is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     logits = logits.reshape(-1, *logits.shape[-2:])  # [S, N, E]
     num_tokens, top_k = logits.shape[1], spec.top_k
     assert routed is None or routed.weights is None, "weights that are replayed go through plain code"
     chosen = jax.ShapeDtypeStruct((num_tokens, top_k), jnp.int32)
     shapes = [jax.ShapeDtypeStruct((num_tokens, top_k), jnp.float32), chosen]
-    args = [logits, jnp.asarray(column, jnp.int32).reshape(1)]
+    args = [logits, *(jnp.asarray(value, jnp.int32).reshape(1) for value in (column, biases.layer))]
+    args += [array for array in (biases.logits, biases.selection) if array is not None]
     if routed is not None:
         shapes.append(chosen)
         args += [routed.ids.astype(jnp.int32), routed.valid.astype(jnp.int32)]
@@ -111,8 +211,16 @@ def route_rows(
         shapes.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
         args.append(block)
     rows = min(power_of_two(num_tokens), ROWS)
+    static = _Static(
+        spec=spec,
+        rows=rows,
+        replays=routed is not None,
+        captured=block is not None,
+        shifted=biases.logits is not None,
+        biased=spec.biased,
+    )
     weights, ids, *rest = pl.pallas_call(
-        functools.partial(_route, spec=spec, rows=rows, replays=routed is not None, captured=block is not None),
+        functools.partial(_route, static=static),
         shapes,
         grid=(pl.cdiv(num_tokens, rows),),
         input_output_aliases={} if block is None else {len(args) - 1: len(shapes) - 1},

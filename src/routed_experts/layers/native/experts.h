@@ -1,5 +1,5 @@
-// y[n] = sum over k of weights[n, k] * down(silu(gate(x[n])) * up(x[n])) of expert ids[n, k], summed in executed order. With
-// `partial`, some of a row's slots may be empty: their id is -1.
+// y[n] = sum over k of weights[n, k] * down(activated(gate(x[n]), up(x[n]))) of expert ids[n, k], summed in executed order; each product
+// may have a bias. With `partial`, some of a row's slots may be empty: their id is -1.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -12,9 +12,12 @@ constexpr int64_t kExpertRows = 192;  // rows of a piece of work: they and their
 constexpr int64_t kCombineRows = 64;
 constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at least so many weights
 
+enum class Activation : int64_t { kSilu, kClampedSwiglu };  // as `activations` of ops.py has them
+
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
   bool partial = false;
+  Activation activation = Activation::kSilu;
   bool is_empty(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
@@ -49,12 +52,34 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
   return true;
 }
 
-template <class Out>
-inline void gate(const float* both, int64_t width, Out* hidden) {  // [2F] -> [F]
-  int64_t f = 0;
-  auto gated = [](vf g, vf up) { return g / (1.0f + exp(-g)) * up; };
-  for (; f + kLanes <= width; f += kLanes) store(hidden + f, gated(load(both + f), load(both + width + f)));
-  if (const int rest = width - f) store(hidden + f, gated(load(both + f, rest), load(both + width + f, rest)), rest);
+// Biases of all experts of a run, or null.
+template <class T>
+struct ExpertBiases {
+  const T *gate_up = nullptr, *down = nullptr;  // [RE, 2F], [RE, D]
+};
+
+inline vf silu(vf gate, vf up) { return gate / (1.0f + exp(-gate)) * up; }
+inline vf clamped_swiglu(vf gate, vf up) {  // GPT-OSS; NaN stays NaN
+  const vf limit = vf{} + 7.0f;
+  const vf g = gate > limit ? limit : gate, below = up < -limit ? -limit : up, u = below > limit ? limit : below;
+  return g / (1.0f + exp(g * -1.702f)) * (u + 1.0f);
+}
+
+// gate [F] and up [F] -> hidden [F]; biases, where there are, are added first.
+template <class T, class Out, class Law>
+inline void gate_by(const Law& law, const float* gate, const float* up, const T* gate_bias, const T* up_bias, int64_t width, Out* hidden) {
+  for (int64_t f = 0; f < width; f += kLanes) {
+    const int64_t left = width - f;
+    vf g = load_upto(gate + f, left), u = load_upto(up + f, left);
+    if (gate_bias != nullptr) g += load_upto(gate_bias + f, left), u += load_upto(up_bias + f, left);
+    store_upto(hidden + f, law(g, u), left);
+  }
+}
+
+template <class T, class Out>
+inline void gate(Activation activation, const float* gate, const float* up, const T* gate_bias, const T* up_bias, int64_t width, Out* hidden) {
+  if (activation == Activation::kClampedSwiglu) return gate_by([](vf g, vf u) { return clamped_swiglu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
+  gate_by([](vf g, vf u) { return silu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
 }
 
 // R: what rows and hidden values are rounded to before they are multiplied.
@@ -63,6 +88,7 @@ struct ExpertRun {
   const ExpertShape& s;
   const X* x;
   const T *gate_up, *down;
+  ExpertBiases<T> biases;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
   R* hidden;       // [slots, F]; where experts are run in parts
@@ -75,6 +101,12 @@ struct ExpertRun {
     return gathered;
   }
 
+  // Hidden values of a row from columns begin.. of its two products.
+  void activate(const Piece& piece, const float* gates, const float* ups, int64_t begin, int64_t count, R* to) const {
+    const T* bias = biases.gate_up == nullptr ? nullptr : biases.gate_up + (s.first + piece.expert) * 2 * s.width + begin;
+    gate(s.activation, gates, ups, bias, bias == nullptr ? nullptr : bias + s.width, count, to);
+  }
+
   // A whole expert: its hidden values stay in cache.
   void run_whole(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
@@ -82,7 +114,7 @@ struct ExpertRun {
     R* inner = hidden_scratch.take<R>(count * s.width);
     float* both = both_scratch.floats(count * step);
     gemm(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
-    for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
+    for (int64_t i = 0; i < count; i++) activate(piece, both + i * step, both + i * step + s.width, 0, s.width, inner + i * s.width);
     down_part(piece, inner, 0, s.hidden);
   }
 
@@ -95,7 +127,8 @@ struct ExpertRun {
     const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
     gemm(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
     gemm(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
-    for (int64_t i = 0; i < count; i++) gate(both + i * step, part, hidden + (piece.begin + i) * s.width + begin);
+    for (int64_t i = 0; i < count; i++)
+      activate(piece, both + i * step, both + i * step + part, begin, part, hidden + (piece.begin + i) * s.width + begin);
   }
 
   // Columns begin..end of the expert's output.
@@ -122,17 +155,19 @@ inline int64_t part_start(int64_t cols, int64_t part, int64_t parts) {
   return part == parts ? cols : cols * part / parts / kLanes * kLanes;
 }
 
-template <class T>
-void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float* weights, bool valid, const float* outputs, T* y) {
+template <class T, class Y>
+void combine(const ExpertShape& s, int64_t n, const int32_t* slot_row, const int32_t* ids, const float* weights, bool valid, const float* outputs,
+             const T* bias, Y* y) {
   for (int64_t d = 0; d < s.hidden; d += kLanes) {
-    const int count = std::min<int64_t>(kLanes, s.hidden - d);
+    const int64_t left = s.hidden - d;
     vf total = {};
-    for (int64_t k = 0; valid && k < s.top_k; k++) {
-      if (place[n * s.top_k + k] < 0) continue;
-      const float* row = outputs + place[n * s.top_k + k] * s.out_step() + d;
-      total += weights[n * s.top_k + k] * (count == kLanes ? load(row) : load(row, count));
+    for (int64_t k = n * s.top_k; valid && k < (n + 1) * s.top_k; k++) {
+      if (slot_row[k] < 0) continue;
+      vf row = load_upto(outputs + slot_row[k] * s.out_step() + d, left);
+      if (bias != nullptr) row += load_upto(bias + (s.first + ids[k]) * s.hidden + d, left);
+      total += weights[k] * row;
     }
-    if (count == kLanes) store(y + n * s.hidden + d, total); else store(y + n * s.hidden + d, total, count);
+    store_upto(y + n * s.hidden + d, total, left);
   }
 }
 
@@ -156,16 +191,16 @@ void run_pieces(Team& team, ExpertRun<R, X, T> run, const std::vector<Piece>& pi
 // With weights of bfloat16 rows and hidden values are rounded to that and multiplied as pairs, where they fit.
 template <class X, class T, class Y>
 bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
-             const T* gate_up, const T* down, Y* y) {
+             const T* gate_up, const T* down, Y* y, ExpertBiases<T> biases = {}) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
-  std::vector<int32_t> place(s.tokens * s.top_k, -1);
-  for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
+  std::vector<int32_t> slot_row(s.tokens * s.top_k, -1);
+  for (size_t i = 0; i < order.size(); i++) slot_row[order[i]] = i;
   thread_local Scratch scratch;
   float* outputs = scratch.floats(order.size() * s.out_step());
   auto run = [&](auto kind) {
-    run_pieces(team, ExpertRun<decltype(kind), X, T>{s, x, gate_up, down, order.data(), outputs, nullptr}, pieces, order.size());
+    run_pieces(team, ExpertRun<decltype(kind), X, T>{s, x, gate_up, down, biases, order.data(), outputs, nullptr}, pieces, order.size());
   };
   bool pairs = false;
   if constexpr (std::is_same_v<T, bf16>) {
@@ -174,7 +209,7 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   }
   if (!pairs) run(float{});
   each_block(team, s.tokens, kCombineRows, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) combine(s, n, place.data(), weights, valid[n], outputs, y);
+    for (int64_t n = begin; n < end; n++) combine(s, n, slot_row.data(), ids, weights, valid[n], outputs, biases.down, y);
   });
   return true;
 }

@@ -279,9 +279,12 @@ void gemm(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, in
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
+// Whether this processor multiplies pairs faster than floats. Set once, before the first product (pairs_gain.h).
+inline bool pairs_are_faster = true;
+
 // Whether rows are multiplied with a matrix of bfloat16 as pairs: where no row or column is left over. The matrix alone decides: a row's sums
 // must not depend on how many rows there are, nor on which part of the columns is requested.
-inline bool pairs_fit(int64_t depth, int64_t cols) { return depth % 2 == 0 && cols % kLanes == 0; }
+inline bool pairs_fit(int64_t depth, int64_t cols) { return pairs_are_faster && depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
 inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,

@@ -19,7 +19,15 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
 }
 
 // Nothing is converted on the way in: what a handler reads as one type must have it.
-inline ffi::Error mismatch(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
+inline ffi::Error mismatch(const std::string& what) { return ffi::Error::InvalidArgument("dtypes or shapes differ: " + what); }
+
+// "[2, 64]".
+template <class Dims>
+std::string shape_text(const Dims& dims) {
+  std::string text = "[";
+  for (const int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
 
 // Call `body` with a value of the C++ type of `dtype`.
 template <class Body>

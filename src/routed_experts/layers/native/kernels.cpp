@@ -1,12 +1,15 @@
 // The XLA FFI handlers: check shapes and dtypes, then call the kernels in the headers beside this file.
-#include "attention.h"
+#include "attention_handlers.h"
 #include "argmax.h"
+#include "delta_handlers.h"
 #include "experts.h"
 #include "handlers.h"
 #include "host_expert_handlers.h"
 #include "linear.h"
 #include "qk_norm_rope.h"
-#include "router.h"
+#include "pairs_gain.h"
+#include "router_handlers.h"
+#include "row_handlers.h"
 #include "layer_stack_handler.h"
 #include "select.h"
 
@@ -14,9 +17,11 @@ namespace rex {
 
 ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights,
                        ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::Buffer<ffi::S32> first,
-                       ffi::Result<ffi::AnyBuffer> y, int64_t num_experts) {
+                       ffi::AnyBuffer gate_up_bias, ffi::AnyBuffer down_bias, ffi::Result<ffi::AnyBuffer> y, int64_t num_experts,
+                       int64_t activation) {
   const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down.dimensions();
-  const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0]};
+  const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0], false, Activation(activation)};
+  const int64_t biases[] = {int64_t(gate_up_bias.element_count()), int64_t(down_bias.element_count())};
   const auto wide = gate_up.dimensions();
   if (x.element_type() != gate_up.element_type() || down.element_type() != gate_up.element_type() || y->element_type() != x.element_type())
     return mismatch("x, gate_up, down and y have one dtype");
@@ -25,11 +30,16 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
     return mismatch("ids and weights are [N, K] and valid [N]");
   if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
+  if (gate_up_bias.element_type() != gate_up.element_type() || down_bias.element_type() != gate_up.element_type() ||
+      (biases[0] != 0 && biases[0] != second[0] * 2 * shape.width) || (biases[1] != 0 && biases[1] != second[0] * shape.hidden))
+    return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the experts");
+  if (activation < 0 || activation > int64_t(Activation::kClampedSwiglu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
   return dispatch_dtype(gate_up.element_type(), [&](auto type) {
     using T = decltype(type);
     const bool known = experts<T>(team, shape, at<T>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up),
-                                  at<T>(down), at<T>(y));
+                                  at<T>(down), at<T>(y),
+                                  ExpertBiases<T>{biases[0] ? at<T>(gate_up_bias) : nullptr, biases[1] ? at<T>(down_bias) : nullptr});
     return known ? ffi::Error::Success() : ffi::Error::InvalidArgument("an expert id is outside 0..num_experts-1");
   });
 }
@@ -51,31 +61,6 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   });
 }
 
-ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
-                         ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> page_table,
-                         ffi::Result<ffi::AnyBuffer> out) {
-  const auto q = queries.dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
-  const AttentionShape shape{q[0], q[1], kv[2] / 2, q[2], table[0], table[1], kv[1], kv[3]};
-  const PagedStep step{positions.typed_data(), query_starts.typed_data(), page_table.typed_data(), first_page.typed_data()[0]};
-  if (out->element_type() != queries.element_type() || kv[3] < q[2] || int64_t(positions.element_count()) != q[0] ||
-      int64_t(query_starts.element_count()) != table[0] + 1)
-    return mismatch("queries and their result have one dtype; positions are [N], query_starts [B + 1]");
-  for (int64_t b = 0; b < shape.requests; b++) {
-    const int64_t begin = step.query_starts[b], end = step.query_starts[b + 1];
-    if (begin < 0 || end < begin || end > shape.tokens || (end > begin && step.positions[end - 1] >= shape.pages * shape.page))
-      return ffi::Error::InvalidArgument("query_starts or positions are outside the step or its page table");
-  }
-  Team team(pool);
-  return dispatch_dtype(queries.element_type(), [&](auto query) {
-    using Q = decltype(query);
-    return dispatch_dtype(cache.element_type(), [&](auto stored) {
-      using T = decltype(stored);
-      attention(team, shape, step, at<Q>(queries), at<T>(cache), at<Q>(out));
-      return ffi::Error::Success();
-    });
-  });
-}
-
 // `cache` is returned as `written`, the same memory.
 ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
                        ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
@@ -83,16 +68,15 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
                        ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> written,
                        float eps) {
   const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions(), norms = q_norm.dimensions();
-  const QkNormRopeShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps};
+  const QkNormRopeShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps, q[2]};
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
   if (kv[3] != q[2]) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
   if (q_norm.element_type() != qkv.element_type() || k_norm.element_type() != qkv.element_type() ||
       queries->element_type() != qkv.element_type() || norms[1] != q[2] || k_norm.dimensions()[1] != q[2] ||
       int64_t(qkv.element_count()) != q[0] * (q[1] + kv[2]) * q[2] || int64_t(positions.element_count()) != q[0])
     return mismatch("qkv [N, (H + 2G) C], norms [R, C] and queries have one dtype");
-  for (int64_t n = 0; n < shape.tokens; n++)
-    if (valid.typed_data()[n] && (positions.typed_data()[n] < 0 || positions.typed_data()[n] >= shape.pages * shape.page))
-      return ffi::Error::InvalidArgument("a position is outside the page table");
+  if (int64_t(token_rows.element_count()) != q[0] || int64_t(valid.element_count()) != q[0]) return mismatch("token_rows and valid are [N]");
+  if (!writable(positions, token_rows, valid, page_table, kv[1], shape.first_page, kv[0])) return ffi::Error::InvalidArgument(kOutsidePool);
   if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
   return dispatch_dtype(qkv.element_type(), [&](auto type) {
@@ -104,31 +88,6 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
       return ffi::Error::Success();
     });
   });
-}
-
-ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Result<ffi::Buffer<ffi::S32>> ids,
-                      ffi::Result<ffi::Buffer<ffi::F32>> weights, bool renormalize) {
-  const auto rows = logits.dimensions();
-  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
-  Team team(pool);
-  route(team, shape, logits.typed_data(), ReplayRows{}, ids->typed_data(), weights->typed_data(), nullptr);
-  return ffi::Error::Success();
-}
-
-// `block` is returned as `written`, the same memory.
-ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
-                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids,
-                                ffi::Result<ffi::Buffer<ffi::F32>> weights,
-                                ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
-  const auto rows = logits.dimensions();
-  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
-  const int64_t first = layer.typed_data()[0] * shape.top_k;
-  if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
-  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer is outside the block");
-  Team team(pool);
-  int32_t* column = written->typed_data() + first * shape.tokens;
-  route(team, shape, logits.typed_data(), ReplayRows{}, ids->typed_data(), weights->typed_data(), column);
-  return ffi::Error::Success();
 }
 
 ffi::Error run_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Result<ffi::Buffer<ffi::S32>> tokens,
@@ -163,6 +122,13 @@ ffi::Error run_select(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::B
 
 }  // namespace rex
 
+// Scratch of calls that is kept for later calls, in bytes.
+extern "C" int64_t RexScratchBytes() { return rex::LentScratch::bytes(); }
+
+// Called by toolchain.py when the library is loaded.
+extern "C" double RexPairsGain() { return rex::measure_pairs_gain(); }
+extern "C" void RexUsePairs(bool use) { rex::pairs_are_faster = use; }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -173,8 +139,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("num_experts"));
+                                  .Attr<int64_t>("num_experts")
+                                  .Attr<int64_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLinear, rex::run_linear,
                               ffi::Ffi::Bind()
@@ -193,7 +162,60 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("latent")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("chunk")
+                                  .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexKvWrite, rex::run_kv_write,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLatentAttention, rex::run_latent_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("interleaved")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexNorm, rex::run_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexGate, rex::run_gate,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexQkNormRope, rex::run_qk_norm_rope,
                               ffi::Ffi::Bind()
@@ -218,32 +240,82 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRouter, rex::run_router,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("renormalize"));
+                                  .Attr<int64_t>("scoring")
+                                  .Attr<bool>("renormalize")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("jitter_eps")
+                                  .Attr<int64_t>("num_groups")
+                                  .Attr<int64_t>("topk_group")
+                                  .Attr<int64_t>("group_score_topk"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRecordingRouter, rex::run_recording_router,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Attr<bool>("renormalize"));
+                                  .Attr<int64_t>("scoring")
+                                  .Attr<bool>("renormalize")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("jitter_eps")
+                                  .Attr<int64_t>("num_groups")
+                                  .Attr<int64_t>("topk_group")
+                                  .Attr<int64_t>("group_score_topk"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexDeltaRule, rex::run_delta_rule,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("key_heads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLayerStack, rex::run_layer_stack,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .RemainingArgs()
                                   .RemainingRets()
+                                  .Attr<int64_t>("pattern")
                                   .Attr<int64_t>("first_layer")
                                   .Attr<int64_t>("first_column")
                                   .Attr<int64_t>("layer_pages")
                                   .Attr<int64_t>("top_k")
                                   .Attr<float>("eps")
-                                  .Attr<bool>("renormalize"));
+                                  .Attr<float>("norm_offset")
+                                  .Attr<float>("residual_scale")
+                                  .Attr<int64_t>("scoring")
+                                  .Attr<bool>("renormalize")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("jitter_eps")
+                                  .Attr<int64_t>("num_groups")
+                                  .Attr<int64_t>("topk_group")
+                                  .Attr<int64_t>("group_score_topk"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexArgmax, rex::run_argmax,
                               ffi::Ffi::Bind()

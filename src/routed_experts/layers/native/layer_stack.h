@@ -1,14 +1,16 @@
-// A stack of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another,
+// A stack of pre-norm layers, attention and experts or a dense network, as one kernel: the same loops as the handlers of their parts, one after another,
 // by one team. Padding tokens, which are last, are left out. Values between the weights stay float32 whatever the weights' dtype is:
 // half precision would cost conversions and save no space. The stream is rounded when it leaves the stack, keys and values to the
 // pool's dtype. Only inputs of a product with bfloat16 weights are rounded to that, except for routers.
+// A stack repeats a pattern of one or more layers, each with traits and arrays of its own; arrays that a family has not are null.
 #pragma once
 #include <cmath>
+#include <vector>
 
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
-#include "qk_norm_rope.h"
+#include "qk_prepare.h"
 #include "router.h"
 
 namespace rex {
@@ -16,17 +18,40 @@ namespace rex {
 constexpr int64_t kNormRows = 64;
 
 struct StackShape {
-  int64_t tokens, hidden, heads, groups, dim, layers, experts, top_k, width;
-  int64_t requests, pages, page, layer_pages, first_layer, first_column;  // layer_pages: pages of a layer in the pool
-  float eps;
-  bool renormalize;
-  int64_t projected() const { return (heads + 2 * groups) * dim; }
+  int64_t tokens, hidden, heads, groups, dim, layers, pattern, experts, top_k, width;  // layers: of all repeats of the pattern
+  int64_t requests, pages, page, layer_pages, first_layer, first_column;               // layer_pages: pages of a layer in the pool
+  int64_t angles, widest_shared, sparse;  // numbers of a row of cosines; LayerTraits::shared_width at most; layers of the pattern with experts
+  float eps, norm_offset, residual_scale;
+  RouterLaw law;
+  int64_t repeats() const { return layers / pattern; }
+  int64_t projected(bool gated) const { return (heads * (gated ? 2 : 1) + 2 * groups) * dim; }
+  int64_t mixed() const { return heads * dim; }
+};
+
+// A layer of the pattern.
+struct LayerTraits {
+  QkTraits qk;
+  int64_t window, chunk;
+  float scale;  // of the scores, 0: the usual one
+  Activation activation;
+  bool sparse, wide_router;  // experts, else a dense network; a router of float32
+  int64_t sparse_before;     // layers of the pattern with experts that precede it
+  int64_t shared_width;      // of the experts that every token runs, 0 for none; of the dense network
+};
+
+// Arrays of a layer of the pattern, of all repeats.
+template <class T>
+struct LayerArrays {
+  const T *input_norm, *post_norm, *q_norm, *k_norm, *qkv, *qkv_bias, *out, *out_bias, *router_bias, *gate_up, *down, *gate_up_bias,
+      *down_bias, *shared_gate_up, *shared_down, *shared_gate;
+  const void* router;
+  const float *sinks, *selection_bias;
 };
 
 template <class T>
-struct StackWeights {
-  const T *input_norm, *post_norm, *next_norm, *q_norm, *k_norm, *qkv, *out, *router, *gate_up, *down;
-};
+const T* of_repeat(const T* arrays, int64_t repeat, int64_t size) {
+  return arrays == nullptr ? nullptr : arrays + repeat * size;
+}
 
 struct StackStep {
   const float *cos, *sin;
@@ -53,71 +78,157 @@ class Arena {
 };
 
 struct StackScratch {
-  float *stream, *normed, *qkv, *queries, *mixed, *y, *logits, *weights;
+  float *stream, *normed, *qkv, *queries, *mixed, *y, *logits, *weights, *both, *hidden, *shared;
   int32_t* ids;
   StackScratch(Arena& arena, const StackShape& s, int64_t tokens)
       : stream(arena.take<float>(tokens * s.hidden)),
         normed(arena.take<float>(tokens * s.hidden)),
-        qkv(arena.take<float>(tokens * s.projected())),
+        qkv(arena.take<float>(tokens * s.projected(true))),
         queries(arena.take<float>(tokens * s.heads * s.dim)),
         mixed(arena.take<float>(tokens * s.heads * s.dim)),
         y(arena.take<float>(tokens * s.hidden)),
         logits(arena.take<float>(tokens * s.experts)),
         weights(arena.take<float>(tokens * s.top_k)),
+        both(arena.take<float>(tokens * 2 * s.widest_shared)),
+        hidden(arena.take<float>(tokens * s.widest_shared)),
+        shared(arena.take<float>(s.widest_shared ? tokens * s.hidden : 0)),
         ids(arena.take<int32_t>(tokens * s.top_k)) {}
 };
 
-// x += y unless y is null; normed = x / rms(x) * scale.
+// What is added to the stream: y [N, D], null for nothing, and a bias [D] or null.
+template <class T>
+struct Addend {
+  const float* y;
+  const T* bias;
+};
+
+// x += factor * (y + bias) unless y is null; normed = x / rms(x) * (scale + offset).
 template <class T, class Out>
-void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const T* scale, Out* normed) {
+void add_and_norm_row(const StackShape& s, float* x, const float* y, const T* bias, const T* scale, Out* normed) {
   vf squares = {};
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const int64_t left = width - d;
+  for (int64_t d = 0; d < s.hidden; d += kLanes) {
+    const int64_t left = s.hidden - d;
     vf part = load_upto(x + d, left);
-    if (y != nullptr) store_upto(x + d, part += load_upto(y + d, left), left);
+    if (y != nullptr) {
+      vf more = load_upto(y + d, left);
+      if (bias != nullptr) more += load_upto(bias + d, left);
+      store_upto(x + d, part += s.residual_scale * more, left);
+    }
     squares += part * part;
   }
-  const float inverse = 1.0f / std::sqrt(sum(squares) / width + eps);
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const int64_t left = width - d;
-    store_upto(normed + d, load_upto(scale + d, left) * (load_upto(x + d, left) * inverse), left);
+  const float inverse = 1.0f / std::sqrt(sum(squares) / s.hidden + s.eps);
+  for (int64_t d = 0; d < s.hidden; d += kLanes) {
+    const int64_t left = s.hidden - d;
+    store_upto(normed + d, (load_upto(scale + d, left) + s.norm_offset) * (load_upto(x + d, left) * inverse), left);
   }
 }
 
 template <class T, class Out>
-void add_and_norm(Team& team, const StackShape& s, float* x, const float* y, const T* scale, Out* normed) {
+void add_and_norm(Team& team, const StackShape& s, float* x, Addend<T> add, const T* scale, Out* normed) {
   each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++)
-      add_and_norm_row(s.hidden, s.eps, x + n * s.hidden, y == nullptr ? nullptr : y + n * s.hidden, scale, normed + n * s.hidden);
+      add_and_norm_row(s, x + n * s.hidden, add.y == nullptr ? nullptr : add.y + n * s.hidden, add.bias, scale, normed + n * s.hidden);
   });
 }
 
-// `x` [N, D] is the stream, updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
-// `block` [M*K, stride] receives the ids of each layer, or is null; `replay` are rows of all layers, [R, stride, K].
+// Attention of a layer, from the normalised stream to y.
 template <class T, class P>
-void layer_stack(Team& team, const StackShape& s, const StackWeights<T>& w, const StackStep& in, const StackScratch& a, T* x, T* normed, P* cache,
-                int32_t* block, int64_t stride, ReplayRows replay) {
-  const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
-  const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
-  const QkNormRopeInputs<float, T> qkv_inputs{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+void stack_attention(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, int64_t layer,
+                     const StackStep& in, const StackScratch& a, P* cache) {
+  const int64_t first_page = (s.first_layer + layer) * s.layer_pages, projected = s.projected(traits.qk.gated);
+  const bool whole = traits.qk.norm == QkNorm::kWhole;
+  const AttentionShape shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim,
+                             0, traits.window, traits.chunk, traits.scale, of_repeat(w.sinks, repeat, s.heads)};
+  const QkNormRopeShape prepared{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, 0, s.eps, s.angles};
+  const QkArrays<T> arrays{of_repeat(w.q_norm, repeat, (whole ? s.heads : 1) * s.dim), of_repeat(w.k_norm, repeat, (whole ? s.groups : 1) * s.dim),
+                           of_repeat(w.qkv_bias, repeat, projected)};
+  const QkNormRopeInputs<float, T> rows{a.qkv, nullptr, nullptr, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+  linear(team, s.tokens, s.hidden, projected, a.normed, w.qkv + repeat * s.hidden * projected, a.qkv);
+  qk_prepare(team, prepared, traits.qk, arrays, rows, a.queries, cache);
+  attention(team, shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
+  if (traits.qk.gated) gate_heads(team, prepared, a.qkv, arrays.bias, a.mixed);
+  linear(team, s.tokens, s.mixed(), s.hidden, a.mixed, w.out + repeat * s.mixed() * s.hidden, a.y);
+}
+
+// Router logits of a layer.
+template <class T>
+void stack_logits(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, const StackScratch& a) {
+  const int64_t first = repeat * s.hidden * s.experts;
+  if (traits.wide_router) linear(team, s.tokens, s.hidden, s.experts, a.normed, static_cast<const float*>(w.router) + first, a.logits, true);
+  else linear(team, s.tokens, s.hidden, s.experts, a.normed, static_cast<const T*>(w.router) + first, a.logits, true);
+  const T* bias = of_repeat(w.router_bias, repeat, s.experts);
+  if (bias == nullptr) return;
+  each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++)
+      for (int64_t e = 0; e < s.experts; e++) a.logits[n * s.experts + e] += number(bias[e]);
+  });
+}
+
+// y += the experts that every token runs, where there are some; y = the dense network of a layer without experts.
+template <class T>
+void add_shared(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, const StackScratch& a) {
+  const int64_t width = traits.shared_width;
+  if (width == 0) return;
+  const T* gates = of_repeat(w.shared_gate, repeat, s.hidden);
+  linear(team, s.tokens, s.hidden, 2 * width, a.normed, w.shared_gate_up + repeat * s.hidden * 2 * width, a.both);
+  each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
+    const T* no_bias = nullptr;
+    for (int64_t n = begin; n < end; n++)
+      gate(Activation::kSilu, a.both + n * 2 * width, a.both + (n * 2 + 1) * width, no_bias, no_bias, width, a.hidden + n * width);
+  });
+  linear(team, s.tokens, width, s.hidden, a.hidden, w.shared_down + repeat * width * s.hidden, traits.sparse ? a.shared : a.y);
+  if (!traits.sparse) return;
+  each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
+      vf products = {};
+      for (int64_t d = 0; gates != nullptr && d < s.hidden; d += kLanes)
+        products += load_upto(a.normed + n * s.hidden + d, s.hidden - d) * load_upto(gates + d, s.hidden - d);
+      const float weight = gates == nullptr ? 1.0f : 1.0f / (1.0f + exp(vf{} - sum(products))[0]);
+      for (int64_t d = n * s.hidden; d < (n + 1) * s.hidden; d += kLanes) {
+        const int64_t left = (n + 1) * s.hidden - d;
+        store_upto(a.y + d, load_upto(a.y + d, left) + weight * load_upto(a.shared + d, left), left);
+      }
+    }
+  });
+}
+
+// The router of a layer and the experts that it chooses, from the normalised stream to y.
+template <class T>
+void stack_experts(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, const StackStep& in,
+                   const StackScratch& a, int32_t* block, int64_t stride, ReplayRows replay) {
+  const int64_t index = repeat * s.sparse + traits.sparse_before;  // among the layers with experts
+  stack_logits(team, s, traits, w, repeat, a);
+  RouterShape router_shape{s.tokens, s.experts, s.top_k, s.law, stride};
+  router_shape.law.bias = of_repeat(w.selection_bias, repeat, s.experts);
+  int32_t* column = block == nullptr ? nullptr : block + (s.first_column + index) * s.top_k * stride;
+  const ReplayRows mine{replay.ids == nullptr ? nullptr : replay.ids + index * stride * s.top_k, replay.valid};
+  route(team, router_shape, a.logits, mine, {a.ids, nullptr, a.weights, column});
+  const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, repeat * s.experts, false, traits.activation};
+  experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y,
+          ExpertBiases<T>{w.gate_up_bias, w.down_bias});  // ids of `route` are in range
+}
+
+// `x` [N, D] is the stream, updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
+// `block` [M*K, stride] receives the ids of each layer with experts, or is null; `replay` are rows of all of those, [M, stride, K].
+template <class T, class P>
+void layer_stack(Team& team, const StackShape& s, const std::vector<LayerTraits>& traits, const std::vector<LayerArrays<T>>& arrays,
+                 const T* next_norm, const StackStep& in, const StackScratch& a, T* x, T* normed, P* cache, int32_t* block, int64_t stride,
+                 ReplayRows replay) {
   convert(x, a.stream, s.tokens * s.hidden);
-  add_and_norm(team, s, a.stream, nullptr, w.input_norm, a.normed);
+  add_and_norm(team, s, a.stream, Addend<T>{nullptr, nullptr}, arrays[0].input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
-    const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
-    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
-    qk_norm_rope(team, QkNormRopeShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, qkv_inputs, a.queries, cache);
-    attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
-    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
-    add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
-    linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits, true);
-    int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
-    const ReplayRows mine{replay.ids == nullptr ? nullptr : replay.ids + layer * stride * s.top_k, replay.valid};
-    route(team, router_shape, a.logits, mine, a.ids, a.weights, column);
-    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
-    experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
-    if (layer + 1 < s.layers) add_and_norm(team, s, a.stream, a.y, w.input_norm + (layer + 1) * s.hidden, a.normed);
+    const int64_t repeat = layer / s.pattern;
+    const LayerTraits& own = traits[layer % s.pattern];
+    const LayerArrays<T>& w = arrays[layer % s.pattern];
+    stack_attention(team, s, own, w, repeat, layer, in, a, cache);
+    add_and_norm(team, s, a.stream, Addend<T>{a.y, of_repeat(w.out_bias, repeat, s.hidden)}, w.post_norm + repeat * s.hidden, a.normed);
+    if (own.sparse) stack_experts(team, s, own, w, repeat, in, a, block, stride, replay);
+    add_shared(team, s, own, w, repeat, a);
+    if (layer + 1 == s.layers) break;
+    const T* next = arrays[(layer + 1) % s.pattern].input_norm + (layer + 1) / s.pattern * s.hidden;
+    add_and_norm(team, s, a.stream, Addend<T>{a.y, nullptr}, next, a.normed);
   }
-  add_and_norm(team, s, a.stream, a.y, w.next_norm, normed);
+  add_and_norm(team, s, a.stream, Addend<T>{a.y, nullptr}, next_norm, normed);
   convert(a.stream, x, s.tokens * s.hidden);
 }
 

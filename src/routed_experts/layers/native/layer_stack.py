@@ -6,58 +6,133 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.layer_stack import LayerStackKernel, RunRouting, StackOffsets, StackWeights, StepInputs
+from routed_experts.layers.layer_stack import (
+    LayerStackKernel,
+    RunRouting,
+    StackOffsets,
+    StackWeights,
+    StepInputs,
+)
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
+from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.stack_traits import StackTraits
 
-_STREAM, _POOL, _BLOCK = 0, 18, 19  # places of what is updated in place among the arguments
+_STREAM, _POOL, _LAYERS = 0, 11, 12  # places of what is updated in place, and of the layers, among the arguments
+_QK_NORMS = ("", "head", "whole")  # in the order of QkNorm in qk_prepare.h
+_NO_ROUTER = RouterSpec(num_experts=1, top_k=1, renormalize=False)  # of dense layers: its law is not read
+_FEATURES = frozenset(
+    {
+        *("layers of several kinds", "offset norms", "a residual scale", "input biases", "an output bias"),
+        *("a sliding window", "chunks", "sinks", "its own scale", "gated heads"),
+        *("no q/k norm", "a q/k norm of all heads", "an offset q/k norm", "a norm after rotary positions"),
+        "a norm of all heads after rotary positions",
+        *("no rotary positions", "partial rotary positions", "interleaved rotary positions"),
+        *("biased experts", "clamped swiglu experts", "shared experts", "gated shared experts"),
+        "a dense network",
+        *("a float32 router", "a router bias", "a selection bias"),
+    }
+)
 
 
 def native_layer_stack(
     x: Float[Array, "N D"],
-    arrays: StackWeights,
+    arrays: StackWeights | tuple[StackWeights, ...],
     step: StepInputs,
     attend: PagedAttend,
     pool: Float[Array, "LP page 2G C"],
     block: Int[Array, "MK N"] | None,
     routed: RunRouting | None,
     offsets: StackOffsets,
-    spec: RouterSpec,
+    spec: RouterSpec | None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
     """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is
     0."""
     assert register_ffi_targets()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
-    batch = attend.batch
+    pattern, batch = arrays if isinstance(arrays, tuple) else (arrays,), attend.batch
+    first = pattern[0]
+    shared = {(layer.eps, layer.norm_offset, layer.residual_scale) for layer in pattern}
+    assert len(shared) == 1, f"the layers of a stack share eps, norm_offset and residual_scale: {shared}"
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
+    layers = [array for layer in pattern for array in _layer_arrays(layer)]
     aliases = {_STREAM: 0, _POOL: 2}
     blocks = [] if block is None else [block]
     if block is not None:
         results.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
-        aliases[_BLOCK] = 3
-    norms = (arrays.input_norm, arrays.post_norm, arrays.next_norm, arrays.q_norm, arrays.k_norm)
-    matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
+        aliases[_LAYERS + len(layers)] = 3
     positions = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     replay = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
     stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", results, input_output_aliases=aliases)(
         x,
-        *norms,
-        *matrices,
+        first.next_norm,
         step.cos,
         step.sin,
         *positions,
+        jnp.asarray([_traits(layer.traits) for layer in pattern], jnp.int32),
+        jnp.asarray([(layer.traits.scale, layer.traits.qk_norm_offset) for layer in pattern], jnp.float32),
         pool,
+        *layers,
         *blocks,
         *replay,
+        pattern=np.int64(len(pattern)),
         first_layer=np.int64(offsets.first_layer),
         first_column=np.int64(offsets.first_moe_layer),
         layer_pages=np.int64(attend.num_pages),
-        top_k=np.int64(spec.top_k),
-        eps=np.float32(arrays.eps),
-        renormalize=spec.renormalize,
+        top_k=np.int64(0 if spec is None else spec.top_k),
+        eps=np.float32(first.eps),
+        norm_offset=np.float32(first.norm_offset),
+        residual_scale=np.float32(first.residual_scale),
+        **router_law(_NO_ROUTER if spec is None else spec),
     )
     return stream, normed, written, blocks[0] if blocks else None
 
 
-NATIVE_LAYER_STACK = LayerStackKernel(name="native", attention="native", run=native_layer_stack)
+def _layer_arrays(layer: StackWeights) -> list[Array]:
+    """The arrays of one layer of the pattern, in the order of LayerArg in layer_stack_handler.h; [0] in place of what
+    it has not. Sinks and selection biases are float32 for every dtype of the weights."""
+    dtype = layer.qkv.dtype
+
+    def given(array: Array | None, *, wide: bool = False) -> Array:
+        if array is None:
+            return jnp.zeros(0, jnp.float32 if wide else dtype)
+        return array.astype(jnp.float32) if wide else array
+
+    return [
+        layer.input_norm,
+        layer.post_norm,
+        given(layer.q_norm),
+        given(layer.k_norm),
+        layer.qkv,
+        given(layer.qkv_bias),
+        layer.out,
+        given(layer.out_bias),
+        given(layer.sinks, wide=True),
+        given(layer.router),
+        given(layer.router_bias),
+        given(layer.selection_bias, wide=True),
+        given(layer.gate_up),
+        given(layer.down),
+        given(layer.gate_up_bias),
+        given(layer.down_bias),
+        given(layer.shared_gate_up),
+        given(layer.shared_down),
+        given(layer.shared_gate),
+    ]
+
+
+def _traits(traits: StackTraits) -> tuple[int, ...]:
+    """In the order of LayerTrait in layer_stack_handler.h."""
+    flags = (traits.rotary, traits.interleaved, traits.gated, traits.norm_after_rope)
+    numbers = (traits.window, traits.chunk, ACTIVATION_ORDER.index(traits.activation))
+    return (_QK_NORMS.index(traits.qk_norm), *(int(flag) for flag in flags), *numbers)
+
+
+NATIVE_LAYER_STACK = LayerStackKernel(
+    name="native",
+    attention="native",
+    run=native_layer_stack,
+    supports=lambda spec: True,
+    features=_FEATURES,
+)

@@ -6,20 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBatch
-from routed_experts.layers.kernels import FusedRouter, Kernels
+from routed_experts.layers.attention import AttentionBackend, FusedQKV, LatentQKV, PagedBatch
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
+from routed_experts.layers.kernels import FusedRouter, Kernels, RowKernels
 from routed_experts.layers.linear import LinearBackend
-from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
+from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
-    """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
+    """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32.
+    Biases have the dtype of the experts."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
     ids, weights, first = (
@@ -27,8 +30,21 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
         call.weights.astype(jnp.float32),
         call.first_expert.astype(jnp.int32),
     )
+    biases = (
+        jnp.zeros(0, call.x.dtype) if bias is None else bias.astype(call.x.dtype)
+        for bias in (call.gate_up_bias, call.down_bias)
+    )
     return run(
-        call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts
+        call.x,
+        ids,
+        weights,
+        call.valid,
+        call.gate_up,
+        call.down,
+        first.reshape(1),
+        *biases,
+        num_experts=np.int64(call.num_experts),
+        activation=np.int64(ACTIVATION_ORDER.index(call.activation)),
     )
 
 
@@ -45,14 +61,53 @@ def native_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
     """Online softmax over the pages of each request; (tokens, kv head) pieces are divided among the cores."""
+    return native_variant(queries, pool, first_page, batch, AttentionFeatures())
+
+
+def native_variant(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page X C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    features: AttentionFeatures,
+) -> Float[Array, "N H V"]:
+    """The same with features; blocks of keys that no query of a piece sees are not read."""
     assert register_ffi_targets()
-    run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
-    return run(
+    shape = (*queries.shape[:2], features.latent or queries.shape[2])
+    sinks = jnp.zeros(0, jnp.float32) if features.sinks is None else features.sinks.astype(jnp.float32)
+    return jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(shape, queries.dtype))(
         queries,
         pool,
         jnp.asarray(first_page, jnp.int32).reshape(1),
         batch.positions,
         batch.query_starts,
+        batch.page_table,
+        sinks,
+        latent=np.int64(features.latent),
+        window=np.int64(features.window),
+        chunk=np.int64(features.chunk),
+        scale=np.float32(features.scale),
+    )
+
+
+def native_write(
+    pool: Float[Array, "LP page X C"],
+    keys: Float[Array, "N G C"],
+    values: Float[Array, "N G C"] | None,
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+) -> Float[Array, "LP page X C"]:
+    """Keys and values, or latent rows, to their slots in place; padding writes nothing."""
+    assert register_ffi_targets()
+    write = jax.ffi.ffi_call("RexKvWrite", jax.ShapeDtypeStruct(pool.shape, pool.dtype), input_output_aliases={2: 0})
+    return write(
+        keys,
+        jnp.zeros(0, keys.dtype) if values is None else values,
+        pool,
+        jnp.asarray(first_page, jnp.int32).reshape(1),
+        batch.positions,
+        batch.token_rows,
+        batch.valid,
         batch.page_table,
     )
 
@@ -82,36 +137,109 @@ def native_fused_attention(
     return native_attention(queries, pool, first_page, batch), pool
 
 
+def native_latent(
+    projected: LatentQKV,
+    pool: Float[Array, "LP page 1 C"],
+    layer: Int[Array, ""],
+    batch: PagedBatch,
+    num_pages: int,
+) -> tuple[Float[Array, "N H V"], Float[Array, "LP page 1 C"]]:
+    """Norm, rotary and the write of rows, queries absorbed, attention, and values, as one kernel."""
+    assert register_ffi_targets()
+    queries, (num_tokens, heads, _) = projected.queries, projected.queries.shape
+    key_dim = queries.shape[2] - projected.compressed.shape[1] + projected.norm.shape[0]
+    value_dim = projected.up.shape[1] // heads - key_dim
+    results = [
+        jax.ShapeDtypeStruct((num_tokens, heads, value_dim), queries.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    ]
+    cos, sin = projected.angles
+    values, pool = jax.ffi.ffi_call("RexLatentAttention", results, input_output_aliases={6: 1})(
+        queries,
+        projected.compressed,
+        projected.norm,
+        projected.up,
+        cos,
+        sin,
+        pool,
+        jnp.asarray(layer * num_pages, jnp.int32).reshape(1),
+        batch.positions,
+        batch.token_rows,
+        batch.valid,
+        batch.query_starts,
+        batch.page_table,
+        interleaved=projected.interleaved,
+        scale=np.float32(projected.scale),
+        eps=np.float32(projected.eps),
+    )
+    return values, pool
+
+
+def native_delta(
+    inputs: DeltaInputs,
+    states: DeltaState,
+    layer: Int[Array, ""],
+    slots: Int[Array, " B"],
+    fresh: Bool[Array, " B"],
+    query_starts: Int[Array, " B1"],
+) -> tuple[Float[Array, "N H V"], DeltaState]:
+    """Token by token, a few columns of a memory at a time; the states of requests are updated in place."""
+    assert register_ffi_targets()
+    shape = inputs.shape
+    read = (inputs.mixed.shape[0], shape.value_heads, shape.value_dim)
+    state_shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (states.conv, states.recurrent))
+    run = jax.ffi.ffi_call(
+        "RexDeltaRule", [jax.ShapeDtypeStruct(read, jnp.float32), *state_shapes], input_output_aliases={4: 1, 5: 2}
+    )
+    dtype, kernel = states.conv.dtype, inputs.kernel
+    rates = (inputs.decay.astype(jnp.float32), inputs.beta.astype(jnp.float32))
+    out, conv, recurrent = run(
+        inputs.mixed.astype(dtype),
+        *rates,
+        kernel,
+        states.conv,
+        states.recurrent,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        query_starts,
+        slots,
+        fresh,
+        key_heads=np.int64(shape.key_heads),
+    )
+    return out, DeltaState(conv, recurrent)
+
+
 def native_router(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
     block: Int[Array, "MK N"] | None,
     layer: Int[Array, ""],
     spec: RouterSpec,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Softmax, choice, weights and the write of the ids, as one kernel; rows to replay go through plain array code."""
-    if routed is not None:
-        routing = replay_topk(logits, routed, spec=spec)
-        if block is not None:
-            block = lax.dynamic_update_slice_in_dim(block, routing.ids.T, layer * spec.top_k, axis=0)
-        return routing, block
+    """Scores, choice (or the rows to replay), weights and the write of the ids, as one kernel."""
     assert register_ffi_targets()
-    shape = (logits.shape[0], spec.top_k)
-    results: list[jax.ShapeDtypeStruct] = [
-        jax.ShapeDtypeStruct(shape, jnp.int32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-    ]
-    wide = logits.astype(jnp.float32)
+    assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
+    num_tokens = logits.shape[0]
+    shape = (num_tokens, spec.top_k)
+    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)]
+    inputs = (
+        logits.astype(jnp.float32),
+        jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32),
+        jnp.zeros((0, spec.top_k), jnp.int32) if routed is None else routed.ids.astype(jnp.int32),
+        jnp.zeros(0, bool) if routed is None else routed.valid,
+    )
     if block is None:
-        ids, weights = jax.ffi.ffi_call("RexRouter", results)(wide, renormalize=spec.renormalize)
+        ids, native_ids, weights = jax.ffi.ffi_call("RexRouter", results)(*inputs, **router_law(spec))
     else:
         run = jax.ffi.ffi_call(
             "RexRecordingRouter",
             [*results, jax.ShapeDtypeStruct(block.shape, block.dtype)],
-            input_output_aliases={1: 2},
+            input_output_aliases={4: 3},
         )
-        ids, weights, block = run(wide, block, jnp.asarray(layer, jnp.int32).reshape(1), renormalize=spec.renormalize)
-    return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
+        column = jnp.asarray(layer, jnp.int32).reshape(1)
+        ids, native_ids, weights, block = run(*inputs, block, column, **router_law(spec))
+    replaced = jnp.zeros(num_tokens, bool) if routed is None else routed.valid
+    return Routing(weights=weights, ids=ids, native_ids=native_ids, replaced=replaced), block
 
 
 def native_argmax(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
@@ -126,12 +254,56 @@ def native_argmax(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[
     return tokens, logprobs
 
 
+def native_rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0
+) -> Float[Array, "... D"]:
+    """Normalised rows in the dtype of `scale`, rounded once."""
+    return _native_norm(x, scale, jnp.zeros(0, scale.dtype), eps, offset)
+
+
+def native_layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
+) -> Float[Array, "... D"]:
+    """Centred and normalised rows in the dtype of `scale`, rounded once."""
+    return _native_norm(x, scale, bias, eps, 0.0)
+
+
+def _native_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D0"], eps: float, offset: float
+) -> Float[Array, "... D"]:
+    assert register_ffi_targets()
+    run = jax.ffi.ffi_call("RexNorm", jax.ShapeDtypeStruct(x.shape, scale.dtype))
+    return run(x, scale, bias, eps=np.float32(eps), offset=np.float32(offset))
+
+
+def native_gated(x: Float[Array, "N 2F"]) -> Float[Array, "N F"]:
+    """SiLU(gate) * up in x's dtype, rounded once."""
+    assert register_ffi_targets()
+    run = jax.ffi.ffi_call("RexGate", jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), x.dtype))
+    return run(x, activation=np.int64(ACTIVATION_ORDER.index("silu")))
+
+
+def native_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
+    """Rows in the dtype of the matrix times it; the result is float32."""
+    return native_linear(x.astype(matrix.dtype), matrix[None], 0, jnp.float32)
+
+
 _LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True)
 NATIVE_KERNELS = Kernels(
-    moe=MoeBackend(name="native", run=native_experts),
+    moe=MoeBackend(name="native", run=native_experts, features=ALL_EXPERTS, batch_invariant=True),
     linear=_LINEAR,
-    router=FusedRouter(name="native", run=native_router, linear=_LINEAR),
+    rows=RowKernels(rms_norm=native_rms_norm, layer_norm=native_layer_norm, gated=native_gated, product=native_product),
+    router=FusedRouter(name="native", run=native_router, linear=_LINEAR, supports=lambda spec: True),
     layer_stack=NATIVE_LAYER_STACK,
     argmax=native_argmax,
 )
-NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, fused=native_fused_attention)
+NATIVE_ATTENTION = AttentionBackend(
+    name="native",
+    run=native_attention,
+    fused=native_fused_attention,
+    run_with_features=native_variant,
+    write=native_write,
+    latent=native_latent,
+    recur=native_delta,
+    batch_invariant=True,
+)

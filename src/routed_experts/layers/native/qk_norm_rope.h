@@ -14,6 +14,8 @@ constexpr int64_t kQkNormRopeTokens = 16;  // of a piece of work
 struct QkNormRopeShape {
   int64_t tokens, heads, groups, dim, pages, page, first_page, layer;
   float eps;
+  int64_t angles;  // numbers of a row of cosines: C, or C / 2 where the second half would repeat the first
+  int64_t second() const { return angles == dim ? dim / 2 : 0; }
 };
 
 template <class X, class T>
@@ -49,14 +51,14 @@ void norm_and_rotate(const QkNormRopeShape& s, const X* head, const T* scale, co
     auto rotated = [&](vf a, vf b) { return rounded<X>(a + b); };
     const vf low = normed(c), high = normed(c + half);
     store_upto(out + c, rotated(low * load_upto(cos + c, left), -(high * load_upto(sin + c, left))), left);
-    store_upto(out + c + half, rotated(high * load_upto(cos + c + half, left), low * load_upto(sin + c + half, left)), left);
+    store_upto(out + c + half, rotated(high * load_upto(cos + c + s.second(), left), low * load_upto(sin + c + s.second(), left)), left);
   }
 }
 
 template <class X, class T, class P>
 void qk_norm_rope_token(const QkNormRopeShape& s, const QkNormRopeInputs<X, T>& in, int64_t n, X* queries, P* pool) {
   const X* row = in.qkv + n * (s.heads + 2 * s.groups) * s.dim;
-  const float *cos = in.cos + n * s.dim, *sin = in.sin + n * s.dim;
+  const float *cos = in.cos + n * s.angles, *sin = in.sin + n * s.angles;
   for (int64_t h = 0; h < s.heads; h++)
     norm_and_rotate(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, queries + (n * s.heads + h) * s.dim);
   if (!in.valid[n]) return;

@@ -138,12 +138,12 @@ inline void select(Team& team, const SelectShape& s, const SelectInput& in, cons
   *out.rerouted = *out.overflowed = 0;
   for (int64_t slot = 0; slot < s.top_k * s.tokens; slot++) {
     const int64_t t = slot % s.tokens, at = t * s.top_k + slot / s.tokens;
-    for (int64_t& place = passed[t]; in.valid[t] && out.ids[at] < 0; place++) {
-      last[t] = place < s.top_k ? candidates[t * s.top_k + place] : rooms.best_after(last[t], t);
+    for (int64_t& rank = passed[t]; in.valid[t] && out.ids[at] < 0; rank++) {
+      last[t] = rank < s.top_k ? candidates[t * s.top_k + rank] : rooms.best_after(last[t], t);
       if (!last[t].selectable()) break;
       if ((out.instances[at] = rooms.take(t, last[t].expert)) < 0) continue;
       out.ids[at] = last[t].expert;
-      *out.rerouted += place >= s.top_k;
+      *out.rerouted += rank >= s.top_k;
     }
   }
   for (int64_t t = 0; s.overflows && t < s.tokens; t++)

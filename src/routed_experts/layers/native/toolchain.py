@@ -3,6 +3,7 @@
 The library is in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
 headers, compiler and processor. A machine without a compiler has no native kernels: see `unavailable_reason`."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +23,8 @@ import jax
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
+COMPILING = "compiling the C++ kernels (once) ..."
 
 
 def compiler() -> tuple[str, ...] | None:
@@ -35,6 +38,7 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
+@functools.cache
 def cache_folder() -> Path:
     """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be
     written."""
@@ -44,6 +48,12 @@ def cache_folder() -> Path:
     except (OSError, RuntimeError):  # RuntimeError: no home folder
         return Path(tempfile.mkdtemp(prefix="routed-experts-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="routed-experts-"))
+
+
+def is_compiled() -> bool:
+    """Whether the library is there, or no compiler is: then the first use compiles nothing."""
+    command = compiler()
+    return command is None or library_file(command).exists()
 
 
 @functools.cache
@@ -62,10 +72,27 @@ def library() -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
-    file = cache_folder() / f"{_checksum(command)}.so"
+    file = library_file(command)
     if not file.exists():
         compile_library(command, file)
-    return ctypes.CDLL(str(file))
+    loaded = ctypes.CDLL(str(file))
+    loaded.RexPairsGain.restype = ctypes.c_double
+    loaded.RexUsePairs(ctypes.c_bool(pairs_gain(file, loaded.RexPairsGain) > 1.0))
+    return loaded
+
+
+def pairs_gain(file: Path, measure: Callable[[], float]) -> float:
+    """What products in pairs of bfloat16 gain over products of floats on this processor. It is measured once and stored
+    beside the library `file` under the processor's name. All processes read what the first one stored, and so round
+    alike."""
+    gain_file = file.with_name(f"{file.stem}-{hashlib.sha256(_processor_name().encode()).hexdigest()[:8]}.pairs")
+    if not gain_file.exists():
+        with tempfile.NamedTemporaryFile("w", dir=file.parent) as fresh:
+            fresh.write(f"{measure():.3f}")
+            fresh.flush()
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(fresh.name, gain_file)
+    return float(gain_file.read_text())
 
 
 def compile_library(command: tuple[str, ...], file: Path) -> None:
@@ -91,6 +118,11 @@ def simd_flags() -> tuple[str, ...]:
     return ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 
 
+def library_file(command: tuple[str, ...]) -> Path:
+    """Where the library that `command` makes of the sources is kept."""
+    return cache_folder() / f"{_checksum(command)}.so"
+
+
 def _checksum(command: tuple[str, ...]) -> str:
     version_text = subprocess.run(
         [*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
@@ -102,8 +134,17 @@ def _checksum(command: tuple[str, ...]) -> str:
 
 def _processor() -> str:
     """The instructions that this processor knows: -march=native compiles for them."""
+    return _cpuinfo("flags", "features")
+
+
+def _processor_name() -> str:
+    return _cpuinfo("model name", "cpu part")
+
+
+def _cpuinfo(*keys: str) -> str:
+    """The first line of /proc/cpuinfo that begins with one of `keys`, in lower case."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
     lines = cpuinfo.read_text().splitlines()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    return next((line for line in lines if line.lower().startswith(keys)), platform.processor())

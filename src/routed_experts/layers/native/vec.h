@@ -65,6 +65,23 @@ inline void store(f16* p, vf v) {
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 
+// One number.
+inline float number(float x) { return x; }
+inline float number(f16 x) { return x.value; }
+inline float number(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+inline void put(float* p, float x) { *p = x; }
+inline void put(f16* p, float x) { p->value = static_cast<_Float16>(x); }
+inline void put(bf16* p, float x) {  // as `store` rounds
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  p->bits = (x == x ? bits + 0x7fff + ((bits >> 16) & 1) : bits | 0x400000) >> 16;
+}
+
 // The first `count` lanes; the others are 0 and memory behind them is not touched.
 template <class T>
 inline vf load(const T* p, int count) {
@@ -195,6 +212,7 @@ class Scratch {
     std::memset(floats(count), 0, count * sizeof(float));
     return data_;
   }
+  int64_t bytes() const { return size_ * int64_t(sizeof(float)); }
   Scratch() = default;
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
@@ -220,6 +238,14 @@ class LentScratch {
     idle().all.push_back(std::move(mine_));
   }
   Scratch* operator->() { return mine_.get(); }
+
+  // Of all that no call holds.
+  static int64_t bytes() {
+    const std::lock_guard hold(idle().guard);
+    int64_t total = 0;
+    for (const auto& scratch : idle().all) total += scratch->bytes();
+    return total;
+  }
 
  private:
   struct Idle {

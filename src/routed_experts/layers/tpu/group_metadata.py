@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 TOKEN_TILE = 1024
 PLAN_ROWS = 8
-EXPERT, TILE, BEGIN, END = range(4)  # rows of a plan; BEGIN and END are sorted places of the expert's slots
+EXPERT, TILE, BEGIN, END = range(4)  # rows of a plan; BEGIN and END are sorted positions of the expert's slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +98,10 @@ def _plan(counts: Float[Array, "E 1"], form: PlanForm) -> tuple[Float[Array, "R 
     before = _sum_before(visits)
     shape = (form.num_experts, form.max_visits)
     index = lax.broadcasted_iota(jnp.int32, shape, 1).astype(jnp.float32)
-    own = (before <= index) & (index < before + visits)
+    is_visit = (before <= index) & (index < before + visits)
 
     def pick(column: Float[Array, "E 1"]) -> Float[Array, "1 V"]:
-        return jnp.sum(jnp.where(own, column, 0.0), axis=0, keepdims=True)
+        return jnp.sum(jnp.where(is_visit, column, 0.0), axis=0, keepdims=True)
 
     expert = pick(lax.broadcasted_iota(jnp.int32, counts.shape, 0).astype(jnp.float32))
     tile = pick(first - before + index) if form.tile else jnp.zeros_like(expert)

@@ -131,10 +131,11 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigReader:
     """Typed access to one JSON object; `path` names the file in errors. Without a default a key is
-    required."""
+    required. `synonyms`: other spellings of a key, of which a file may hold any."""
 
     values: Mapping[str, object]
     path: Path | str
+    synonyms: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _SYNONYMS)
 
     def has(self, key: str) -> builtins.bool:
         """Whether the key, or its other spelling, is there and not null."""
@@ -220,7 +221,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.path}: {key}")
 
     def _find(self, key: builtins.str) -> object:
-        spellings = [name for name in (key, *_SYNONYMS.get(key, ())) if self.values.get(name) is not None]
+        spellings = [name for name in (key, *self.synonyms.get(key, ())) if self.values.get(name) is not None]
         values = [self.values[name] for name in spellings]
         if any(value != values[0] for value in values):
             raise CheckpointError(
@@ -237,6 +238,8 @@ class ConfigReader:
     def _error(self, key: builtins.str, expected: builtins.str) -> CheckpointError:
         text = repr(self._find(key))
         text = text if len(text) <= 80 else text[:77] + "..."
+        spellings = [name for name in self.synonyms.get(key, ()) if self.values.get(name) is not None]
+        key = key if not spellings or self.values.get(key) is not None else spellings[0]
         return CheckpointError(f"{self.path}: {key}={text}; expected {expected}; correct the file")
 
 

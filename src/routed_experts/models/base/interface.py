@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
-from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.recurrent import RecurrentInputs
 from routed_experts.layers.routing import ROUTED_IDS
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 
@@ -24,9 +24,9 @@ from routed_experts.models.base.partitioning import AxisPartition, ParallelConfi
 # None as values. `layer` counts attention layers only.
 AttentionFn = Callable[..., tuple[Array, Any]]
 
-# (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a
+# (inputs of a recurrent layer, cache, layer) -> (what was read [N ...], cache); `layer` counts those layers that keep a
 # state
-RecurrentFn = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
+RecurrentFn = Callable[[RecurrentInputs, Any, Array], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,10 +33,11 @@ def read_rotary(
     theta: float | None = 10_000.0,
     interleaved: bool = False,
     part: float | None = None,
+    stretched: bool = False,
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
     a head's dims that are rotated, are defaults. Without `part` all dims are rotated, and a config with another
-    share is refused."""
+    share is refused. `stretched`: dynamic positions with an `alpha` are those of a larger base (HunYuan)."""
     section = _section(reader)
     spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
@@ -50,7 +51,12 @@ def read_rotary(
     holder.require(
         part is not None or share == 1.0, "partial_rotary_factor", "1.0: this architecture rotates all dims of a head"
     )
-    inverse = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+    alpha = section.float("alpha", default=0.0) if stretched and kind == "dynamic" else 0.0
+    if alpha:
+        section.require(alpha > 0 and size > 2, "alpha", "a positive number, and heads of more than 2 dims")
+        base, kind = base * alpha ** (size / (size - 2)), "default"
+    powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
+    inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
     return unscaled if kind == "default" else _scaled(reader, section, unscaled, inverse)
 

@@ -1,7 +1,8 @@
-"""The decoder of all families but Qwen3-MoE's own: embeds, runs the layers of a FamilyConfig, normalises. Serves and
-trains; attention and its cache are arguments. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern,
-M MoE layers, K experts per token."""
+"""The decoder of all families: embeds, runs the layers of a FamilyConfig, normalises. Serves and trains; attention and
+its cache are arguments. A block of layers runs in one kernel where there is one that can (fused_path.py), else layer by
+layer. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern, M MoE layers, K experts per token."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
-from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.kernels import Kernels, RowKernels
+from routed_experts.layers.layer_stack import StackOffsets
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
-from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
-from routed_experts.models.decoder.delta_attention import DeltaAttention
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, Recurrent
 from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
 from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec, make_params, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
@@ -77,75 +78,82 @@ class FamilyDecoder(nnx.Module):
         it."""
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
-        step = LayerContext(
-            positions, valid, ops.attend, ops.recur, kernels, {spec: spec.cos_sin(positions) for spec in config.rotary}
-        )
-        x = embed(config, self.embed[...], tokens, kernels.group)
-        first_moe = first_attending = first_recurrent = 0
-        for run, arrays in zip(config.blocks, self.blocks, strict=True):
-            num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
-            body = self._pattern(
-                run,
-                arrays,
-                step,
-                (first_moe, first_attending, first_recurrent),
-                None if routed is None else routed.valid,
-            )
-            slices = [
-                scanned_params(layer.weights(config), repeat, kernels)
-                for layer, repeat in zip(run.pattern, arrays, strict=True)
-            ]
-            ids = slice_layers(routed, first_moe, run.repeats * num_moe) if num_moe else None
-            ids = jax.tree.map(
-                lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids
-            )
-            repeats = jnp.arange(run.repeats, dtype=jnp.int32)
-            (x, cache, capture), _ = lax.scan(
-                checkpointed(body) if remat else body, (x, cache, capture), (repeats, slices, ids)
-            )
-            first_moe += run.repeats * num_moe
-            first_attending += run.repeats * run.num_attending
-            first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
+        step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
+        carry, normed = (embed(config, self.embed[...], tokens, kernels.group), cache, capture), None
+        first = _FirstLayers()
+        for block, arrays in zip(config.blocks, self.blocks, strict=True):
+            kernel, normed = find_fused_path(config, block, step, routed), None
+            if kernel is not None:
+                offsets = StackOffsets(first_layer=first.attending, first_moe_layer=first.moe)
+                carry, normed = run_fused(
+                    kernel, config, block, tuple(arrays), self.norm[...], step, carry, routed, offsets
+                )
+            else:
+                body = self._pattern(block, arrays, step, first, None if routed is None else routed.valid)
+                slices = [
+                    scanned_params(layer.weights(config), repeat, kernels)
+                    for layer, repeat in zip(block.pattern, arrays, strict=True)
+                ]
+                repeats = jnp.arange(block.repeats, dtype=jnp.int32)
+                scanned = repeats, slices, _sliced_routing(routed, block, first.moe)
+                carry, _ = lax.scan(checkpointed(body) if remat else body, carry, scanned)
+            first = first.after(block)
+        x, cache, capture = carry
+        if normed is not None:  # by the last block's kernel
+            return scale_logits(config, normed), cache, capture
         bias = None if self.norm_bias is None else self.norm_bias[...]
-        return final_norm(config, x, self.norm[...], bias), cache, capture
+        return final_norm(config, x, self.norm[...], bias, kernels.rows), cache, capture
 
     def _pattern(
         self,
-        run: LayerBlock,
+        block: LayerBlock,
         arrays: Any,
         step: LayerContext,
-        first: tuple[int, int, int],
+        first: "_FirstLayers",
         replayed: Bool[Array, " N"] | None,
     ) -> Callable[[Any, Any], tuple[Any, None]]:
-        """The body of a run's scan: the layers of its pattern, one after another."""
-        num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
-        config, residual_scale = self.config, self.config.residual_scale
+        """The body of a block's scan: the layers of its pattern, one after another."""
+        config = self.config
 
         def body(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
             repeat, slices, ids = scanned
             moe = 0
-            for index, layer in enumerate(run.pattern):
+            for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
-                kind = int(
-                    isinstance(layer.mixer, DeltaAttention)
-                )  # attention layers and recurrent layers are counted separately
-                same_kind = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
-                ordinal = first[1 + kind] + repeat * sum(same_kind) + sum(same_kind[:index])
+                recurrent = isinstance(layer.mixer, Recurrent)  # counted separately
+                same_kind = [isinstance(other.mixer, Recurrent) == recurrent for other in block.pattern]
+                before = first.recurrent if recurrent else first.attending
+                ordinal = before + repeat * sum(same_kind) + sum(same_kind[:index])
                 mixed, cache = layer.mixer.run(
                     apply_norm(config, x, "input_norm", params), params, step, cache, ordinal
                 )
-                x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
+                x = add_to_stream(config, x, mixed)
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
-                    replay = ReplayInputs(first[0] + repeat * num_moe + moe, routed)
+                    moe_layer = first.moe + repeat * block.num_moe + moe
+                    replay = ReplayInputs(moe_layer, routed)
                     moe += 1
                 y, capture = layer.feed.run(apply_norm(config, x, "post_norm", params), params, step, replay, capture)
-                x = x + (y * residual_scale if residual_scale != 1.0 else y)
+                x = add_to_stream(config, x, y)
             return (x, cache, capture), None
 
         return body
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FirstLayers:
+    """How many MoE layers, attention layers and recurrent layers are before a block."""
+
+    moe: int = 0
+    attending: int = 0
+    recurrent: int = 0
+
+    def after(self, block: LayerBlock) -> "_FirstLayers":
+        """The counts before the next block."""
+        moe, attending = block.num_moe * block.repeats, block.num_attending * block.repeats
+        return _FirstLayers(self.moe + moe, self.attending + attending, self.recurrent + block.num_layers - attending)
 
 
 def embed(
@@ -156,17 +164,32 @@ def embed(
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
 
+def add_to_stream(config: FamilyConfig, x: Float[Array, "N D"], y: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """Add the output of a part of a layer; one that is wider than the stream is rounded with it, once."""
+    y = y * config.residual_scale if config.residual_scale != 1.0 else y
+    return x + y if x.dtype == y.dtype else (x.astype(y.dtype) + y).astype(x.dtype)
+
+
 def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: LayerParams) -> Float[Array, "N D"]:
     """A norm of a layer, by name."""
-    return _normed(config, x, params.get(name), params.get(f"{name}_bias") if config.layer_norms else None)
+    bias = params.get(f"{name}_bias") if config.layer_norms else None
+    return _normed(config, x, params.get(name), bias, params.kernels.rows)
 
 
 def final_norm(
-    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+    config: FamilyConfig,
+    x: Float[Array, "N D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    rows: RowKernels,
 ) -> Float[Array, "N D"]:
     """Normalised output of the last layer, the input of the head."""
-    x = _normed(config, x, scale, bias)
-    return x * config.logit_scale if config.logit_scale != 1.0 else x
+    return scale_logits(config, _normed(config, x, scale, bias, rows))
+
+
+def scale_logits(config: FamilyConfig, normed: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    """The input of the head from the normalised output of the last layer."""
+    return normed * config.logit_scale if config.logit_scale != 1.0 else normed
 
 
 def lm_logits(
@@ -178,11 +201,21 @@ def lm_logits(
 
 
 def _normed(
-    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+    config: FamilyConfig,
+    x: Float[Array, "N D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    rows: RowKernels,
 ) -> Float[Array, "N D"]:
     if bias is not None:
-        return layer_norm(x, scale, bias, eps=config.norm_eps)
-    return rms_norm(x, scale, eps=config.norm_eps, offset=config.norm_offset)
+        return rows.layer_norm(x, scale, bias, eps=config.norm_eps)
+    return rows.rms_norm(x, scale, eps=config.norm_eps, offset=config.norm_offset)
+
+
+def _sliced_routing(routed: TokenRouting | None, block: LayerBlock, first: int) -> tuple[Array, Array | None] | None:
+    """Ids and weights to replay in a block, by repeat and MoE layer of its pattern."""
+    rows = slice_layers(routed, first, block.repeats * block.num_moe) if block.num_moe else None
+    return jax.tree.map(lambda part: part.reshape(block.repeats, block.num_moe, *part.shape[1:]), rows)
 
 
 def _layer_routing(rows: tuple[Array, Array | None], repeat: int, valid: Bool[Array, " N"]) -> LayerRouting:

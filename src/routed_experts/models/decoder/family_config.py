@@ -19,10 +19,12 @@ from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.latent_attention import LatentAttention
 from routed_experts.models.decoder.layer_params import ParamSpec
 from routed_experts.models.decoder.layer_parts import CheckpointScope
+from routed_experts.models.decoder.short_convolution import ShortConvolution
 
 _LONGEST_PATTERN = 8
 
-AnyMixer = GroupedAttention | LatentAttention | DeltaAttention
+Recurrent = DeltaAttention | ShortConvolution  # keep a state, and no keys and values
+AnyMixer = GroupedAttention | LatentAttention | Recurrent
 AnyFeedForward = Dense | Sparse
 
 
@@ -62,17 +64,22 @@ class LayerBlock:
         return len(self.pattern) * self.repeats
 
     @property
+    def num_moe(self) -> int:
+        """MoE layers of the pattern."""
+        return sum(isinstance(layer.feed, Sparse) for layer in self.pattern)
+
+    @property
     def num_attending(self) -> int:
         """Layers of the pattern that attend; the others keep a state."""
-        return sum(not isinstance(layer.mixer, DeltaAttention) for layer in self.pattern)
+        return sum(not isinstance(layer.mixer, Recurrent) for layer in self.pattern)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
     """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of
-    the stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin. `ignored_tensors`:
-    shell patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last
-    one that predict further tokens; they are not run."""
+    the stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin; `final_norm`: the name
+    of the norm after the last layer. `ignored_tensors`: shell patterns of tensors that a checkpoint may hold without a
+    use here. `num_predicting`: layers behind the last one that predict further tokens; they are not run."""
 
     vocab_size: int
     hidden_size: int
@@ -88,6 +95,7 @@ class FamilyConfig:
     logit_scale: float = 1.0
     stem: str = "model."
     embed_name: str = "embed_tokens"
+    final_norm: str = "norm"
     head: str = "lm_head"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     ignored_tensors: tuple[str, ...] = ()
@@ -117,7 +125,7 @@ class FamilyConfig:
     def cache(self) -> CacheLayout:
         """What the layers keep: all of one shape."""
         layouts = {mixer.cache(len(_attending(self.layers))) for mixer in _attending(self.layers)}
-        shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, DeltaAttention)]
+        shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Recurrent)]
         assert len(layouts) == 1 and len(set(shapes)) <= 1, (layouts, shapes)
         return dataclasses.replace(layouts.pop(), num_recurrent=len(shapes), recurrent=shapes[0] if shapes else None)
 
@@ -164,6 +172,21 @@ class FamilyConfig:
             first += covered[size]
         return tuple(blocks)
 
+    def stack_needs(self, block: LayerBlock) -> frozenset[str]:
+        """Features that a kernel must have to run all layers of a block at once, beside those of plain pre-norm layers;
+        in words."""
+        eps = {layer.mixer.eps for layer in block.pattern if isinstance(layer.mixer, GroupedAttention)}
+        words = {
+            "layers of several kinds": len(block.pattern) > 1,
+            "layer normalisation": self.layer_norms,
+            "offset norms": self.norm_offset,
+            "a residual scale": self.residual_scale != 1.0,
+            "several epsilons": bool(eps - {self.norm_eps}),
+        }
+        own = frozenset(word for word, needed in words.items() if needed)
+        parts = (part.stack_needs for layer in block.pattern for part in (layer.mixer, layer.feed))
+        return own.union(*parts)
+
     def shard(self, parallel: ParallelConfig) -> "FamilyConfig":
         """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
         return dataclasses.replace(self, layers=tuple(layer.shard(parallel) for layer in self.layers))
@@ -191,9 +214,9 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
     """The table of names: where each tensor of a checkpoint belongs."""
     dim, vocab = config.hidden_size, config.vocab_size
     yield WeightSource(name=f"{config.stem}{config.embed_name}.weight", shape=(vocab, dim), target="embed")
-    yield WeightSource(name=f"{config.stem}norm.weight", shape=(dim,), target="norm")
+    yield WeightSource(name=f"{config.stem}{config.final_norm}.weight", shape=(dim,), target="norm")
     if config.layer_norms:
-        yield WeightSource(name=f"{config.stem}norm.bias", shape=(dim,), target="norm_bias")
+        yield WeightSource(name=f"{config.stem}{config.final_norm}.bias", shape=(dim,), target="norm_bias")
     if not config.tie_embeddings:
         yield WeightSource(name=f"{config.head}.weight", shape=(vocab, dim), target="head", transpose=True)
     if config.head_bias:
@@ -214,7 +237,7 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
 
 def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:
     """The mixers that attend."""
-    return tuple(layer.mixer for layer in layers if not isinstance(layer.mixer, DeltaAttention))
+    return tuple(layer.mixer for layer in layers if not isinstance(layer.mixer, Recurrent))
 
 
 def _repeats(layers: tuple[LayerSpec, ...], size: int) -> int:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
-from routed_experts.layers.moe import gated
 from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, Routing
 from routed_experts.models.base.partitioning import (
@@ -26,13 +25,21 @@ from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, P
 from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext, ReplayInputs
 from routed_experts.models.decoder.sparse_block import route, route_with_capacity, run_experts
 
+GATED_PARTS = ("gate_proj", "up_proj", "down_proj")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """SiLU-gated network of width I; its tensors are <at>.gate_proj, .up_proj and .down_proj."""
+    """SiLU-gated network of width I; its tensors are <at>.<parts>: gate, up, down."""
 
     width: int
     at: str = "mlp"
+    parts: tuple[str, str, str] = GATED_PARTS
+
+    @property
+    def stack_needs(self) -> frozenset[str]:
+        """Features that a kernel of whole layers must have for it, in words."""
+        return frozenset({"a dense network"})
 
     def shard(self, parallel: ParallelConfig) -> "Dense":
         """One device's share of the width."""
@@ -44,7 +51,7 @@ class Dense:
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """The three matrices."""
-        yield from _gated_sources(scope, self.at, hidden, self.width, "dense")
+        yield from _gated_sources(scope, self.at, self.parts, hidden, self.width, "dense")
 
     def run(
         self,
@@ -54,8 +61,10 @@ class Dense:
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
-        """A dense layer routes no tokens."""
-        return params.project(gated(params.project(x, "dense_gate_up")), "dense_down", summed=True), capture
+        """A dense layer routes no tokens. Half precision rounds its inner values once, and the stream once."""
+        both = params.project(x, "dense_gate_up", dtype=jnp.float32)
+        hidden = params.kernels.rows.gated(both).astype(x.dtype)
+        return params.project(hidden, "dense_down", summed=True, dtype=jnp.float32), capture
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +94,21 @@ class Sparse:
         words = {"biased experts": self.biased, f"{self.activation} experts": self.activation != "silu"}
         return frozenset(word for word, needed in words.items() if needed)
 
+    @property
+    def stack_needs(self) -> frozenset[str]:
+        """Features that a kernel of whole layers must have beside those of SiLU-gated experts, in words. The router's
+        law is none of them: kernels say themselves which they implement."""
+        words = {
+            "shared experts": self.shared_width,
+            "gated shared experts": self.shared_gated,
+            "a float32 router": self.wide_router,
+            "a router bias": self.router_bias,
+            "a selection bias": self.router.biased,
+            "weighted expert inputs": self.weight_inputs,
+            "placed experts": self.replicas or self.bounded or self.local_experts,
+        }
+        return self.needs | {word for word, needed in words.items() if needed}
+
     def shard(self, parallel: ParallelConfig) -> "Sparse":
         """One device's share of the experts or of their width, and of the shared ones' width."""
         local_experts = (parallel.instances or self.router.num_experts) // parallel.devices
@@ -107,8 +131,8 @@ class Sparse:
             self.width,
         )
         by_width = _halves(width, "columns of an expert")
+        kind = ParamKind.PLAIN if self.wide_router else ParamKind.ROUTER
         specs = [
-            ParamSpec(name="router", shape=(hidden, experts), wide=self.wide_router),
             ParamSpec(
                 name="gate_up", shape=(local_experts, hidden, 2 * width), kind=ParamKind.EXPERTS, partition=by_width
             ),
@@ -118,6 +142,7 @@ class Sparse:
                 kind=ParamKind.EXPERTS,
                 partition=row_parallel(width, width, "columns of an expert"),
             ),
+            ParamSpec(name="router", shape=(hidden, experts), kind=kind, wide=self.wide_router),
         ]
         if self.router_bias:
             specs.append(ParamSpec(name="router_bias", shape=(experts,), fill=0.0))
@@ -150,7 +175,7 @@ class Sparse:
         yield from names.router_sources(scope, experts, hidden, bias=self.router_bias, selection=self.router.biased)
         yield from names.expert_sources(scope, experts, hidden, self.width)
         if self.shared_width:
-            yield from _gated_sources(scope, names.shared, hidden, self.shared_width, "shared")
+            yield from _gated_sources(scope, names.shared, GATED_PARTS, hidden, self.shared_width, "shared")
         if self.shared_gated:
             yield scope.source(names.shared_gate, (1, hidden), "shared_gate")
 
@@ -181,16 +206,17 @@ class Sparse:
     ) -> tuple[Float[Array, "N D"], Routing, RoutedExpertsDeviceCache | None]:
         """Route and record; returns the expert inputs too."""
         assert replay is not None, "a sparse layer has a column"
+        moe_layer = replay.moe_layer
         bias = params.get("selection_bias") if self.router.biased else None
-        logits, rerouter = self._logits(x, params), step.kernels.group.rerouter
+        logits, rerouter = params.router_logits(x), step.kernels.group.rerouter
         if rerouter is not None and replay.routed is None:
             capacities = Capacities(params.get("replicas"), params.get("capacity"))
             routing, capture = route_with_capacity(
-                logits, step.valid, capacities, rerouter, replay.moe_layer, capture, spec=self.router, bias=bias
+                logits, step.valid, capacities, rerouter, moe_layer, capture, spec=self.router, bias=bias
             )
         else:
             routing, capture = route(
-                logits, replay.routed, replay.moe_layer, capture, spec=self.router, kernels=step.kernels, bias=bias
+                logits, replay.routed, moe_layer, capture, spec=self.router, kernels=step.kernels, bias=bias
             )
         if not self.weight_inputs:
             return x, routing, capture
@@ -200,15 +226,11 @@ class Sparse:
         """Output of the shared experts; None without them."""
         if not self.shared_width:
             return None
-        shared = params.project(gated(params.project(x, "shared_gate_up")), "shared_down")
+        shared = params.project(params.kernels.rows.gated(params.project(x, "shared_gate_up")), "shared_down")
         if self.shared_gated:
-            shared = jax.nn.sigmoid(jnp.dot(x, params.get("shared_gate"))) * shared
+            gate = jax.nn.sigmoid(params.kernels.rows.product(x, params.get("shared_gate")))
+            shared = (gate * shared.astype(jnp.float32)).astype(shared.dtype)
         return shared
-
-    def _logits(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N E"]:
-        router = params.get("router")
-        logits = jnp.dot(x.astype(router.dtype), router, preferred_element_type=jnp.float32)
-        return logits + params.get("router_bias").astype(jnp.float32) if self.router_bias else logits
 
 
 def _unweighed(routing: Routing) -> Routing:
@@ -236,7 +258,10 @@ def _gated_weights(name: str, hidden: int, width: int, what: str) -> tuple[Param
     )
 
 
-def _gated_sources(scope: CheckpointScope, at: str, hidden: int, width: int, to: str) -> Iterator[WeightSource]:
-    yield scope.source(f"{at}.gate_proj.weight", (width, hidden), f"{to}_gate_up")
-    yield scope.source(f"{at}.up_proj.weight", (width, hidden), f"{to}_gate_up", offset=width)
-    yield scope.source(f"{at}.down_proj.weight", (hidden, width), f"{to}_down")
+def _gated_sources(
+    scope: CheckpointScope, at: str, parts: tuple[str, str, str], hidden: int, width: int, to: str
+) -> Iterator[WeightSource]:
+    gate, up, down = (f"{at}.{part}.weight" for part in parts)
+    yield scope.source(gate, (width, hidden), f"{to}_gate_up")
+    yield scope.source(up, (width, hidden), f"{to}_gate_up", offset=width)
+    yield scope.source(down, (hidden, width), f"{to}_down")

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.attention import AttentionBackend, FusedQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.parallel import SINGLE_DEVICE
-from routed_experts.layers.rotary import RotarySpec
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
+from routed_experts.layers.rotary import RotarySpec, apply_rotary
+from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
@@ -34,14 +37,15 @@ class AttentionNames:
 
 
 USUAL_NAMES = AttentionNames()
+PROJECTION_BIASES = frozenset({"input biases", "an output bias"})  # added before and after fused attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAttention:
-    """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for
-    C^-0.5. `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v,
-    0 for none. `norm_after_rope`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 +
-    floor((position + 1) / f))."""
+    """`qk_norm`: "", "head", "whole", or "bare", of each head without a scale. `norm_offset`: added to the scale of a
+    q/k norm. `norm_after_rope`: the norm follows the rotary positions. `scale`: of the scores, 0 for C^-0.5. `gated`:
+    each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
+    `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -84,6 +88,50 @@ class GroupedAttention:
         }
         return frozenset(word for word, needed in words.items() if needed)
 
+    @property
+    def stack_needs(self) -> frozenset[str]:
+        """Features that a kernel of whole layers must have beside norms of each head's queries and keys, and rotary
+        positions of whole heads; in words."""
+        rotary = self.rotary
+        words = {
+            "no q/k norm": not self.qk_norm,
+            "a q/k norm of all heads": self.qk_norm == "whole",
+            "a q/k norm without a scale": self.qk_norm == "bare",
+            "an offset q/k norm": self.norm_offset,
+            "no rotary positions": rotary is None,
+            "partial rotary positions": rotary is not None and 2 * len(rotary.inverse) < self.head_dim,
+            "interleaved rotary positions": rotary is not None and rotary.interleaved,
+            "a norm after rotary positions": self.norm_after_rope and self.qk_norm,
+            "a norm of all heads after rotary positions": self.norm_after_rope and self.qk_norm == "whole",
+            "input biases": self.bias_in,
+            "an output bias": self.bias_out,
+            "gated heads": self.gated,
+            "clipped projections": self.clip,
+            "tuned queries": self.tuning[0],
+        }
+        return self.needs | {word for word, needed in words.items() if needed}
+
+    @property
+    def traits(self) -> StackTraits:
+        """What a fused kernel is told about the layer, without its experts."""
+        return StackTraits(
+            qk_norm=self.qk_norm,
+            qk_norm_offset=self.norm_offset,
+            norm_after_rope=self.norm_after_rope,
+            rotary=self.rotary is not None,
+            interleaved=self.rotary is not None and self.rotary.interleaved,
+            gated=self.gated,
+            window=self.window,
+            chunk=self.chunk,
+            scale=self.scale,
+        )
+
+    def is_fused_by(self, backend: AttentionBackend, group: AxisGroup = SINGLE_DEVICE) -> bool:
+        """Whether the backend takes the projection's output, with its biases, and does all up to the mixed values. A
+        norm of the whole projection is no device's own where `group` shares the heads."""
+        is_own = group.count == 1 or self.qk_norm != "whole"
+        return backend.fused is not None and is_own and self.stack_needs - PROJECTION_BIASES <= backend.fused_features
+
     def cache(self, num_layers: int) -> CacheLayout:
         """Keys and values by head."""
         return CacheLayout(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -119,7 +167,7 @@ class GroupedAttention:
             )
         if self.bias_out:
             specs.append(ParamSpec(name="out_bias", shape=(hidden,), fill=0.0))
-        if self.qk_norm:
+        if self.qk_norm in ("head", "whole"):
             sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
             partitions = (
                 (column_parallel(dataclasses.replace(query, size=mixed)), column_parallel(key))
@@ -154,19 +202,45 @@ class GroupedAttention:
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
         """Project, normalise, rotate, attend, project."""
-        mixed = params.project(x, "qkv")
+        mixed, attend = params.project(x, "qkv"), step.attend
+        if isinstance(attend, PagedAttend) and self.is_fused_by(attend.backend, step.kernels.group):
+            attended, cache = attend.attend_fused(self._fused_inputs(mixed, params, step), cache, layer)
+        else:
+            attended, cache = self._attend(mixed, params, step, cache, layer)
+        return params.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
+
+    def _fused_inputs(self, mixed: Float[Array, "N O"], params: LayerParams, step: LayerContext) -> FusedQKV:
+        """The projection with the layer's arrays and angles."""
+        none, has_scales = jnp.zeros((mixed.shape[0], 0), jnp.float32), self.qk_norm in ("head", "whole")
+        cos, sin = (none, none) if self.rotary is None else fused_angles(self.rotary, self.head_dim, step)
+        return FusedQKV(
+            qkv=mixed,
+            q_norm=params.stack("q_norm") if has_scales else None,
+            k_norm=params.stack("k_norm") if has_scales else None,
+            layer=params.index,
+            cos=cos,
+            sin=sin,
+            eps=self.eps,
+            sinks=params.stack("sinks") if self.sinks else None,
+            head_dim=self.head_dim,
+            traits=self.traits,
+        )
+
+    def _attend(
+        self, mixed: Float[Array, "N O"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H C"], Any]:
+        """Normalise, rotate, attend, gate."""
         if self.clip:
             mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
         gates, queries, keys, values = self._parts(mixed)
-        queries, keys = self._norm(queries, "q_norm", params), self._norm(keys, "k_norm", params)
+        if not self.norm_after_rope:
+            queries, keys = self._norm(queries, "q_norm", params), self._norm(keys, "k_norm", params)
         if self.clip and self.qk_norm:
             queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
         if self.rotary is not None:
-            queries, keys = (self.rotary.apply(part, step.cos_sin[self.rotary]) for part in (queries, keys))
+            queries, keys = (_rotate(part, self.rotary, step) for part in (queries, keys))
         if self.norm_after_rope:
-            queries, keys = (
-                rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
-            )
+            queries, keys = self._norm(queries, "q_norm", params), self._norm(keys, "k_norm", params)
         if self.tuning[0]:
             steps = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
             grown = jnp.log1p(steps) * self.tuning[1] + 1.0
@@ -177,9 +251,7 @@ class GroupedAttention:
             attended, cache = step.attend(queries, keys, values, cache, layer, features)
         else:
             attended, cache = step.attend(queries, keys, values, cache, layer)
-        if gates is not None:
-            attended = attended * jax.nn.sigmoid(gates)
-        return params.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
+        return attended if gates is None else attended * jax.nn.sigmoid(gates), cache
 
     def _parts(
         self, mixed: Float[Array, "N O"]
@@ -199,6 +271,25 @@ class GroupedAttention:
     def _norm(self, x: Float[Array, "N H C"], name: str, params: LayerParams) -> Float[Array, "N H C"]:
         if not self.qk_norm:
             return x
-        flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
-        group = params.kernels.group if self.qk_norm == "whole" else SINGLE_DEVICE
-        return rms_norm(flat, params.get(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)
+        group, rows = params.kernels.group, params.kernels.rows
+        flat = x.reshape(x.shape[0], -1) if self.qk_norm == "whole" else x
+        scale = jnp.ones(self.head_dim, x.dtype) if self.qk_norm == "bare" else params.get(name)
+        if self.qk_norm == "whole" and group.count > 1:
+            return rms_norm(flat, scale, eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)
+        return rows.rms_norm(flat, scale, eps=self.eps, offset=self.norm_offset).reshape(x.shape)
+
+
+def fused_angles(
+    rotary: RotarySpec, head_dim: int, step: LayerContext
+) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:
+    """Angles as fused kernels take them: of whole heads each twice."""
+    is_whole = not rotary.interleaved and 2 * len(rotary.inverse) == head_dim
+    return (step.head_cos_sin if is_whole else step.cos_sin)[rotary]
+
+
+def _rotate(x: Float[Array, "N H C"], rotary: RotarySpec, step: LayerContext) -> Float[Array, "N H C"]:
+    """Rotate every head. XLA rounds two forms of one sum differently: on one device, whole heads take that of the fused
+    kernels; on several, the form whose bits do not depend on what follows in the program."""
+    if rotary.interleaved or 2 * len(rotary.inverse) < x.shape[2] or step.kernels.group.count > 1:
+        return rotary.apply(x, step.cos_sin[rotary])
+    return apply_rotary(x, *step.head_cos_sin[rotary])

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.attention import LatentQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
-from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
 from routed_experts.models.base.weight_source import WeightSource
@@ -27,7 +29,8 @@ _EPS = 1e-6  # of the norms of compressed rows, regardless of rms_norm_eps: Deep
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """`query_rank` 0: queries are projected at once. `scale`: of the scores."""
+    """`query_rank` 0: queries are projected at once. `scale`: of the scores. `gated`: each head's values are multiplied
+    by the sigmoid of a number of their own. `at` and `out` name tensors in a checkpoint."""
 
     num_heads: int
     query_rank: int
@@ -37,11 +40,19 @@ class LatentAttention:
     rotary_dim: int
     rotary: RotarySpec
     scale: float
+    gated: bool = False
+    at: str = "self_attn"
+    out: str = "o_proj"
 
     @property
     def needs(self) -> frozenset[str]:
         """Required features of an attention backend, in words."""
         return frozenset({"latent rows"})
+
+    @property
+    def stack_needs(self) -> frozenset[str]:
+        """Features that a kernel of whole layers must have for it, in words."""
+        return self.needs
 
     def cache(self, num_layers: int) -> CacheLayout:
         """One row a token."""
@@ -72,6 +83,9 @@ class LatentAttention:
         if self.query_rank:
             specs.append(ParamSpec(name="q_down", shape=(hidden, self.query_rank), kind=ParamKind.MATRIX))
             specs.append(ParamSpec(name="q_norm", shape=(self.query_rank,), fill=1.0))
+        if self.gated:
+            gate = column_parallel(Segment(heads, heads, what))
+            specs.append(ParamSpec(name="gate", shape=(hidden, heads), kind=ParamKind.MATRIX, partition=gate))
         return tuple(specs)
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
@@ -80,22 +94,38 @@ class LatentAttention:
             "kv_down": "kv_a_proj_with_mqa",
             "kv_norm": "kv_a_layernorm",
             "kv_up": "kv_b_proj",
-            "out": "o_proj",
+            "out": self.out,
+            "gate": "g_proj",
             "q": "q_b_proj" if self.query_rank else "q_proj",
             "q_down": "q_a_proj",
             "q_norm": "q_a_layernorm",
         }
         for weight in self.weights(hidden):
-            yield scope.source(f"self_attn.{names[weight.name]}.weight", weight.shape[::-1], weight.name)
+            yield scope.source(f"{self.at}.{names[weight.name]}.weight", weight.shape[::-1], weight.name)
 
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
         """Compress, absorb, mix rows, expand."""
-        angles = step.cos_sin[self.rotary]
+        angles, rms_norm = step.cos_sin[self.rotary], params.kernels.rows.rms_norm
         query_input = rms_norm(params.project(x, "q_down"), params.get("q_norm"), eps=_EPS) if self.query_rank else x
         queries = params.project(query_input, "q").reshape(x.shape[0], self.num_heads, -1)
         compressed = params.project(x, "kv_down")
+        if isinstance(step.attend, PagedAttend) and step.attend.backend.latent is not None:
+            projected = LatentQKV(
+                queries=queries,
+                compressed=compressed,
+                norm=params.get("kv_norm"),
+                up=params.get("kv_up"),
+                angles=angles,
+                interleaved=self.rotary.interleaved,
+                scale=self.scale,
+                eps=_EPS,
+                stacked_up=params.stack("kv_up"),
+                layer=params.index,
+            )
+            values, cache = step.attend.attend_latent(projected, cache, layer)
+            return self._project(values, x, params), cache
         row = rms_norm(compressed[:, : self.rank], params.get("kv_norm"), eps=_EPS)
         rotated = self.rotary.apply(compressed[:, None, self.rank :], angles)
         up = params.get("kv_up").reshape(self.rank, self.num_heads, -1)
@@ -106,4 +136,12 @@ class LatentAttention:
             queries, rows, None, cache, layer, AttentionFeatures(latent=self.rank, scale=self.scale)
         )
         values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
-        return params.project(values.reshape(x.shape[0], -1), "out", summed=True), cache
+        return self._project(values, x, params), cache
+
+    def _project(
+        self, values: Float[Array, "N H V"], x: Float[Array, "N D"], params: LayerParams
+    ) -> Float[Array, "N D"]:
+        """Gate the values of each head, and project them."""
+        if self.gated:
+            values = values * jax.nn.sigmoid(params.project(x, "gate", dtype=jnp.float32)).astype(x.dtype)[..., None]
+        return params.project(values.reshape(x.shape[0], -1), "out", summed=True)

@@ -23,10 +23,11 @@ _EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 class ParamKind(enum.Enum):
-    """How an array is used: as it is, multiplied by `kernels.linear`, or by `kernels.moe`."""
+    """How an array is used: as it is, multiplied by `kernels.linear`, by the router's, or by `kernels.moe`."""
 
     PLAIN = "plain"
     MATRIX = "matrix"
+    ROUTER = "router"
     EXPERTS = "experts"
 
 
@@ -77,6 +78,7 @@ def takes_stacked(weight: ParamSpec, kernels: Kernels) -> bool:
     takes_stacked = {
         ParamKind.PLAIN: False,
         ParamKind.MATRIX: kernels.linear.takes_stacked,
+        ParamKind.ROUTER: kernels.router is not None and kernels.router.linear is not None,
         ParamKind.EXPERTS: kernels.moe.takes_stacked,
     }
     return takes_stacked[weight.kind]
@@ -108,22 +110,37 @@ class LayerParams:
         """Return an array that no kernel reads in place."""
         return self.sliced[name]
 
-    def project(self, x: Float[Array, "N D"], name: str, *, summed: bool = False) -> Float[Array, "N O"]:
+    def stack(self, name: str) -> Array:
+        """Return the array of all layers, for a kernel that reads it in place."""
+        return self.stacked[name][...]
+
+    def project(
+        self, x: Float[Array, "N D"], name: str, *, summed: bool = False, dtype: Any = None
+    ) -> Float[Array, "N O"]:
         """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the
-        matrix, and their products are added up."""
+        matrix, and their products are added up. `dtype`: of the result, by default that of x."""
         if name in self.sliced:
-            y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
+            y = self.kernels.linear.run(x, self.sliced[name][None], 0, dtype or x.dtype)
         else:
-            y = self.kernels.linear.run(x, self.stacked[name][...], self.index, x.dtype)
+            y = self.kernels.linear.run(x, self.stack(name), self.index, dtype or x.dtype)
         y = self.kernels.group.all_reduce(y) if summed else y
         return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
+
+    def router_logits(self, x: Float[Array, "N D"]) -> Float[Array, "N E"]:
+        """Multiply by the router, with its bias where there is one; float32."""
+        if "router" in self.sliced:
+            logits = self.kernels.rows.product(x, self.get("router"))
+        else:
+            assert self.kernels.router is not None and self.kernels.router.linear is not None, self.kernels
+            logits = self.kernels.router.linear.run(x, self.stack("router"), self.index, jnp.float32)
+        return logits + self.get("router_bias").astype(jnp.float32) if "router_bias" in self.sliced else logits
 
     def experts(self, num_experts: int) -> ExpertWeights:
         """The expert arrays: gate_up, down and, where there are, their biases."""
         is_stacked = "gate_up" not in self.sliced
         first = self.index * num_experts if is_stacked else jnp.zeros((), jnp.int32)
         arrays = {
-            name: self.stacked[name][...] if is_stacked else self.sliced[name]
+            name: self.stack(name) if is_stacked else self.sliced[name]
             for name in _EXPERT_ARRAYS
             if name in self.stacked
         }

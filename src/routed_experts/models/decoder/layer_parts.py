@@ -4,17 +4,18 @@ A part is a frozen value, static under jit: it names its arrays (`weights`), the
 (`sources`), and computes (`run`) from LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
-from routed_experts.models.base.interface import AttentionFn, RecurrentFn
+from routed_experts.models.base.interface import AttentionFn, RecurrentFn, SequenceOps
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec
@@ -22,7 +23,8 @@ from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Inputs shared by all layers of a step; made at trace time."""
+    """Inputs shared by all layers of a step; made at trace time. `head_cos_sin` are the angles of whole heads, each
+    twice, as fused kernels read them."""
 
     positions: Int[Array, " N"]
     valid: Bool[Array, " N"]
@@ -30,6 +32,25 @@ class LayerContext:
     recur: RecurrentFn | None
     kernels: Kernels
     cos_sin: Mapping[RotarySpec, tuple[Float[Array, "N F"], Float[Array, "N F"]]]
+    head_cos_sin: Mapping[RotarySpec, tuple[Float[Array, "N C"], Float[Array, "N C"]]]
+
+    @staticmethod
+    def create(
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        ops: SequenceOps,
+        kernels: Kernels,
+        rotary: Iterable[RotarySpec],
+    ) -> "LayerContext":
+        """Inputs of a step at these positions, with the angles of each kind of rotary positions."""
+        angles = {spec: spec.cos_sin(positions) for spec in rotary}
+        doubled = {spec: _doubled(pair) for spec, pair in angles.items()}
+        return LayerContext(positions, valid, ops.attend, ops.recur, kernels, angles, doubled)
+
+
+def _doubled(angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]) -> tuple[Array, Array]:
+    cos, sin = (jnp.concatenate([part, part], axis=-1) for part in angles)
+    return cos, sin
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +99,9 @@ class CheckpointScope:
 class Mixer(Protocol):
     """Mixes tokens: attention of some kind. `shard`: one device's share of it."""
 
+    @property
+    def stack_needs(self) -> frozenset[str]: ...
+
     def shard(self, parallel: ParallelConfig) -> "Mixer": ...
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
@@ -91,6 +115,9 @@ class Mixer(Protocol):
 
 class FeedForward(Protocol):
     """Works on each token: one network, or a choice of experts. `shard`: one device's share of it."""
+
+    @property
+    def stack_needs(self) -> frozenset[str]: ...
 
     def shard(self, parallel: ParallelConfig) -> "FeedForward": ...
 

@@ -42,25 +42,25 @@ def placed_partitions(
         placement.physical_to_logical_map,
         placement.instances_per_device,
     )
-    for at, columns, names in moe_groups(config):
+    for path, columns, names in moe_groups(config):
         rows = np.arange(len(columns))[:, None] * placement.num_experts + physical_to_logical[list(columns)]  # [R, I]
         by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
         partition = IndexedPartition(0, (), tuple(tuple(rows.tolist()) for rows in by_device))
-        partitions_by_path |= {f"{at}.{name}": partition for name in names}
+        partitions_by_path |= {f"{path}.{name}": partition for name in names}
     return partitions_by_path
 
 
 def replica_maps(config: FamilyConfig, placement: ExpertPlacement) -> dict[str, Int32[np.ndarray, "R E J"]]:
     """The instances of every expert, by the path that they have among a model's arrays."""
     logical_to_physical = placement.logical_to_physical_map
-    return {f"{at}.{REPLICAS}": logical_to_physical[list(columns)] for at, columns, _ in moe_groups(config)}
+    return {f"{path}.{REPLICAS}": logical_to_physical[list(columns)] for path, columns, _ in moe_groups(config)}
 
 
 def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, Int32[np.ndarray, "R 2"]]:
     """The capacity factor, numerator and denominator, of every layer, by the same paths."""
     return {
-        f"{at}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1))
-        for at, columns, _ in moe_groups(config)
+        f"{path}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1))
+        for path, columns, _ in moe_groups(config)
     }
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
@@ -28,28 +27,6 @@ class ExpertWeights:
     down_bias: Float[Array, "RE D"] | None = None
 
 
-def router_is_stacked(kernels: Kernels) -> bool:
-    """Whether the routers of a whole stack are read in place."""
-    return kernels.router is not None and kernels.router.linear is not None
-
-
-def router_logits(
-    x: Float[Array, "N D"],
-    run: Float[Array, "R D E"],
-    own: Float[Array, "D E"] | None,
-    stack_index: Int[Array, ""],
-    kernels: Kernels,
-) -> Float[Array, "N E"]:
-    """Router logits, float32: by the layer's `own` router, or by the run's in place where that
-    is None."""
-    if own is not None:
-        return jnp.dot(x, own, preferred_element_type=jnp.float32)
-    assert kernels.router is not None and kernels.router.linear is not None, (
-        "a layer's router was left out, and no kernel reads the run's"
-    )
-    return kernels.router.linear.run(x, run, stack_index, jnp.float32)
-
-
 def route(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
@@ -64,7 +41,7 @@ def route(
     only. Replayed weights run through array code."""
     if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
-        routing, block = kernels.router.run(logits, routed, block, moe_layer, spec)
+        routing, block = kernels.router.run(logits, routed, block, moe_layer, spec, bias)
         if capture is not None and block is not None:
             capture = dataclasses.replace(capture, ids=block)
         return routing, capture

@@ -35,7 +35,8 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, shared_width=shared, names=_EXPERTS)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     layers = [
-        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if index < first else sparse)
+        for index in range(sizes.num_layers)
     ]
     config = sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
     return dataclasses.replace(config, embed_name="word_embeddings")

@@ -58,7 +58,7 @@ class Sizes:
         )
 
 
-def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -> Sizes:
+def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False, eps_key: str = "rms_norm_eps") -> Sizes:
     """Read them; a CheckpointError names a missing or invalid key. `eps` and `tied` are the family's
     defaults."""
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
@@ -74,7 +74,7 @@ def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=reader.float("rms_norm_eps", default=eps),
+        norm_eps=reader.float(eps_key, default=eps),
         tie_embeddings=reader.bool("tie_word_embeddings", default=tied),
         context_length=reader.int("max_position_embeddings", minimum=1),
     )
@@ -127,7 +127,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
         reader.int("max_window_layers", minimum=0, default=28),
     )
     window = read_window(reader, sizes) if slides else 0
-    default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
+    default = tuple(_LAYER_TYPES[slides and index >= first] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require(

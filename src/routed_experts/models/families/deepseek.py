@@ -2,9 +2,11 @@
 dense layers first, shared experts beside the routed ones. V2 ranks by softmax and groups by their best score; V3 by
 sigmoid plus a bias that moves the choice alone, and groups by the sum of their two best."""
 
+from collections.abc import Collection
+
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.base.rotary_reader import Rotary, read_rotary
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.latent_attention import LatentAttention
@@ -24,20 +26,26 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     router = RouterSpec(
         num_experts=experts, top_k=top_k, renormalize=False, scale=scale, num_groups=num_groups, topk_group=topk_group
     )
-    return _decoder(reader, sizes, router, interleaved=True, first_dense=0, shared=2)
+    first = reader.int("first_k_dense_replace", minimum=0, default=0)
+    return latent_decoder(reader, sizes, router, interleaved=True, dense=range(first), shared=2)
 
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
     sizes = read_sizes(reader)
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
-    return _decoder(
-        reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1
-    )
+    first = reader.int("first_k_dense_replace", minimum=0, default=3)
+    return latent_decoder(reader, sizes, router, interleaved=read_interleaved(reader), dense=range(first), shared=1)
 
 
 def read_biased_router(
-    reader: ConfigReader, *, num_groups: int, topk_group: int, scale: float, key: str = "n_routed_experts"
+    reader: ConfigReader,
+    *,
+    num_groups: int,
+    topk_group: int,
+    scale: float,
+    renormalize: bool = True,
+    key: str = "n_routed_experts",
 ) -> RouterSpec:
     """The router of V3, which other families share; arguments are the family's defaults."""
     experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
@@ -46,7 +54,7 @@ def read_biased_router(
     return RouterSpec(
         num_experts=experts,
         top_k=top_k,
-        renormalize=reader.bool("norm_topk_prob", default=True),
+        renormalize=reader.bool("norm_topk_prob", default=renormalize),
         scoring_func="sigmoid",
         scale=reader.float("routed_scaling_factor", default=scale),
         epsilon=1e-20,
@@ -70,6 +78,11 @@ def read_groups(
     return num_groups, topk_group
 
 
+def read_interleaved(reader: ConfigReader) -> bool:
+    """Whether neighbouring dims are rotated together; V3's default."""
+    return reader.bool("rope_interleave", default=True)
+
+
 def num_predicting(reader: ConfigReader) -> int:
     """Layers that predict further tokens; they come after the last one and are not run."""
     return reader.int("num_nextn_predict_layers", minimum=0, default=0)
@@ -80,16 +93,40 @@ def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
     return width * reader.int("n_shared_experts", minimum=0, default=default)
 
 
-def _decoder(
-    reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int, shared: int
+def latent_decoder(
+    reader: ConfigReader,
+    sizes: Sizes,
+    router: RouterSpec,
+    *,
+    interleaved: bool,
+    dense: Collection[int],
+    shared: int,
 ) -> FamilyConfig:
-    refuse(reader, "attention_bias")
+    """Latent attention in every layer, and experts in all but the `dense` layers; `shared` is the default of shared
+    experts."""
+    attention, rotary = read_latent(reader, sizes, interleaved=interleaved)
     refuse(reader, "mlp_bias")
     reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
+    width, network = (
+        reader.int("moe_intermediate_size", minimum=1),
+        Dense(width=reader.int("intermediate_size", minimum=1)),
+    )
+    sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=shared))
+    layers = [
+        LayerSpec(mixer=attention, feed=network if index in dense else sparse) for index in range(sizes.num_layers)
+    ]
+    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
+
+
+def read_latent(
+    reader: ConfigReader, sizes: Sizes, *, interleaved: bool, theta: float = 10_000.0
+) -> tuple[LatentAttention, Rotary]:
+    """Latent attention and its positions; `theta` is the family's default."""
+    refuse(reader, "attention_bias")
     expected = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
     reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", expected)
     key_dim, rotary_dim = reader.int("qk_nope_head_dim", minimum=1), reader.int("qk_rope_head_dim", minimum=2)
-    rotary = read_rotary(reader, rotary_dim, interleaved=interleaved)
+    rotary = read_rotary(reader, rotary_dim, interleaved=interleaved, theta=theta)
     attention = LatentAttention(
         num_heads=sizes.num_heads,
         query_rank=reader.int("q_lora_rank", minimum=0, default=0),
@@ -100,10 +137,4 @@ def _decoder(
         rotary=rotary.spec,
         scale=(key_dim + rotary_dim) ** -0.5 * rotary.score_scale,
     )
-    width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
-    sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=shared))
-    first = reader.int("first_k_dense_replace", minimum=0, default=first_dense)
-    layers = [
-        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
-    ]
-    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
+    return attention, rotary

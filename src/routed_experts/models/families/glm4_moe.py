@@ -23,6 +23,7 @@ def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=1))
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     layers = [
-        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if index < first else sparse)
+        for index in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

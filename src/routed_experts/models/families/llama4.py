@@ -34,7 +34,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     reader.require(top_k == 1, "num_experts_per_tok", "1: weights multiply what enters an expert")
     interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
     uses_rope = reader.ints("no_rope_layers", default=()) or tuple(
-        int((at + 1) % interval != 0) for at in range(sizes.num_layers)
+        int((index + 1) % interval != 0) for index in range(sizes.num_layers)
     )
     reader.require(
         len(uses_rope) >= sizes.num_layers,
@@ -53,7 +53,8 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     chunked = dataclasses.replace(
         plain,
         rotary=rotary.spec,
-        norm_after_rope=reader.bool("use_qk_norm", default=True),
+        qk_norm="bare" if reader.bool("use_qk_norm", default=True) else "",
+        norm_after_rope=True,
         chunk=chunk if chunk < sizes.context_length else 0,
     )
     if _is_tuned(reader):
@@ -64,8 +65,8 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weight_inputs=True)
     dense = Dense(width=reader.int("intermediate_size_mlp", minimum=1, default=16_384), at=_AT)
     layers = [
-        LayerSpec(mixer=chunked if uses_rope[at] else plain, feed=sparse if at in sparse_layers else dense)
-        for at in range(sizes.num_layers)
+        LayerSpec(mixer=chunked if uses_rope[index] else plain, feed=sparse if index in sparse_layers else dense)
+        for index in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers)
 

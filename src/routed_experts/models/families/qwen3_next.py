@@ -21,13 +21,13 @@ _LAYER_TYPES: tuple[str, ...] = ("linear_attention", "full_attention")
 
 def read_qwen3_next(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Qwen3-Next."""
-    return _decoder(reader, by_key_head=True)
+    return _decoder(reader, layout="key heads")
 
 
 def read_qwen3_5_moe_text(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of the text model of Qwen3.5-MoE, whose weights are always renormalised."""
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
-    return _decoder(reader, by_key_head=False)
+    return _decoder(reader, layout="purposes")
 
 
 def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
@@ -42,7 +42,7 @@ def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
     )
 
 
-def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
+def _decoder(reader: ConfigReader, *, layout: str) -> FamilyConfig:
     sizes = read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim, part=0.25)
     refuse(reader, "attention_bias")
@@ -57,26 +57,26 @@ def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
         shared_gated=True,
     )
     full = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", norm_offset=1.0, gated=True)
-    mixers = {"full_attention": full, "linear_attention": _read_delta(reader, sizes, by_key_head=by_key_head)}
+    mixers = {"full_attention": full, "linear_attention": _read_delta(reader, sizes, layout=layout)}
     routed = moe_layers(reader, sizes.num_layers)
     dense = None if len(routed) == sizes.num_layers else Dense(width=reader.int("intermediate_size", minimum=1))
     layers = [
-        LayerSpec(mixer=mixers[kind], feed=sparse if dense is None or at in routed else dense)
-        for at, kind in enumerate(_layer_types(reader, sizes))
+        LayerSpec(mixer=mixers[kind], feed=sparse if dense is None or index in routed else dense)
+        for index, kind in enumerate(_layer_types(reader, sizes))
     ]
     return dataclasses.replace(sizes.within(rotary).decoder(layers, ignored_tensors=("mtp.*",)), norm_offset=1.0)
 
 
 def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:
     interval = reader.int("full_attention_interval", minimum=1, default=4)
-    default = tuple(_LAYER_TYPES[(at + 1) % interval == 0] for at in range(sizes.num_layers))
+    default = tuple(_LAYER_TYPES[(index + 1) % interval == 0] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require("full_attention" in kinds, "layer_types", "at least one full_attention")
     return kinds
 
 
-def _read_delta(reader: ConfigReader, sizes: Sizes, *, by_key_head: bool) -> DeltaAttention:
+def _read_delta(reader: ConfigReader, sizes: Sizes, *, layout: str) -> DeltaAttention:
     key_heads, value_heads = (reader.int(f"linear_num_{kind}_heads", minimum=1) for kind in ("key", "value"))
     reader.require(
         value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}"
@@ -88,4 +88,4 @@ def _read_delta(reader: ConfigReader, sizes: Sizes, *, by_key_head: bool) -> Del
         value_dim=reader.int("linear_value_head_dim", minimum=1),
         width=reader.int("linear_conv_kernel_dim", minimum=2, default=4),
     )
-    return DeltaAttention(shape=shape, eps=sizes.norm_eps, by_key_head=by_key_head)
+    return DeltaAttention(shape=shape, eps=sizes.norm_eps, layout=layout)

@@ -10,25 +10,24 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from routed_experts.models.base.interface import Decoder
-
+M = TypeVar("M", bound=nnx.Module)
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
 def dummy_model(
-    build: Callable[[], Decoder],
+    build: Callable[[], M],
     *,
     seed: int = 0,
     device_for: Callable[[str], Any] = lambda target: None,
     put_array: Callable[[str, Array], Array] | None = None,
-) -> Decoder:
+) -> M:
     """The module that `build` describes, with random weights; `build` itself is only traced.
     `device_for`: the device of the array of a dotted name, None for the default one. `put_array` puts an array on its
     devices before the next is drawn."""
@@ -51,7 +50,7 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     if len(shape) < 2 or "bias" in last or "sink" in last:
         return jnp.zeros(shape, dtype)
     scale = 1.0 if last == "embed" else shape[-2] ** -0.5
-    if last in ("out", "down"):
+    if last in ("out", "down", "dense_down", "shared_down"):
         scale /= 8  # what layers add stays below the token's own embedding
     return _normal(key, shape, jnp.dtype(dtype), scale)
 

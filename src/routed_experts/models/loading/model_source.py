@@ -67,9 +67,13 @@ def with_local_model(args: ServerArgs, *, weights: bool = True) -> ServerArgs:
     folders: dict[str, str] = {}
     if args.model_path is not None:
         folders["model_path"] = str(find_model(args.model_path, revision=args.revision, weights=weights))
-    if args.tokenizer_path is not None and _is_repository(args.tokenizer_path):
+    if args.tokenizer_path is not None and (_is_repository(args.tokenizer_path) or _is_demo(args.tokenizer_path)):
         folders["tokenizer_path"] = str(find_model(args.tokenizer_path, weights=False))
     return dataclasses.replace(args, revision=None, **folders)
+
+
+def _is_demo(model: str) -> bool:
+    return model == DEMO and not Path(model).is_dir()
 
 
 def _is_repository(model: str) -> bool:
@@ -123,9 +127,13 @@ def _explain(hub: Any, model: str, revision: str | None, error: Exception) -> Co
         text = f"no folder {model}, and {hub.constants.ENDPOINT} shows no such repository to this login"
         return CheckpointError(f"{text}; correct the name, or log in with: hf auth login")
     if isinstance(error, errors.LocalEntryNotFoundError):
-        cache, endpoint = hub.constants.HF_HUB_CACHE, hub.constants.ENDPOINT
-        text = f"{model} is not whole in the cache {cache}, and {endpoint} cannot be reached"
-        return CheckpointError(f"{text} ({cause}); connect, or give the folder of a checkpoint")
+        cache, name = hub.constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}"
+        state = "not whole in" if (Path(cache) / name / "snapshots").is_dir() else "not in"
+        why, fix = f"{hub.constants.ENDPOINT} cannot be reached", "connect"
+        if hub.constants.HF_HUB_OFFLINE:
+            why, fix = "HF_HUB_OFFLINE is set", "unset it"
+        text = f"no folder {model}; as a repository it is {state} the cache {cache}, and {why}"
+        return CheckpointError(f"{text}; {fix}, or give the folder of a checkpoint")
     if isinstance(error, errors.HFValidationError):
         return CheckpointError(f"{model} is neither a folder nor the id of a repository ({cause}); correct it")
     if isinstance(error, OSError) and error.errno in _DISK_FULL:

@@ -125,22 +125,22 @@ def _read_box(
     if axis == len(shape):  # a scalar
         return _fill(file, first_byte, out)
     (start, stop), row = sides[axis], math.prod(shape[axis + 1 :])
-    at = first_byte + (offset + start * row) * out.itemsize
+    offset_bytes = first_byte + (offset + start * row) * out.itemsize
     if all(side == (0, size) for side, size in zip(sides[axis + 1 :], shape[axis + 1 :], strict=True)):
-        return _fill(file, at, out)
+        return _fill(file, offset_bytes, out)
     expected = out.reshape(stop - start, *out.shape[axis + 1 :])
     cut = tuple(slice(*side) for side in sides[axis + 1 :])
     rows = max(1, _BLOCK_BYTES // (row * out.itemsize))
     for first in range(0, len(expected), rows):
         block = np.empty((min(rows, len(expected) - first), *shape[axis + 1 :]), out.dtype)
-        _fill(file, at + first * row * out.itemsize, block)
+        _fill(file, offset_bytes + first * row * out.itemsize, block)
         expected[first : first + rows] = block[(slice(None), *cut)]
 
 
-def _fill(file: FileIO, at: int, array: np.ndarray) -> None:
+def _fill(file: FileIO, offset_bytes: int, array: np.ndarray) -> None:
     """Read the bytes of an array; OSError where the file ends before them."""
     left = array.reshape(-1).view(np.uint8).data
-    file.seek(at)
+    file.seek(offset_bytes)
     while left:
         count = file.readinto(left)
         if not count:

@@ -1,5 +1,5 @@
-"""Virtual tensors: computed from a checkpoint's tensors when they are read. Every other row of a tensor, or numbers
-packed in 4 bits. They have names, shapes and dtypes like all others.
+"""Virtual tensors: computed from a checkpoint's tensors when they are read. Every other row of a tensor, a tensor with
+its last axes swapped, or numbers packed in 4 bits. They have names, shapes and dtypes like all others.
 
 MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a
 byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B
@@ -52,6 +52,24 @@ class Strided:
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
         last = slice(2 * box[-1].start, 2 * box[-1].stop)
         return Checkpoint.read(checkpoint, self.name, (*box[:-1], last))[..., self.start :: 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """[E, D, O] from [E, O, D]."""
+
+    name: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        (experts, outputs, inputs), dtype = headers[self.name]
+        return (experts, inputs, outputs), dtype
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
+        return np.swapaxes(Checkpoint.read(checkpoint, self.name, (box[0], box[2], box[1])), 1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.routing import LayerRouting
-from routed_experts.models.decoder.decoder import apply_norm
-from routed_experts.models.decoder.delta_attention import DeltaAttention
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.decoder import add_to_stream, apply_norm
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, Recurrent
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, takes_stacked
 from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
@@ -58,7 +57,7 @@ def layer_indices(config: FamilyConfig) -> tuple[LayerIndex, ...]:
     for number, block in enumerate(config.blocks):
         for index in range(block.repeats):
             for position, layer in enumerate(block.pattern):
-                recurrent, sparse = isinstance(layer.mixer, DeltaAttention), isinstance(layer.feed, Sparse)
+                recurrent, sparse = isinstance(layer.mixer, Recurrent), isinstance(layer.feed, Sparse)
                 layers.append(
                     LayerIndex(
                         group=LayerGroup(block=number, position=position),
@@ -124,15 +123,15 @@ def attention_and_router(
     """Run a layer up to its experts (None: a dense layer, run to its end). `slot_of`: each expert's slot in the table,
     -1 outside it. Rows of `routed` that are valid are executed as they are. Of a token's `num_deferred` lightest
     experts those outside the table are deferred, except in the last MoE layer."""
-    spec, scale = group.spec(config), config.residual_scale
+    spec = group.spec(config)
     params = _layer_params(config, spec, arrays, layer.index, step.kernels)
     normed = apply_norm(config, residual.x, "input_norm", params)
     mixed, cache = spec.mixer.run(normed, params, step, cache, layer.cache_index)
-    x = residual.x + (mixed * scale if scale != 1.0 else mixed)
+    x = add_to_stream(config, residual.x, mixed)
     normed = apply_norm(config, x, "post_norm", params)
     if not isinstance(spec.feed, Sparse):
         y, capture = spec.feed.run(normed, params, step, None, residual.capture)
-        return Residual(x + (y * scale if scale != 1.0 else y), capture, residual.slot_counts), None, cache
+        return Residual(add_to_stream(config, x, y), capture, residual.slot_counts), None, cache
     replay = ReplayInputs(layer.moe_layer, routed)
     expert_input, routing, capture = spec.feed.route_and_record(normed, params, step, replay, residual.capture)
     slots = lax.dynamic_index_in_dim(slot_of, layer.moe_layer, keepdims=False)[routing.ids]
@@ -189,8 +188,7 @@ def add_expert_outputs(
     config: FamilyConfig, x: Float[Array, "N D"], partial_sums: Sequence[Float32[Array, "N D"]]
 ) -> Float[Array, "N D"]:
     """Add the partial sums of a layer's experts to the residual, rounded once."""
-    y = sum(partial_sums[1:], start=partial_sums[0]).astype(x.dtype)
-    return x + (y * config.residual_scale if config.residual_scale != 1.0 else y)
+    return add_to_stream(config, x, sum(partial_sums[1:], start=partial_sums[0]).astype(x.dtype))
 
 
 def _layer_params(

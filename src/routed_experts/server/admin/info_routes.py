@@ -118,13 +118,7 @@ async def health_generate(request: Request, server: ServerState) -> Response:
             routing=sglang_defaults(server.settings),
             num_bytes=0,
         )
-        generation = server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
-        try:
-            await generation.submit()
-            async for _ in generation.outputs():
-                continue
-        finally:
-            generation.abort()
+        await server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG).run()
 
     try:
         async with asyncio.timeout(server.settings.stall_timeout):

@@ -63,12 +63,11 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
     body = await read_body(request, ChatRequest, server.settings)
     chat = body.value
     server.check_model(chat.model)
-    options = parse_options(request, server, body, prefix="chatcmpl-")
+    options = parse_options(request, server, body, prefix="chatcmpl-", fields=_fields(chat))
     max_tokens, logprobs = _max_tokens(chat), chat.logprobs is True
     if chat.top_logprobs and not logprobs:
         raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
-    fields = _fields(chat)
-    with field_names(fields):
+    with field_names(options.fields):
         inputs = GenerateReqInput(
             input_ids=await run_in_thread_if_large(body.num_bytes, lambda: _prompt_ids(server, chat)),
             sampling_params=to_sampling_params(chat, max_tokens),
@@ -86,7 +85,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             num_bytes=body.num_bytes,
         )
     response_format = ChatFormat(server.engine.tokenizer, logprobs=logprobs, token_ids=chat.return_token_ids is True)
-    handler = OpenAIHandler(server, requests, response_format, options, fields=fields, prompt_only=max_tokens == 0)
+    handler = OpenAIHandler(server, requests, response_format, options, prompt_only=max_tokens == 0)
     return await handler.respond(request, stream=chat.stream is True)
 
 

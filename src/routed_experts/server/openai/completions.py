@@ -71,7 +71,7 @@ async def completions(request: Request, server: ServerState) -> Response:
     if completion.best_of is not None and completion.best_of != (completion.n or 1):
         text = "best_of other than n is not supported; leave it out"
         raise ApiError(text, status=400, code="unsupported_parameter", param="best_of")
-    options = parse_options(request, server, body, prefix="cmpl-")
+    options = parse_options(request, server, body, prefix="cmpl-", fields=_FIELDS)
     logprobs, top_logprobs = _logprobs(completion)
     with field_names(_FIELDS):
         texts, input_ids = await run_in_thread_if_large(body.num_bytes, lambda: _prompts(server, completion))
@@ -103,7 +103,6 @@ async def completions(request: Request, server: ServerState) -> Response:
         requests,
         TextFormat(logprobs=logprobs, token_ids=token_ids),
         options,
-        fields=_FIELDS,
         prompt_only=completion.max_tokens == 0,
         echo=echo,
     )

@@ -3,7 +3,6 @@
 Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, a last chunk with
 the finish reason for each choice, and a chunk with the usage if the request asks for it."""
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -14,16 +13,17 @@ from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
+from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
 from routed_experts.server.errors import ApiError
-from routed_experts.server.generation_handler import GenerationHandler, to_seed
-from routed_experts.server.limits import INLINE_BYTES, MAX_OPENAI_STOPS
+from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
+from routed_experts.server.limits import MAX_OPENAI_STOPS
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import OpenAIRequest
-from routed_experts.server.routing.response import ResponseRouting, ref_url, routing_fields, split_for_events
+from routed_experts.server.routing.response import ResponseRouting, ref_url, routing_fields
 from routed_experts.server.sse import event
 from routed_experts.server.state import ServerState
 
@@ -35,33 +35,36 @@ _SAMPLING_FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """Options of a call besides its prompts."""
+class OpenAIOptions(CallOptions):
+    """Options of a call of /v1: whether its stream ends with the usage, and whether every chunk has it."""
 
-    request_id: str
-    owner: str
     include_usage: bool
     continuous_usage: bool
-    headers: Mapping[str, str]
 
 
 def parse_options(
-    request: Request, server: ServerState, body: ParsedBody[OpenAIRequest], *, prefix: str
-) -> CallOptions:
+    request: Request,
+    server: ServerState,
+    body: ParsedBody[OpenAIRequest],
+    *,
+    prefix: str,
+    fields: Mapping[str, str],
+) -> OpenAIOptions:
     """Read the options of a call. Raises for options that need a stream."""
-    fields, options = body.value, body.value.stream_options
+    call, options = body.value, body.value.stream_options
     include_usage = options is not None and options.include_usage is True
     continuous_usage = options is not None and options.continuous_usage_stats is True
-    if (include_usage or continuous_usage) and fields.stream is not True:
+    if (include_usage or continuous_usage) and call.stream is not True:
         text = "stream_options without stream; set stream to true"
         raise ApiError(text, status=400, code="stream_required", param="stream_options")
-    if fields.rid is not None and fields.request_id is not None and fields.rid != fields.request_id:
+    if call.rid is not None and call.request_id is not None and call.rid != call.request_id:
         text = "rid and request_id differ; send one"
         raise ApiError(text, status=400, code="conflicting_parameters", param="request_id")
     server.metrics.ignored(body.ignored)
-    return CallOptions(
-        request_id=resolve_request_id(request, fields.request_id or fields.rid, prefix=prefix),
+    return OpenAIOptions(
+        request_id=resolve_request_id(request, call.request_id or call.rid, prefix=prefix),
         owner=request_owner(request),
+        fields=fields,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         headers=ignored_params_header(body.ignored),
@@ -198,21 +201,14 @@ class OpenAIHandler(GenerationHandler):
         server: ServerState,
         requests: Sequence[TokenizedGenerateReqInput],
         response_format: ResponseFormat,
-        options: CallOptions,
+        options: OpenAIOptions,
         *,
-        fields: Mapping[str, str],
         prompt_only: bool,
         echo: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(
-            server,
-            requests,
-            request_id=options.request_id,
-            owner=options.owner,
-            fields=fields,
-            headers=options.headers,
-        )
-        self._format, self._options = response_format, options
+        super().__init__(server, requests, options, prompt_only=prompt_only)
+        self._format = response_format
+        self._include_usage, self._continuous_usage = options.include_usage, options.continuous_usage
         n = requests[0].sampling.n
         self._choices = [
             ChoiceState(index, sequence, echo=None if echo is None else echo[index // n], prompt_only=prompt_only)
@@ -223,7 +219,7 @@ class OpenAIHandler(GenerationHandler):
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
-            self._observe(self._choices[index], output)
+            self._observe(index, output)
         bodies: list[dict[str, object]] = []
         response_fields: dict[str, object] = {}
         for choice in self._choices:
@@ -239,11 +235,11 @@ class OpenAIHandler(GenerationHandler):
             if (first := self._format.first_chunk(choice)) is not None:
                 yield self._chunk(choice, first)
         async for index, output in self._generation.outputs():
+            self._observe(index, output)
             choice = self._choices[index]
-            self._observe(choice, output)
             for chunk in await self._delta_chunks(choice, choice.to_delta(output)):
                 yield chunk
-        if self._options.include_usage:
+        if self._include_usage:
             yield event({**self._head(self._format.chunk_name), "choices": [], "usage": _usage(self._choices)})
 
     async def _delta_chunks(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
@@ -262,33 +258,23 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, last))
         return chunks
 
-    def _observe(self, choice: ChoiceState, output: StrOut) -> None:
-        self.observe(choice.index, output, completion_tokens=choice.num_tokens()[1])
-
     async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:
-        """Return the routing fields of a choice: one part, or several where streamed rows are large. Large ones are
-        encoded in a thread."""
+        """Return the routing fields of a choice: one part, or several where streamed rows are large."""
         options, sequence = choice.request.routed_experts, choice.sequence
         if not options.enabled:
             return [ResponseRouting({}, {})]
-        record = sequence.rows_of_prompt() if choice.prompt_only else sequence.rows
-        size = self.record_sent(choice.index, record)
-        url, weight_version = ref_url(self._options.request_id, choice.index), sequence.last.weight_version
 
-        def encode() -> list[ResponseRouting]:
-            return [
-                routing_fields(
-                    part,
-                    options,
-                    aborted=sequence.record is None,
-                    url=url,
-                    weight_version=weight_version,
-                    include_prompt_rows=include_prompt_rows,
-                )
-                for part in split_for_events(record, options)
-            ]
+        def render(rows: RoutedExperts) -> ResponseRouting:
+            return routing_fields(
+                rows,
+                options,
+                aborted=sequence.num_tokens == 0,
+                url=ref_url(self._options.request_id, choice.index),
+                weight_version=sequence.last.weight_version,
+                include_prompt_rows=include_prompt_rows,
+            )
 
-        return await asyncio.to_thread(encode) if size > 4 * INLINE_BYTES else encode()
+        return await self._render_rows(choice.index, render)
 
     def _head(self, name: str) -> dict[str, object]:
         model = self._server.model_name
@@ -301,9 +287,9 @@ class OpenAIHandler(GenerationHandler):
             "choices": [{"finish_reason": None, **body, **choice_fields}],
             **response_fields,
         }
-        if self._options.continuous_usage:
+        if self._continuous_usage:
             chunk["usage"] = _usage(self._choices)
-        elif self._options.include_usage:
+        elif self._include_usage:
             chunk["usage"] = None
         return event(chunk)
 

@@ -18,15 +18,7 @@ from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqIn
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
-from routed_experts.formats.wire import (
-    PROMPT_KEY,
-    START_KEY,
-    drop_checksum,
-    encode_as_lists,
-    encode_meta_info,
-    encode_ref,
-    encode_routed_experts,
-)
+from routed_experts.formats.wire import PROMPT_KEY, START_KEY, encode_ref, encode_rows
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
 from routed_experts.server.routing.store import StoredRows
@@ -110,24 +102,12 @@ def routing_fields(
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
     of format list, which a response has once."""
-    layers = "moe" if options.layers == "moe" else "all"
-    version = {"weight_version": str(weight_version)}
-    if options.format == "list":
-        fields = encode_as_lists(record, layers=layers, aborted=aborted)
-        prompt_rows = fields.pop(PROMPT_KEY)
-        fields = drop_checksum(fields) if options.stream else fields
-        return ResponseRouting(
-            {**fields, "meta_info": version}, {PROMPT_KEY: prompt_rows} if include_prompt_rows else {}
-        )
-    if options.format == "npy":
-        fields = encode_routed_experts(record, payload_format="npy", layers=layers, aborted=aborted)
-        return ResponseRouting({**(drop_checksum(fields) if options.stream else fields), "meta_info": version}, {})
-    if options.format == "ref":
-        meta: dict[str, object] = {START_KEY: record.start, **encode_ref(record, url=url)}
-    else:
-        meta = encode_meta_info(record, payload_format="int32", layers=layers, aborted=aborted)
-        meta = drop_checksum(meta) if options.stream else meta
-    return ResponseRouting({"meta_info": {**meta, **version}}, {})
+    is_ref, version = options.format == "ref", {"weight_version": str(weight_version)}
+    fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
+    if options.format in ("int32", "ref"):
+        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **version}}, {})
+    prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
+    return ResponseRouting({**fields, "meta_info": version}, prompt_rows if include_prompt_rows else {})
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:

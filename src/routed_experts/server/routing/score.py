@@ -3,6 +3,7 @@
 Scores bypass the queue of requests, in chunks, so that other calls are not blocked."""
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -73,7 +74,7 @@ async def score(request: Request, server: ServerState) -> Response:
     response = {
         "id": request_id,
         "object": "list",
-        "created": server.created,
+        "created": int(time.time()),
         "model": server.model_name,
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},

@@ -1,6 +1,5 @@
 """POST /generate, in SGLang's form: text is cumulative in streams, and meta_info has everything else."""
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
@@ -15,7 +14,6 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import (
     GenerateReqInput,
     RoutingOptions,
-    StrOut,
     TokenizedGenerateReqInput,
 )
 from routed_experts.core.routed_experts import RoutedExperts
@@ -23,11 +21,10 @@ from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.errors import field_names
-from routed_experts.server.generation_handler import GenerationHandler, to_seed
-from routed_experts.server.limits import INLINE_BYTES
+from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import GenerateRequest
-from routed_experts.server.routing.response import ref_url, sglang_defaults, split_for_events, to_routing_params
+from routed_experts.server.routing.response import ref_url, sglang_defaults, to_routing_params
 from routed_experts.server.sse import DONE, event
 from routed_experts.server.state import ServerState
 
@@ -39,17 +36,6 @@ _ROUTING_OF_SAMPLING = ("routed_experts_stream",)
 _LENGTHS = ("max_new_tokens", "max_tokens")
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType({"prompt": "text"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """Options of a call besides its requests. `single`: the response is no list."""
-
-    request_id: str
-    owner: str
-    single: bool
-    prompt_only: bool
-    headers: Mapping[str, str]
 
 
 async def generate(request: Request, server: ServerState) -> Response:
@@ -84,74 +70,59 @@ async def generate(request: Request, server: ServerState) -> Response:
             num_bytes=body.num_bytes,
         )
     requests = _enable_routing(requests, _enabled_by_prompt(call))
-    options = ResponseOptions(
-        request_id=rid,
-        owner=request_owner(request),
-        single=len(requests) == 1 and _is_single_prompt(call),
-        prompt_only=prompt_only,
-        headers=ignored_params_header(ignored),
+    options = CallOptions(
+        request_id=rid, owner=request_owner(request), fields=_FIELDS, headers=ignored_params_header(ignored)
     )
-    return await SGLangHandler(server, requests, options).respond(request, stream=call.stream is True)
+    single = len(requests) == 1 and _is_single_prompt(call)
+    handler = SGLangHandler(server, requests, options, prompt_only=prompt_only, single=single)
+    return await handler.respond(request, stream=call.stream is True)
 
 
 class SGLangHandler(GenerationHandler):
-    """One call of /generate. Event loop only."""
+    """One call of /generate. `single`: the response is no list. Event loop only."""
 
     def __init__(
-        self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput], options: ResponseOptions
+        self,
+        server: ServerState,
+        requests: Sequence[TokenizedGenerateReqInput],
+        options: CallOptions,
+        *,
+        prompt_only: bool,
+        single: bool,
     ) -> None:
-        super().__init__(
-            server,
-            requests,
-            request_id=options.request_id,
-            owner=options.owner,
-            fields=_FIELDS,
-            headers=options.headers,
-        )
-        self._options = options
+        super().__init__(server, requests, options, prompt_only=prompt_only)
+        self._single = single
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         answers = [fields for index in range(len(self._requests)) for fields in await self._render(index)]
-        return json_response(answers[0] if self._options.single else answers, headers=self._options.headers)
+        return json_response(answers[0] if self._single else answers, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         async for index, output in self._generation.outputs():
             self._observe(index, output)
             rendered = await self._render(index)
-            *early, last = [
-                event(fields if self._options.single else {**fields, "index": index}) for fields in rendered
-            ]
+            *early, last = [event(fields if self._single else {**fields, "index": index}) for fields in rendered]
             for chunk in early:
                 yield chunk
             yield last if self._generation.is_open else last + DONE
 
     async def _render(self, index: int) -> list[dict[str, object]]:
         """Return the sequence so far: one part, or several where streamed rows are large; the last has the finish
-        reason. Large ones are encoded in a thread."""
+        reason."""
         sequence, options = self._generation.sequences[index], self._requests[index].routed_experts
         if not options.enabled or (sequence.finish_reason is None and sequence.record is None):
             return [self._to_dict(index, None)]
-        record = sequence.rows_of_prompt() if self._options.prompt_only else sequence.rows
-        size = self.record_sent(index, record)
-
-        def encode() -> list[dict[str, object]]:
-            parts = [self._to_dict(index, part) for part in split_for_events(record, options)]
-            for part in parts[:-1]:
-                cast("dict[str, object]", part["meta_info"])["finish_reason"] = None
-            return parts
-
-        return await asyncio.to_thread(encode) if size > 4 * INLINE_BYTES else encode()
-
-    def _observe(self, index: int, output: StrOut) -> None:
-        completion_tokens = 0 if self._options.prompt_only else output.out.completion_tokens
-        self.observe(index, output, completion_tokens=completion_tokens)
+        parts = await self._render_rows(index, lambda rows: self._to_dict(index, rows))
+        for part in parts[:-1]:
+            cast("dict[str, object]", part["meta_info"])["finish_reason"] = None
+        return parts
 
     def _to_dict(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """Return the sequence so far, with these rows."""
         fields = sglang_output(
-            self._generation.sequences[index], prompt_only=self._options.prompt_only, rows=rows, to_encode=True
+            self._generation.sequences[index], prompt_only=self._prompt_only, rows=rows, to_encode=True
         )
         if rows is not None and self._requests[index].routed_experts.format == "ref":
             meta_info = cast("dict[str, object]", fields["meta_info"])

@@ -1,0 +1,133 @@
+"""Softmax over the keys of a paged pool, a step of keys at a time: what the GPU's attention kernels share.
+
+Dims: B requests, H query heads, C value dim, S splits, T keys of a step, M rows of a tile."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from routed_experts.layers.attention import MASK_VALUE, PagedBatch
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.attention_variants import first_visible
+from routed_experts.layers.gpu.blocks import power_of_two
+
+DECODE_BLOCKS = 512  # about four of each multiprocessor: keys are split until the grid has so many
+SPLIT_KEYS = 128  # fewest keys of a split at the longest context
+_LOG2E = 1.4426950408889634
+
+
+State = tuple[Array, Array, Array]  # maximum [M], normaliser [M], weighted values [M C]
+
+
+def empty_state(rows: int, dim: int, sinks: Array | None = None) -> State:
+    """The state before the first key; `sinks` [M] have weight and no value."""
+    zeros, mixed = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
+    if sinks is None:
+        return zeros + MASK_VALUE, zeros, mixed
+    return sinks * _LOG2E, jnp.where(sinks > MASK_VALUE, 1.0, 0.0), mixed
+
+
+def add_scores(state: State, scores: Array, values: Array, mask: Array | None) -> State:
+    """One step of the online softmax, in powers of two; `scores` are without their factor of log2(e). Where a mask
+    leaves a row nothing, what it adds has weight 0 from the row's first key on."""
+    top, total, mixed = state
+    scores = scores * _LOG2E
+    if mask is not None:
+        scores = jnp.where(mask, scores, MASK_VALUE)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    shrink, weights = jnp.exp2(top - new_top), jnp.exp2(scores - new_top[:, None])
+    mixed = mixed * shrink[:, None] + jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return new_top, total * shrink + jnp.sum(weights, axis=1), mixed
+
+
+def split_range(
+    length: Array, split: Array, splits: int, keys: int, features: AttentionFeatures
+) -> tuple[Array, Array]:
+    """The first key of a split of the visible keys, and the end of its last."""
+    visible = first_visible(jnp.maximum(length - 1, 0), features)
+    size = pl.cdiv(pl.cdiv(length - visible, splits), keys) * keys
+    start = visible + split * size
+    return start, jnp.minimum(start + size, length)
+
+
+def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int, width: int) -> None:
+    """Block (head, request, columns): the splits of one row in their order."""
+    head, request = pl.program_id(0), pl.program_id(1)
+    dim = out.shape[2]
+    lanes, order = pl.program_id(2) * width + jnp.arange(width), jnp.arange(power_of_two(splits))
+    is_split, real = order < splits, lanes < dim
+    top = plgpu.load(tops.at[request, order, head], mask=is_split, other=MASK_VALUE)
+    total = plgpu.load(totals.at[request, order, head], mask=is_split, other=0.0)
+    part = plgpu.load(
+        parts.at[request, order[:, None], head, lanes[None, :]], mask=is_split[:, None] & real[None, :], other=0.0
+    )
+    scale = jnp.exp2(top - jnp.max(top, axis=0))
+    mixed = jnp.sum(part * scale[:, None], axis=0) / jnp.maximum(jnp.sum(total * scale, axis=0), 1e-30)
+    plgpu.store(out.at[request, head, lanes], mixed.astype(out.dtype), mask=real)
+
+
+def combine_splits(
+    parts: list[Array], queries: jax.ShapeDtypeStruct, splits: int, *, interpret: bool
+) -> Float[Array, "B H C"]:
+    """Combine the splits of all rows; `parts`: weighted values [B S H C], maxima and normalisers [B S H]."""
+    num_rows, heads, dim = queries.shape
+    width = min(128, power_of_two(dim))
+    return pl.pallas_call(
+        functools.partial(_combine_splits, splits=splits, width=width),
+        queries,
+        grid=(heads, num_rows, pl.cdiv(dim, width)),
+        compiler_params=plgpu.CompilerParams(num_warps=1 if splits <= 8 else 4, num_stages=1),
+        interpret=interpret,
+        name="combine_splits",
+    )(*parts)
+
+
+def part_shapes(num_rows: int, splits: int, heads: int, dim: int) -> list[jax.ShapeDtypeStruct]:
+    """Of what `combine_splits` combines."""
+    return [jax.ShapeDtypeStruct((num_rows, splits, heads, *tail), jnp.float32) for tail in ((dim,), (), ())]
+
+
+def most_visible(batch: PagedBatch, page_size: int, features: AttentionFeatures) -> int:
+    """The most keys that a query attends to."""
+    sizes = batch.page_table.shape[1] * page_size, features.window, features.chunk
+    return min(size for size in sizes if size)
+
+
+def choose_splits(num_requests: int, groups: int, most_keys: int) -> int:
+    """Splits of a request's keys, so that every multiprocessor has work; a power of two."""
+    splits = 1
+    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * SPLIT_KEYS < most_keys and splits < 64:
+        splits *= 2
+    return splits
+
+
+def visible_bounds(first: Array, last: Array, features: AttentionFeatures) -> tuple[Array, Array, Array, Array]:
+    """Of the rows of a tile, at positions `first` to `last`: the first key that one of them sees, the first and the end
+    of the keys that all of them see (none, where the end comes first), and the end of all."""
+    return first_visible(first, features), first_visible(last, features), first + 1, last + 1
+
+
+def add_visible_keys(
+    state: State,
+    bounds: tuple[Array, Array, Array, Array],
+    keys: int,
+    step: Callable[[bool, Array, State], State],
+    *,
+    has_first: bool,
+) -> State:
+    """All steps over a tile's keys. `step` is told whether all rows see its keys; `has_first`: there may be keys that
+    only the first rows see."""
+    begin, full = (bounds[0] // keys, pl.cdiv(bounds[1], keys)) if has_first else (jnp.int32(0), jnp.int32(0))
+    past = pl.cdiv(bounds[3], keys)
+    full = jnp.minimum(full, past)
+    full_end = jnp.maximum(bounds[2] // keys, full)
+    masked, whole = functools.partial(step, False), functools.partial(step, True)
+    state = lax.fori_loop(begin, full, masked, state) if has_first else state
+    return lax.fori_loop(full_end, past, masked, lax.fori_loop(full, full_end, whole, state))

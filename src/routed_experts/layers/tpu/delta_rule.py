@@ -1,0 +1,133 @@
+"""The gated delta rule on TPU, on the states of all requests in place.
+
+A request of one token is a step of one kernel: some heads of its state are fetched by its slot, corrected, read and
+written back, once each. A request of several tokens runs chunk by chunk as array code (layers/delta_rule.py), on its
+own state alone. Heads are summed over in float32, without the matrix unit, which would round. Dims: N tokens, B
+requests, L layers, S slots, Q channels of the convolution, W its width, H value heads, K key dim, V value dim, J heads
+of a grid step."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaState, convolve_step, run_chunks
+
+HEADS = 8  # of a grid step: whole tiles, where H is a multiple
+
+
+def recur(
+    inputs: DeltaInputs,
+    states: DeltaState,
+    layer: Int[Array, ""],
+    slots: Int[Array, " B"],
+    anew: Bool[Array, " B"],
+    query_starts: Int[Array, " B1"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "N H V"], DeltaState]:
+    """`delta_ragged` on the states [L, S, ...] of a layer: what each token read, and all states. Requests that start
+    `anew` read no state; those without a token keep theirs."""
+    assert not inputs.shape.by_channel, "a decay of each channel runs as array code"
+    layer, num_tokens, shape = jnp.asarray(layer, jnp.int32), inputs.mixed.shape[0], inputs.shape
+    lengths = query_starts[1:] - query_starts[:-1]
+    single, at = lengths == 1, jnp.where(lengths == 1, query_starts[:-1], 0)
+    conv = jnp.where(anew[:, None, None], 0, states.conv[layer, slots])
+    window, queries, keys, values = convolve_step(inputs.mixed[at], conv, inputs.kernel, shape)
+    decay, beta = inputs.decay[at], inputs.beta[at]
+    read, recurrent = _step(
+        (queries, keys, values, jnp.exp(decay)[..., None], beta[..., None]),
+        states.recurrent,
+        (layer.reshape(1), slots, single.astype(jnp.int32), anew.astype(jnp.int32)),
+        interpret=interpret,
+    )
+    target_slots = jnp.where(single, slots, states.conv.shape[1])  # past the last slot: written nowhere
+    states = DeltaState(states.conv.at[layer, target_slots].set(window[:, 1:], mode="drop"), recurrent)
+    chunk = min(CHUNK, num_tokens)
+    outputs = jnp.zeros((num_tokens + chunk, shape.value_heads, shape.value_dim), jnp.float32)
+    outputs = outputs.at[jnp.where(single, at, num_tokens)].set(jnp.where(single[:, None, None], read, 0.0))
+
+    def read_slot(states: DeltaState, row: Int[Array, ""], number: Int[Array, ""]) -> DeltaState:
+        begins = anew[row] & (number == 0)
+        return jax.tree.map(lambda leaf: jnp.where(begins, 0, leaf[layer, slots[row]]), states)
+
+    def write_slot(states: DeltaState, row: Int[Array, ""], own: DeltaState) -> DeltaState:
+        return jax.tree.map(lambda leaf, part: leaf.at[layer, slots[row]].set(part), states, own)
+
+    outputs, states = run_chunks(inputs, query_starts, outputs, states, chunk=chunk, read=read_slot, write=write_slot)
+    return outputs[:num_tokens], states
+
+
+def _step(
+    inputs: tuple[Float[Array, "B H X"], ...],
+    states: Float[Array, "L S H K V"],
+    scalars: tuple[Int[Array, "..."], ...],
+    *,
+    interpret: Any,
+) -> tuple[Float[Array, "B H V"], Float[Array, "L S H K V"]]:
+    """One token of each request: what it reads, and all states. `inputs`: queries, keys, values, what is left of the
+    state, and learning rates. `scalars`: layer, slots, whether a request has one token, whether it starts anew."""
+    _, _, heads, key_dim, value_dim = states.shape
+    count = HEADS if heads % HEADS == 0 else heads
+    requests = inputs[0].shape[0]
+
+    def of_request(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, count, width), lambda request, group, *_: (request, group, 0))
+
+    state = pl.BlockSpec(
+        (1, 1, count, key_dim, value_dim),
+        lambda request, group, layer, slots, *_: (layer[0], slots[request], group, 0, 0),
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, heads=count),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(requests, heads // count),
+            in_specs=[*[of_request(part.shape[2]) for part in inputs], state],
+            out_specs=[of_request(value_dim), state],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((requests, heads, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        input_output_aliases={9: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="delta_step",
+    )(*scalars, *inputs, states)
+
+
+def _kernel(
+    _: Any,
+    __: Any,
+    single_ref: Any,
+    anew_ref: Any,
+    queries_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    left_ref: Any,
+    rates_ref: Any,
+    before_ref: Any,
+    read_ref: Any,
+    after_ref: Any,
+    *,
+    heads: int,
+) -> None:
+    """Some heads of one request."""
+    request = pl.program_id(0)
+    is_single, is_anew = single_ref[request] != 0, anew_ref[request] != 0
+    columns = [ref[0].T for ref in (queries_ref, keys_ref)]  # [K J]
+    reads = []
+    for head in range(heads):
+        before, row = before_ref[0, 0, head], slice(head, head + 1)
+        queries, keys = (part[:, row] for part in columns)
+        state = jnp.where(is_anew, 0.0, before) * left_ref[0, row]
+        wrong = (values_ref[0, row] - jnp.sum(state * keys, axis=0, keepdims=True)) * rates_ref[0, row]
+        state = state + keys * wrong
+        reads.append(jnp.sum(state * queries, axis=0, keepdims=True))
+        after_ref[0, 0, head] = jnp.where(is_single, state, before)
+    read_ref[0] = jnp.concatenate(reads, axis=0)

@@ -1,0 +1,76 @@
+"""Steps of families through the real TPU compiler, on the backends that an engine picks: heads and rows of the
+cache as published, and few, narrow layers. The pool and its states are updated in place, and no kernel is too large for
+VMEM. Proves no value: tests/layers/tpu/ and test_tpu_family_values.py do."""
+
+import functools
+
+import jax
+import pytest
+
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.registry import FAMILIES
+from support.tpu_aot import assert_in_place
+from support.tpu_programs import build_world, compiled, kernels, whole_pool_operations
+
+pytestmark = pytest.mark.tpu_aot
+
+MIB = 1 << 20
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "max_position_embeddings": 2048,
+}
+MLA = {"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 256, "kv_lora_rank": 512}
+MLA |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 0}
+GROUPS = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "n_shared_experts": 1}
+GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+GLM |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 0}
+GPT_OSS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 320}
+DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+DELTA |= {"linear_value_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+KEYS = {  # beside SIZES; pages of 64 tokens: the pool takes 130 to 256 MiB
+    "DeepseekV3ForCausalLM": (MLA | GROUPS | {"routed_scaling_factor": 2.5}, 512),
+    "Glm4MoeForCausalLM": (GLM | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 1.0}, 320),
+    "GptOssForCausalLM": (GPT_OSS | {"num_local_experts": 32, "num_experts_per_tok": 4}, 320),
+    "Qwen3NextForCausalLM": (
+        DELTA
+        | {"num_experts": 64, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 256}
+        | {"full_attention_interval": 2},
+        550,
+    ),
+}
+
+
+@functools.cache
+def world(architecture):
+    keys, num_pages = KEYS[architecture]
+    config = FAMILIES[architecture].read_config(ConfigReader({**SIZES, **keys}, architecture))
+    return build_world(config, num_pages=num_pages, decode=16, extend=128, num_request_slots=33)
+
+
+# One chip each, and one step: kernels at other sizes are in tests/layers/tpu/test_published_shapes.py.
+CHIPS = {
+    "DeepseekV3ForCausalLM": "v5e",
+    "Glm4MoeForCausalLM": "v6e",
+    "GptOssForCausalLM": "v5e",
+    "Qwen3NextForCausalLM": "v6e",
+}
+
+
+@pytest.mark.parametrize("architecture", CHIPS)
+def test_a_decode_step_of_a_family_updates_its_pool_in_place(architecture):
+    own = world(architecture)
+    program = compiled(CHIPS[architecture], "forward decode", capture=True, world=own)
+    leaves = jax.tree.leaves(own.pool)
+    pages = leaves[0]
+    assert pages.size * pages.dtype.itemsize > 128 * MIB, "a pool that fits in VMEM may be fetched whole"
+    assert_in_place(program, pages, max_temp_bytes=8 * MIB)
+    for leaf in leaves:
+        if leaf.size * leaf.dtype.itemsize > 128 * MIB:  # pages, and states of the delta rule
+            assert whole_pool_operations(program, leaf) == []
+    aliased = program.memory_analysis().alias_size_in_bytes
+    assert aliased >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert kernels(program) >= 4

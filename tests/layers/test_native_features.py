@@ -1,0 +1,298 @@
+"""What families add to the native kernels, in every dtype and at odd sizes: biased experts and their activations, the
+laws of routers, the write to the pool; and that a row of attention with features is its own by a bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_attention import make_step
+from layers.test_moe import biased_loop, random_call
+from layers.test_native_batch_invariance import bits
+from layers.test_scoring_funcs import SPECS, inputs, oracle
+from routed_experts.layers.attention import PagedBatch, write_kv
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.attention_variants import reference_variant, write_latent
+from routed_experts.layers.native.ops import (
+    NATIVE_KERNELS,
+    native_attention,
+    native_experts,
+    native_router,
+    native_variant,
+    native_write,
+)
+from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+EXPERTS, ROUTER, WRITE = jax.jit(native_experts), jax.jit(native_router, static_argnames="spec"), jax.jit(native_write)
+VARIANT, PLAIN = jax.jit(native_variant), jax.jit(native_attention)
+BOUNDS = {"float32": 1e-4, "float16": 4e-2, "bfloat16": 4e-1}  # of values around 8
+
+
+def biased_call(dtype, shape, *, activation="clamped swiglu", scale=4.0):
+    num_experts, dim, width = shape[2:]
+    call = random_call(31, shape, layers=2, layer=1)
+    rng = np.random.default_rng(32)
+    biases = [jnp.asarray(rng.standard_normal((2 * num_experts, size)), dtype) for size in (2 * width, dim)]
+    halves = {name: vars(call)[name].astype(dtype) for name in ("gate_up", "down")} | {
+        "x": (call.x * scale).astype(dtype)
+    }
+    return dataclasses.replace(
+        call,
+        **halves,
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        activation=activation,
+        valid=call.valid.at[0].set(True),
+    )
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (9, 2, 3, 256, 272), (150, 1, 1, 130, 20)])
+def test_biased_experts_equal_the_loop_in_every_dtype(dtype, shape):
+    call = biased_call(dtype, shape)
+    out = EXPERTS(call)
+    assert out.dtype == dtype and not np.any(np.asarray(out)[~np.asarray(call.valid)])
+    np.testing.assert_allclose(np.asarray(out, np.float64), biased_loop(call), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(64, 2, 4, 256, 272), (64, 2, 4, 40, 24)])
+def test_a_row_of_biased_experts_is_its_own_by_a_bit(dtype, shape):
+    call = biased_call(dtype, shape)
+    call = dataclasses.replace(call, valid=jnp.ones(64, bool))
+    expected, rng = bits(EXPERTS(call)), np.random.default_rng(33)
+    for count in (1, 3, 9, 30):
+        rows = rng.permutation(64)[:count]
+        alone = {name: vars(call)[name][rows] for name in ("x", "ids", "weights", "valid")}
+        np.testing.assert_array_equal(bits(EXPERTS(dataclasses.replace(call, **alone))), expected[rows])
+
+
+def test_clamped_experts_differ_from_others_and_limits_are_reached():
+    call = biased_call("float32", (40, 3, 5, 70, 33), scale=30.0)
+    np.testing.assert_allclose(EXPERTS(call), biased_loop(call), atol=2e-3)
+    assert not np.allclose(EXPERTS(dataclasses.replace(call, activation="silu")), biased_loop(call), atol=1.0)
+
+
+def test_biases_of_another_length_are_an_error_and_not_read():
+    call = biased_call("float32", (4, 2, 3, 16, 8))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ: biases"):
+        jax.block_until_ready(EXPERTS(dataclasses.replace(call, down_bias=call.down_bias[:4])))
+
+
+def biased_by(spec, bias):
+    return jnp.asarray(bias, jnp.float32) if spec.biased else None
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_law_is_its_loop_live_and_replayed_and_recorded(name):
+    spec = SPECS[name]
+    assert NATIVE_KERNELS.router is not None and NATIVE_KERNELS.router.supports(spec)
+    logits, bias, replayed, valid = inputs(spec)
+    block = jnp.full((3 * spec.top_k, len(valid)), -7, jnp.int32)
+    live = oracle(logits, bias, replayed, np.zeros_like(valid), spec)[0]
+    for mask in (None, valid, np.ones_like(valid)):
+        routed = None if mask is None else LayerRouting(jnp.asarray(replayed), jnp.asarray(mask))
+        given = np.zeros_like(valid) if mask is None else mask
+        ids, weights = oracle(logits, bias, replayed, given, spec)
+        args = (jnp.asarray(logits), routed)
+        for into in (None, block):
+            routing, written = ROUTER(*args, into, jnp.int32(1), spec=spec, bias=biased_by(spec, bias))
+            assert np.array_equal(routing.ids, ids) and np.array_equal(routing.native_ids, live)
+            assert np.array_equal(routing.replaced, given)
+            np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
+            if into is not None:
+                expected = np.array(block)
+                expected[spec.top_k : 2 * spec.top_k] = ids.T
+                assert np.array_equal(written, expected)
+            else:
+                assert written is None
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("experts", "top_k", "groups"), [(24, 3, 4), (160, 6, 8), (260, 8, 4)])
+def test_a_law_decides_as_array_code_with_many_experts(name, experts, top_k, groups):
+    grouped = SPECS[name].num_groups != 1
+    spec = dataclasses.replace(
+        SPECS[name],
+        num_experts=experts,
+        top_k=2 if SPECS[name].scoring_func == "sparsemixer" else top_k,
+        num_groups=groups if grouped else 1,
+        topk_group=3 if grouped else 1,
+    )
+    rng = np.random.default_rng(34)
+    logits = jnp.asarray(rng.integers(-4000, 4001, (30, experts)) / 1024, jnp.float32)
+    bias = biased_by(spec, rng.integers(-64, 65, experts) / 128)
+    plain = jax.jit(replay_topk, static_argnames="spec")(logits, None, spec=spec, bias=bias)
+    routing, _ = ROUTER(logits, None, None, jnp.int32(0), spec=spec, bias=bias)
+    assert np.array_equal(routing.ids, plain.ids)
+    np.testing.assert_allclose(routing.weights, plain.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_groups_of_one_expert_that_are_all_chosen_leave_nothing_out(experts):
+    """DeepSeek-V3's law scores a group by its two best experts, and such a group has one."""
+    law = {"scoring_func": "sigmoid", "biased": True, "group_score_topk": 2}
+    spec = RouterSpec(
+        num_experts=experts, top_k=min(3, experts), renormalize=True, num_groups=experts, topk_group=experts, **law
+    )
+    rng = np.random.default_rng(35)
+    logits, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((9, experts), experts))
+    routing, _ = ROUTER(logits, None, None, jnp.int32(0), spec=spec, bias=bias)
+    plain = replay_topk(logits, None, spec=spec, bias=bias)
+    assert np.array_equal(routing.ids, plain.ids)
+    np.testing.assert_allclose(routing.weights, plain.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_that_is_not_finite_has_ids_that_exist_and_stays_alone(name, poison):
+    spec = SPECS[name]
+    logits, bias, _, _ = inputs(spec)
+    clean = ROUTER(jnp.asarray(logits), None, None, jnp.int32(0), spec=spec, bias=biased_by(spec, bias))[0]
+    logits[2] = poison
+    routing = ROUTER(jnp.asarray(logits), None, None, jnp.int32(0), spec=spec, bias=biased_by(spec, bias))[0]
+    assert len(set(np.asarray(routing.ids[2]))) == spec.top_k
+    assert np.all((routing.ids[2] >= 0) & (routing.ids[2] < spec.num_experts))
+    for got, expected in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
+        assert np.array_equal(np.delete(got, 2, axis=0), np.delete(expected, 2, axis=0))
+
+
+def test_ids_to_replay_that_no_expert_has_are_an_error_where_they_would_run():
+    spec = RouterSpec(num_experts=4, top_k=2, renormalize=True)
+    ids = jnp.asarray([[0, 1], [2, 9]], jnp.int32)
+    logits = jnp.zeros((2, 4))
+    for valid, fails in ((jnp.asarray([True, False]), False), (jnp.asarray([True, True]), True)):
+        if fails:
+            with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="names an expert that does not exist"):
+                jax.block_until_ready(ROUTER(logits, LayerRouting(ids, valid), None, jnp.int32(0), spec=spec))
+        else:
+            assert np.array_equal(
+                ROUTER(logits, LayerRouting(ids, valid), None, jnp.int32(0), spec=spec)[0].ids[0], [0, 1]
+            )
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wider", [0, 5])
+@pytest.mark.parametrize("latent", [False, True])
+def test_rows_are_written_where_plain_code_writes_them_and_padding_nowhere(latent, wider, dtype, stored):
+    step = make_step([(0, 20), (45, 1), (9, 2)], page_size=16, num_tokens=32, num_requests=5)
+    rows = step.pool[:, :, : 1 if latent else None]
+    pool = jnp.pad(jnp.asarray(rows, stored), ((0, 0), (0, 0), (0, 0), (0, 0 if latent else wider)))
+    keys, values = (jnp.asarray(new, dtype) for new in (step.new_keys, step.new_values))
+    first = jnp.asarray(step.first_page, jnp.int32)
+    if latent:
+        plain = write_latent(pool, keys[:, :1], first, step.batch)
+        written = WRITE(pool, keys[:, :1], None, first, step.batch)
+    else:
+        plain, written = (
+            write(pool, keys, values, first, step.batch) for write in (lambda pool, *rest: write_kv(pool, *rest), WRITE)
+        )
+    expected = np.array(plain.astype(jnp.float32))
+    expected[step.first_page] = np.asarray(pool.astype(jnp.float32))[
+        step.first_page
+    ]  # page 0 takes padding there alone
+    np.testing.assert_array_equal(np.asarray(written.astype(jnp.float32)), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "wrong"), [("positions", 1, 10_000), ("page_table", (0, 0), 10_000), ("page_table", (0, 0), -1)]
+)
+def test_a_write_outside_the_page_table_or_the_pool_is_an_error_and_not_a_crash(name, at, wrong):
+    step = make_step([(0, 3)], page_size=16)
+    keys, values = jnp.asarray(step.new_keys), jnp.asarray(step.new_values)
+    batch = dataclasses.replace(step.batch, **{name: getattr(step.batch, name).at[at].set(wrong)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a position is outside the page table, or a page outside"):
+        jax.block_until_ready(WRITE(jnp.asarray(step.pool), keys, values, jnp.int32(0), batch))
+
+
+def test_the_pool_is_updated_in_place():
+    step = make_step([(0, 20)], page_size=16)
+    pool = jnp.tile(jnp.asarray(step.pool), (50, 1, 1, 1))
+    args = (pool, jnp.asarray(step.new_keys), jnp.asarray(step.new_values), jnp.int32(0), step.batch)
+    memory = jax.jit(native_write, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes and memory.temp_size_in_bytes < pool.nbytes // 4
+
+
+PAGE, WIDTH, REQUESTS, DIM = 8, 20, 6, 24
+SINKS = jnp.asarray([0.5, -1.0, 3.0, 0.0], jnp.float32)
+FEATURES = {
+    "plain": AttentionFeatures(),
+    "window and sinks": AttentionFeatures(sinks=SINKS, window=21, scale=0.3),
+    "short window": AttentionFeatures(window=3),
+    "chunk": AttentionFeatures(chunk=20),
+    "latent": AttentionFeatures(latent=19, scale=0.2),
+}
+
+
+class Pool:
+    """Pages of some requests with 150 tokens each, in random order, and a query for every token."""
+
+    def __init__(self, dtype, features):
+        rng = np.random.default_rng(35)
+        self.features, pages = features, REQUESTS * WIDTH
+        self.table = 1 + rng.permutation(pages).reshape(REQUESTS, WIDTH).astype(np.int32)
+        rows = 1 if features.latent else 4
+        self.pool = jnp.asarray(rng.standard_normal((1 + pages, PAGE, rows, DIM)), dtype)
+        self.queries = jnp.asarray(rng.standard_normal((REQUESTS, PAGE * WIDTH, 4, DIM)), dtype)
+
+    def attend(self, chunks, run=VARIANT):
+        """Rows of each (request, first position, tokens)."""
+        counts = [count for _, _, count in chunks]
+        requests = np.repeat([request for request, _, _ in chunks], counts)
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in chunks])
+        ends = np.cumsum([0, *counts])
+        batch = PagedBatch(
+            positions=jnp.asarray(positions, jnp.int32),
+            token_rows=jnp.asarray(np.repeat(np.arange(len(chunks)), counts), jnp.int32),
+            valid=jnp.ones(len(positions), bool),
+            query_starts=jnp.asarray(ends, jnp.int32),
+            seq_lens=jnp.asarray([start + count for _, start, count in chunks], jnp.int32),
+            page_table=jnp.asarray(self.table[[request for request, _, _ in chunks]]),
+            decode=False,
+        )
+        out = run(self.queries[requests, positions], self.pool, jnp.int32(0), batch, self.features)
+        return np.split(np.asarray(out), ends[1:-1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_row_of_attention_with_features_is_its_own_by_a_bit(name, dtype):
+    """Alone, beside others, and however a prompt is cut: few queries meet keys in another loop than many."""
+    case, length = Pool(dtype, FEATURES[name]), 150
+    (whole,) = case.attend([(2, 0, length)])
+    (plain,) = case.attend([(2, 0, length)], run=jax.jit(reference_variant))
+    np.testing.assert_allclose(
+        np.asarray(whole, np.float32), np.asarray(plain, np.float32), atol=2e-5 if dtype == "float32" else 4e-2
+    )
+    for cuts in ((75, 75), (1, 149), (149, 1), (2, 3, 4, 5, 6, 130), (7, 64, 79)):
+        start, parts = 0, []
+        for count in cuts:
+            parts.append(case.attend([(5, 17, 1), (2, start, count), (0, 0, 11), (1, 90, 40)])[1])
+            start += count
+        np.testing.assert_array_equal(bits(np.concatenate(parts)), bits(whole))
+    for at in (0, 1, 19, 20, 63, 64, 149):
+        for others in ([], [(request, 30 + request, 1) for request in (0, 1, 3, 4)]):
+            np.testing.assert_array_equal(bits(case.attend([*others, (2, at, 1)])[-1]), bits(whole[at : at + 1]))
+
+
+def test_many_heads_of_a_latent_row_are_divided_and_stay_the_same_by_a_bit():
+    """Alone, the heads of a request go to several cores; beside others they stay together."""
+    case = Pool("float32", AttentionFeatures(latent=19, scale=0.2))
+    case.queries = jnp.asarray(
+        np.random.default_rng(36).standard_normal((REQUESTS, PAGE * WIDTH, 40, DIM)), jnp.float32
+    )
+    together = case.attend([(request, 100, 1) for request in range(REQUESTS)])
+    for request in range(REQUESTS):
+        np.testing.assert_array_equal(bits(case.attend([(request, 100, 1)])[0]), bits(together[request]))
+
+
+def test_features_that_do_nothing_are_plain_attention_by_a_bit():
+    step = make_step([(0, 20), (45, 1), (130, 9)], page_size=16)
+    args = (jnp.asarray(step.queries), jnp.where(step.pool > 1e4, 0, step.pool), jnp.int32(step.first_page), step.batch)
+    wide = AttentionFeatures(window=1000, chunk=1000, scale=step.queries.shape[2] ** -0.5)
+    np.testing.assert_array_equal(VARIANT(*args, wide), PLAIN(*args))

@@ -1,0 +1,96 @@
+"""Every script of benchmarks/ starts: all print their help, and those that are fast run in their smallest form."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in file.read_text())
+SMALLEST = {
+    "capture": ["--small"],
+    "cpu_parts": ["--small"],
+    "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],
+    "families_gpu": ["--small"],
+    "host_work": ["--batch", "2", "--new", "8"],
+    "http_overhead": ["--small"],
+    "replay": ["--small"],
+    "residency": ["--small"],
+    "selection": ["--repeats", "1"],
+    "step": ["--small"],
+}
+NOT_RUN = {
+    "compiled": "compiles for minutes",
+    "devices": "needs two devices and compares whole runs",
+    "expert_offload_latency": "needs a GPU and 64 experts of full size",
+    "families": "needs transformers in a process of its own, for minutes",
+    "faults": "starts and ends servers for minutes",
+    "mismatch": "trains a model",
+    "moves": "compiles an engine for each of four placements",
+    "peers": "needs other engines",
+    "placement": "draws a picture of the pages",
+    "plots": "draws pictures of the pages",
+    "startup": "starts engines in processes of their own, for minutes",
+}
+# One process imports JAX once and prints the help of all.
+PRINT_HELP = """
+import contextlib, io, json, runpy, sys
+sys.path.insert(0, sys.argv[1])
+printed = {}
+for name in sys.argv[2:]:
+    sys.argv = [f"{name}.py", "--help"]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        runpy.run_path(f"{sys.path[0]}/{name}.py", run_name="__main__")
+    printed[name] = output.getvalue()
+print(json.dumps(printed))
+"""
+# Results go to another folder: those that are committed stay as they are.
+RUN = """
+import pathlib, runpy, sys
+results, script, *arguments = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(script).parent))
+import common
+common.RESULTS = pathlib.Path(results)
+sys.argv = [script, *arguments]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def run(program, *arguments):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    if jax.config.jax_compilation_cache_dir is not None:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(jax.config.jax_compilation_cache_dir)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=900, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_script_is_run_or_says_why_not():
+    assert sorted([*SMALLEST, *NOT_RUN]) == SCRIPTS
+
+
+def test_every_script_prints_its_help():
+    printed = json.loads(run(PRINT_HELP, str(FOLDER), *SCRIPTS))
+    assert [name for name, text in printed.items() if not text.startswith(f"usage: {name}.py")] == []
+
+
+def test_every_script_is_in_the_table():
+    table = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [name for name in SCRIPTS if f"`{name}.py" not in table] == []
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_form_runs(name, tmp_path):
+    output = run(RUN, str(tmp_path), str(FOLDER / f"{name}.py"), *SMALLEST[name])
+    if "--small" in SMALLEST[name]:
+        assert "no result is written" in output and list(tmp_path.iterdir()) == []
+    else:
+        (file,) = tmp_path.iterdir()
+        assert json.loads(file.read_text())["rows"]
