@@ -265,7 +265,8 @@ class Offloaded:
             residual = dataclasses.replace(residual, x=x)
             late = [] if inputs.deferred_ids is None else [on_host(inputs.deferred_ids)]
             all_inputs.append(inputs)
-        hidden = final_norm(config, residual.x, model.embed_head.norm, model.embed_head.norm_bias)
+        norms = model.embed_head
+        hidden = final_norm(config, residual.x, norms.norm, norms.norm_bias, program.kernels.rows)
         return hidden, residual.slot_counts, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_inputs)
 
 
