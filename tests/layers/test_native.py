@@ -15,7 +15,7 @@ from layers.test_attention import attend, make_step
 from layers.test_moe import oracle, random_call, with_rows
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import ATTENTION, DEFAULT_BACKENDS, KERNELS, BackendRegistry
 from routed_experts.layers.attention import FusedQKV, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.linear import reference_linear
@@ -281,6 +281,26 @@ def test_deterministic_mode_refuses_what_is_not_batch_invariant_by_name(field, n
         ConfigError, match=f"{field}='{name}' with deterministic=True: its rows may depend on the batch"
     ):
         DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: name}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backends_that_are_named_load_no_other(monkeypatch, deterministic):
+    loads = []
+
+    def watched(entries):
+        load = entries["native"].load
+        entry = dataclasses.replace(
+            entries["native"],
+            load=lambda: loads.append("module") or load(),
+            unavailable_reason=lambda: loads.append("library"),
+        )
+        return {**entries, "native": entry}
+
+    registry = BackendRegistry(moe=watched(KERNELS), attention=watched(ATTENTION))
+    registry.choose(ServerArgs(deterministic=deterministic, moe_backend="reference", attention_backend="reference"))
+    assert loads == []
+    registry.choose(ServerArgs(deterministic=deterministic, moe_backend="reference"))
+    assert loads == ["library", "module"]
 
 
 def test_router_replays_given_ids_and_records_them():

@@ -121,6 +121,13 @@ REFUSED = {
     "queries of Ling 3.0": ("BailingHybrid", dict(q_lora_rank=16), ["q_lora_rank=16", "none"]),
     "decays of Ling 3.0": ("BailingHybrid", dict(kda_lower_bound=1.0), ["kda_lower_bound=1.0", "negative"]),
     "small matrices of Ling 3.0": ("BailingHybrid", dict(no_kda_lora=False), ["no_kda_lora=False", "true"]),
+    "biases of Ling 3.0": ("BailingHybrid", dict(use_qkv_bias=True), ["use_qkv_bias=True", "false"]),
+    "windows of Ling 3.0": ("BailingHybrid", dict(use_sliding_window=True), ["use_sliding_window=True", "false"]),
+    "a router of Ling 3.0": (
+        "BailingHybrid",
+        dict(moe_router_enable_expert_bias=False),
+        ["moe_router_enable_expert_bias=False", "true"],
+    ),
     "two spellings of Ling 3.0": ("BailingHybrid", dict(n_group=2), ["n_group and num_expert_group differ"]),
     "layers of LFM2": ("Lfm2Moe", dict(layer_types=["conv"] * 5), ["layer_types", "6 words"]),
     "LFM2 without attention": ("Lfm2Moe", dict(layer_types=["conv"] * 6), ["layer_types", "at least one"]),

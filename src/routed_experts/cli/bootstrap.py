@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from routed_experts.core.errors import MachineError
+from routed_experts.core.server_args import ServerArgs
 
 PROGRAM = "routed-experts"
 
@@ -56,14 +57,16 @@ def start_jax(*, default_platform: str | None) -> Path | None:
     return cache
 
 
-def announce_compilation() -> None:
-    """Say on standard error, in one line, where the first use of the CPU's kernels will compile them; after
-    `start_jax`."""
+def announce_compilation(args: ServerArgs, *, offloads: bool = False) -> None:
+    """Say on standard error, in one line, that an engine of `args` will compile C++ kernels; after `start_jax`.
+    `offloads`: experts run on the host, with these kernels."""
     import jax
 
+    from routed_experts.engine.build.backends import DEFAULT_BACKENDS
     from routed_experts.layers.native import toolchain
 
-    if jax.default_backend() == "cpu" and not toolchain.is_compiled():
+    used = offloads or DEFAULT_BACKENDS.may_compile(args, jax.default_backend())
+    if used and not toolchain.is_compiled():
         print(toolchain.COMPILING, file=sys.stderr, flush=True)
 
 

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     """Answer each line of standard input."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform=None)
-    announce_compilation()
+    announce_compilation(args)
     from routed_experts.engine.engine import Engine
 
     first = [] if options.system is None else [{"role": "system", "content": options.system}]

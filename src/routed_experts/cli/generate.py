@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         if output is not None:
             part = stack.enter_context(atomic_write(output) if as_archive else _new_lines(output))
         start_jax(default_platform=None)
-        announce_compilation()
+        announce_compilation(args, offloads=experts.num_resident is not None)
         from routed_experts.engine.engine import Engine
 
         bar = LoadBar() if sys.stderr.isatty() else None

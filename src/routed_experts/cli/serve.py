@@ -139,7 +139,7 @@ def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState"
     """Start JAX and build the engine; print one line for each phase on standard error. `expert_groups`: the offload and
     the placement of experts."""
     start_jax(default_platform=None)
-    announce_compilation()
+    announce_compilation(args, offloads=expert_groups["experts"].num_resident is not None)
     _log_phase(server, "import", time.perf_counter() - start_time, "Python and JAX")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine

@@ -24,7 +24,7 @@ from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.sharding import AXIS
 
-T = TypeVar("T")
+T = TypeVar("T", Kernels, AttentionBackend)
 logger = logging.getLogger(__name__)
 
 
@@ -162,12 +162,15 @@ class BackendRegistry:
         are batch-invariant. A backend that hides the ids it runs is refused with capture on. Raises ConfigError,
         CaptureUnsupportedError."""
         where = platform or jax.default_backend()
-        moe_auto, attention_auto = self._auto(where, deterministic=args.deterministic)
+        native = NATIVE_BY_PLATFORM.get(where, ())
+        moe_auto = (*native, *(BATCH_INVARIANT if args.deterministic else REFERENCE_MOE))
+        attention_auto = (*native, *(BATCH_INVARIANT if args.deterministic else PLAIN_ATTENTION))
 
         machine, expert_gap, attention_gap = (where, args.tp_size), _expert_gap(needs), _attention_gap(needs)
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, machine, expert_gap)
-        attention = _pick(
-            "attention_backend", args.attention_backend, self.attention, attention_auto, machine, attention_gap
+        pick = functools.partial(_pick, machine=machine, batch_invariant=args.deterministic)
+        kernels = pick("moe_backend", args.moe_backend, self.moe, moe_auto, missing=expert_gap)
+        attention = pick(
+            "attention_backend", args.attention_backend, self.attention, attention_auto, missing=attention_gap
         )
         if args.deterministic:
             _check_batch_invariant("moe_backend", args.moe_backend, kernels.batch_invariant)
@@ -190,14 +193,10 @@ class BackendRegistry:
         )
         return kernels.with_group(group), attention
 
-    def _auto(self, platform: str, *, deterministic: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What `auto` tries in turn, for the experts and for attention."""
-        native = NATIVE_BY_PLATFORM.get(platform, ())
-        if not deterministic:
-            return (*native, *REFERENCE_MOE), (*native, *PLAIN_ATTENTION)
-        moe = [name for name in native if self.moe[name].load().batch_invariant]
-        attention = [name for name in native if self.attention[name].load().batch_invariant]
-        return (*moe, *BATCH_INVARIANT), (*attention, *BATCH_INVARIANT)
+    def may_compile(self, args: ServerArgs, platform: str) -> bool:
+        """Whether `choose` may load kernels that are compiled from C++ on `platform`."""
+        names = (args.moe_backend, args.attention_backend)
+        return platform == "cpu" and args.tp_size == 1 and any(name in ("auto", "native") for name in names)
 
     def layer_paths(self, config: FamilyConfig) -> dict[str, str]:
         """How a model's layers run on one device of each platform, by `auto`, on a machine that can run all of the
@@ -237,17 +236,19 @@ def _pick(
     name: str,
     entries: Mapping[str, BackendEntry[T]],
     auto: tuple[str, ...],
+    *,
     machine: tuple[str, int],
     missing: Callable[[T], frozenset[str]],
+    batch_invariant: bool,
 ) -> T:
-    """The backend of that name, or the first of `auto` that this machine can run and that misses no required feature.
-    `machine`: the platform and its number of devices."""
+    """The backend of that name, or the first of `auto` that this machine can run, that misses no required feature and
+    that is batch-invariant where asked; no other is loaded. `machine`: the platform and its number of devices."""
     if name == "auto":
         for choice in auto[:-1]:
             refusal = entries[choice].refusal(*machine)
             if refusal is not None:
                 logger.warning("%s: %r is passed over: %s", field, choice, refusal)
-            elif not missing(backend := entries[choice].load()):
+            elif not missing(backend := entries[choice].load()) and (backend.batch_invariant or not batch_invariant):
                 return backend
         return entries[auto[-1]].load()
     if name not in entries:

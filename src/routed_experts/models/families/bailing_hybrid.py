@@ -28,10 +28,13 @@ _SPELLINGS = {
 def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Ling 3.0. The width of rotary positions is qk_rope_head_dim, whatever part of a head a file
     names beside it."""
-    reader = dataclasses.replace(reader, synonyms=_SPELLINGS)
+    reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
     if reader.has("partial_rotary_factor"):
         reader = dataclasses.replace(reader, values={**reader.values, "partial_rotary_factor": None})
     sizes = read_sizes(reader)
+    for key in ("use_bias", "use_qkv_bias", "use_sliding_window"):
+        refuse(reader, key)
+    refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)
     reader.require(reader.int("q_lora_rank", default=0) == 0, "q_lora_rank", "none")
     latent, rotary = read_latent(reader, sizes, interleaved=True, theta=6e6)
     latent = dataclasses.replace(latent, gated=True, at="attention", out="dense")
