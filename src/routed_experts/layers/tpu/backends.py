@@ -145,14 +145,14 @@ def _recur(
     states: DeltaState,
     layer: Int[Array, ""],
     slots: Int[Array, " B"],
-    anew: Bool[Array, " B"],
+    fresh: Bool[Array, " B"],
     query_starts: Int[Array, " B1"],
     *,
     interpret: Any,
 ) -> tuple[Float[Array, "N H V"], DeltaState]:
     from routed_experts.layers.tpu.delta_rule import recur
 
-    return recur(inputs, states, layer, slots, anew, query_starts, interpret=interpret)
+    return recur(inputs, states, layer, slots, fresh, query_starts, interpret=interpret)
 
 
 def _prepare_and_attend(

@@ -25,24 +25,24 @@ def recur(
     states: DeltaState,
     layer: Int[Array, ""],
     slots: Int[Array, " B"],
-    anew: Bool[Array, " B"],
+    fresh: Bool[Array, " B"],
     query_starts: Int[Array, " B1"],
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "N H V"], DeltaState]:
     """`delta_ragged` on the states [L, S, ...] of a layer: what each token read, and all states. Requests that start
-    `anew` read no state; those without a token keep theirs."""
+    `fresh` read no state; those without a token keep theirs."""
     assert not inputs.shape.by_channel, "a decay of each channel runs as array code"
     layer, num_tokens, shape = jnp.asarray(layer, jnp.int32), inputs.mixed.shape[0], inputs.shape
     lengths = query_starts[1:] - query_starts[:-1]
     single, at = lengths == 1, jnp.where(lengths == 1, query_starts[:-1], 0)
-    conv = jnp.where(anew[:, None, None], 0, states.conv[layer, slots])
+    conv = jnp.where(fresh[:, None, None], 0, states.conv[layer, slots])
     window, queries, keys, values = convolve_step(inputs.mixed[at], conv, inputs.kernel, shape)
     decay, beta = inputs.decay[at], inputs.beta[at]
     read, recurrent = _step(
         (queries, keys, values, jnp.exp(decay)[..., None], beta[..., None]),
         states.recurrent,
-        (layer.reshape(1), slots, single.astype(jnp.int32), anew.astype(jnp.int32)),
+        (layer.reshape(1), slots, single.astype(jnp.int32), fresh.astype(jnp.int32)),
         interpret=interpret,
     )
     target_slots = jnp.where(single, slots, states.conv.shape[1])  # past the last slot: written nowhere
@@ -52,7 +52,7 @@ def recur(
     outputs = outputs.at[jnp.where(single, at, num_tokens)].set(jnp.where(single[:, None, None], read, 0.0))
 
     def read_slot(states: DeltaState, row: Int[Array, ""], number: Int[Array, ""]) -> DeltaState:
-        begins = anew[row] & (number == 0)
+        begins = fresh[row] & (number == 0)
         return jax.tree.map(lambda leaf: jnp.where(begins, 0, leaf[layer, slots[row]]), states)
 
     def write_slot(states: DeltaState, row: Int[Array, ""], own: DeltaState) -> DeltaState:
