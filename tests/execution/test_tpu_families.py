@@ -1,13 +1,21 @@
 """Steps of families through the real TPU compiler, on the backends that an engine picks: heads and rows of the
-cache as published, and few, narrow layers. The pool and its states are updated in place, and no kernel is too large for
-VMEM. Proves no value: tests/layers/tpu/ and test_tpu_family_values.py do."""
+cache as published, and few, narrow layers. The pool and its states are updated in place, no kernel is too large for
+VMEM, and each part of a layer runs by the kernels that the declared path promises. Proves no value: tests/layers/tpu/
+and test_tpu_family_values.py do."""
 
+import collections
 import functools
 
 import jax
 import pytest
 
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.delta_attention import DeltaAttention
+from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.decoder.grouped_attention import GroupedAttention
+from routed_experts.models.decoder.latent_attention import LatentAttention
+from routed_experts.models.decoder.layer_params import ParamKind
 from routed_experts.models.registry import FAMILIES
 from support.tpu_aot import assert_in_place
 from support.tpu_programs import build_world, compiled, kernels, whole_pool_operations
@@ -60,8 +68,27 @@ CHIPS = {
 }
 
 
+def kernels_of_parts(config):
+    """The kernels that a step has for each part of its layers, in the order of the declared path. A block of layers is
+    a loop, whose body has the layers of one repeat. `prepare` takes no gate beside the queries."""
+    parts = collections.defaultdict(collections.Counter)
+    for layer in (layer for block in config.blocks for layer in block.pattern):
+        mixer, recurs = layer.mixer, isinstance(layer.mixer, DeltaAttention)
+        sparse = isinstance(layer.feed, Sparse)
+        parts["projections"]["layered_linear"] += sum(
+            weight.kind is ParamKind.MATRIX for weight in layer.weights(config)
+        )
+        parts["attention"]["ragged_attention"] += not recurs
+        parts["attention"]["prepare"] += isinstance(mixer, GroupedAttention) and not mixer.gated
+        parts["attention"]["write_rows"] += isinstance(mixer, LatentAttention)
+        parts["delta rule"]["delta_step"] += recurs
+        parts["router"]["fused_router"] += sparse
+        parts["experts"].update({"grid_steps": sparse, "fused_experts": sparse})
+    return {part: counts for part, counts in parts.items() if counts.total()}
+
+
 @pytest.mark.parametrize("architecture", CHIPS)
-def test_a_decode_step_of_a_family_updates_its_pool_in_place(architecture):
+def test_a_decode_step_of_a_family_runs_the_kernels_of_its_path_in_place(architecture):
     own = world(architecture)
     program = compiled(CHIPS[architecture], "forward decode", capture=True, world=own)
     leaves = jax.tree.leaves(own.pool)
@@ -73,4 +100,6 @@ def test_a_decode_step_of_a_family_updates_its_pool_in_place(architecture):
             assert whole_pool_operations(program, leaf) == []
     aliased = program.memory_analysis().alias_size_in_bytes
     assert aliased >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    assert kernels(program) >= 4
+    expected = kernels_of_parts(own.config)
+    assert DEFAULT_BACKENDS.layer_paths(own.config)["tpu"] == f"pieces: {', '.join(expected)}"
+    assert kernels(program) == sum(expected.values(), collections.Counter())

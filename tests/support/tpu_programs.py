@@ -211,9 +211,12 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
     return sums[entry] + sum((next(lengths) if of_layers else 1) * once(body) for body, of_layers in whiles[entry])
 
 
-def kernels(program: jax.stages.Compiled) -> int:
-    """Pallas kernels in the text, each counted once."""
-    return len(re.findall(r'custom_call_target="tpu_custom_call"', program.as_text() or ""))
+def kernels(program: jax.stages.Compiled) -> collections.Counter[str]:
+    """Pallas kernels in the text by name; a kernel in the body of a loop counts once."""
+    lines = [line for line in (program.as_text() or "").splitlines() if '"tpu_custom_call"' in line]
+    names = [re.search(r'op_name="(?:[^"]*/)?(\w+)/pallas_call"', line) for line in lines]
+    assert None not in names, lines
+    return collections.Counter(name[1] for name in names if name)
 
 
 def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:
