@@ -121,6 +121,7 @@ REFUSED = {
     "queries of Ling 3.0": ("BailingHybrid", dict(q_lora_rank=16), ["q_lora_rank=16", "none"]),
     "decays of Ling 3.0": ("BailingHybrid", dict(kda_lower_bound=1.0), ["kda_lower_bound=1.0", "negative"]),
     "small matrices of Ling 3.0": ("BailingHybrid", dict(no_kda_lora=False), ["no_kda_lora=False", "true"]),
+    "lengths of queries of Ling 3.0": ("BailingHybrid", dict(use_qk_norm=False), ["use_qk_norm=False", "true"]),
     "biases of Ling 3.0": ("BailingHybrid", dict(use_qkv_bias=True), ["use_qkv_bias=True", "false"]),
     "windows of Ling 3.0": ("BailingHybrid", dict(use_sliding_window=True), ["use_sliding_window=True", "false"]),
     "a router of Ling 3.0": (
@@ -129,6 +130,11 @@ REFUSED = {
         ["moe_router_enable_expert_bias=False", "true"],
     ),
     "two spellings of Ling 3.0": ("BailingHybrid", dict(n_group=2), ["n_group and num_expert_group differ"]),
+    "further layers of Ling 3.0": (
+        "BailingHybrid",
+        dict(num_mtp_layers=1),
+        ["num_nextn_predict_layers and num_mtp_layers differ: [0, 1]"],
+    ),
     "layers of LFM2": ("Lfm2Moe", dict(layer_types=["conv"] * 5), ["layer_types", "6 words"]),
     "LFM2 without attention": ("Lfm2Moe", dict(layer_types=["conv"] * 6), ["layer_types", "at least one"]),
     "taps of LFM2": ("Lfm2Moe", dict(conv_L_cache=1), ["conv_L_cache=1", "at least 2"]),
@@ -256,8 +262,10 @@ def test_published_stacks_of_qwen3_vl_hold_the_numbers_of_those_of_transformers(
     assert written.keys() == published.keys() and all(np.array_equal(written[key], published[key]) for key in written)
 
 
-def test_layers_that_predict_further_tokens_are_left_where_they_are(write_case, tmp_path):
-    folder = write_case("Glm4Moe", tmp_path, num_nextn_predict_layers=1)
+@pytest.mark.parametrize("name", ["Glm4Moe", "BailingHybrid"])
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_that_predict_further_tokens_are_left_where_they_are(name, key, write_case, tmp_path):
+    folder = write_case(name, tmp_path, **{"num_nextn_predict_layers": ..., key: 1})
     rewrite(folder, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": np.zeros((2, 2), np.float32)})
     assert ModelFolder.open(folder).config.num_layers == 4
     rewrite(folder, lambda tensors: tensors | {"model.layers.5.eh_proj.weight": np.zeros((2, 2), np.float32)})

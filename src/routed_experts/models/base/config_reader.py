@@ -16,7 +16,12 @@ from typing import TypeGuard
 from routed_experts.core.errors import CheckpointError
 
 _SYNONYMS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # newer spellings of transformers; a file may hold either
-    {"num_experts": ("num_local_experts",), "num_local_experts": ("num_experts",), "torch_dtype": ("dtype",)}
+    {
+        "num_experts": ("num_local_experts",),
+        "num_local_experts": ("num_experts",),
+        "num_nextn_predict_layers": ("num_mtp_layers",),
+        "torch_dtype": ("dtype",),
+    }
 )
 
 _QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(

@@ -65,7 +65,8 @@ def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
 
 def _read_delta(reader: ConfigReader, sizes: Sizes) -> DeltaAttention:
     """Published files give the heads' size as head_dim, those of transformers beside it."""
-    refuse(reader, "no_kda_lora", allowed=(True,), default=True)
+    for key in ("no_kda_lora", "use_qk_norm"):  # transformers always scales queries and keys to length 1
+        refuse(reader, key, allowed=(True,), default=True)
     dim = reader.int("linear_head_dim", minimum=1, default=reader.int("head_dim", minimum=1, default=128))
     bound = reader.float("kda_lower_bound", default=-5.0)
     reader.require(bound < 0, "kda_lower_bound", "a negative number")
