@@ -84,10 +84,23 @@ FAMILIES: dict[str, dict[str, object]] = {  # class of the config in transformer
         layer_types=["conv", "conv", "full_attention"] * 2, num_hidden_layers=6, num_dense_layers=1, head_dim=64
     ),
     "GptOss": dict(_LOCAL, sliding_window=64),
+    "Gemma4": dict(
+        num_hidden_layers=6,
+        head_dim=64,
+        global_head_dim=128,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        top_k_experts=4,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
     "Qwen2Moe": dict(shared_expert_intermediate_size=256),
     "GraniteMoe": dict(_LOCAL),
     "Ernie4_5_Moe": dict(moe_num_experts=32, moe_k=4, moe_num_shared_experts=1, moe_layer_start_index=1),
 }
+_CONFIGS = {"Gemma4": "Gemma4TextConfig"}
 OFF = "capture off"
 SMALL: dict[str, object] = dict(num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=32)
 
@@ -100,7 +113,7 @@ def write_family(name: str, folder: Path, *, small: bool) -> Path:
     settings = {**SIZES, **(SMALL if small else {}), **FAMILIES[name]}
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**settings)
+    config = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))(**settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for label, weight in model.named_parameters():
@@ -110,6 +123,7 @@ def write_family(name: str, folder: Path, *, small: bool) -> Path:
                     "gate.wg.weight",
                     "feed_forward.gate.weight",
                     "router.weight",
+                    "router.proj.weight",
                     "block_sparse_moe.gate.weight",
                     "layer.weight",
                 )

@@ -83,6 +83,7 @@ _SIZES = {
 }
 _PHIMOE = {"attention_bias": True, "lm_head_bias": True}
 _LLAMA4 = {"num_experts_per_tok": 1}
+_GEMMA4 = {"enable_moe_block": True, "hidden_size_per_layer_input": 0, "top_k_experts": 2, "global_head_dim": 32}
 _OWN = {
     "PhimoeForCausalLM": _PHIMOE,
     "PhiMoEForCausalLM": _PHIMOE,
@@ -93,6 +94,8 @@ _OWN = {
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "BailingMoeV2ForCausalLM": {"partial_rotary_factor": 0.5},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": _SIZES | _GEMMA4},
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": {"text_config": _SIZES | _LLAMA4},
     "Qwen3_5MoeForConditionalGeneration": {"text_config": _SIZES},

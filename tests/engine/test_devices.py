@@ -51,6 +51,7 @@ FAMILIES = {
     "olmoe": ("tp4",),
     "qwen3-next": ("tp2",),
     "lfm2-moe": ("ep2",),
+    "gemma4": ("tp2", "ep2"),
     "bailing-hybrid": ("tp2",),
 }
 

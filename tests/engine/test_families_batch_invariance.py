@@ -21,7 +21,7 @@ SIZES = dict(page_size=8, context_length=128, precompile_bs_paddings=(1, 8), pre
 NEW_TOKENS = 6
 FAMILIES = (
     *("Qwen3Moe", "Mixtral", "Phimoe", "Qwen2Moe", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe"),
-    *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "Lfm2Moe", "HunYuanMoEV1"),
+    *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "Lfm2Moe", "HunYuanMoEV1", "Gemma4"),
 )
 IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "GptOss")  # two in pieces, which round between kernels, and a run of layers
 CELLS = {

@@ -257,8 +257,8 @@ def test_ids_and_the_split_of_rows_are_inputs_that_compile_nothing():
 
 
 def biased_loop(call):
-    """Experts with biases, and GPT-OSS' activation: gate up to 7, up within 7 of 0, gate * sigmoid(1.702 gate) * (up +
-    1)."""
+    """Experts with biases, and the activation of GPT-OSS (gate up to 7, up within 7 of 0, gate * sigmoid(1.702 gate) *
+    (up + 1)) or of Gemma (gate * Phi(gate) * up, with Phi by its approximation in tanh)."""
     x, weights, gate_up, down, gate_up_bias, down_bias = (
         np.asarray(part, np.float64)
         for part in (call.x, call.weights, call.gate_up, call.down, call.gate_up_bias, call.down_bias)
@@ -268,19 +268,23 @@ def biased_loop(call):
         for k in range(call.ids.shape[1]):
             expert = first + int(call.ids[n, k])
             mixed = x[n] @ gate_up[expert] + gate_up_bias[expert]
-            gate, up = np.minimum(mixed[:width], 7), np.clip(mixed[width:], -7, 7)
-            y[n] += weights[n, k] * ((gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ down[expert] + down_bias[expert])
+            gate, up = mixed[:width], mixed[width:]
+            if call.activation == "tanh gelu":
+                hidden = gate * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+            else:
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            y[n] += weights[n, k] * (hidden @ down[expert] + down_bias[expert])
     return y
 
 
+@pytest.mark.parametrize("activation", ["clamped swiglu", "tanh gelu"])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_biased_experts_with_a_clamped_swiglu_equal_the_loop(name):
+def test_biased_experts_with_another_activation_equal_the_loop(name, activation):
     layers, layer = (1, 0) if not MOE[name].takes_stacked else (3, 1)
     call = random_call(7, (19, 3, 6, 10, 8), layers=layers, layer=layer)
     rng = np.random.default_rng(8)
     biases = [jnp.asarray(rng.standard_normal((layers * 6, size)), jnp.float32) for size in (16, 10)]
-    call = dataclasses.replace(
-        call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation="clamped swiglu"
-    )
+    call = dataclasses.replace(call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation=activation)
     assert call.needs <= MOE[name].features
     np.testing.assert_allclose(RUN[name](call), biased_loop(call), atol=2e-4)

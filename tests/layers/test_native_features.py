@@ -19,6 +19,7 @@ from routed_experts.layers.native.ops import (
     NATIVE_KERNELS,
     native_attention,
     native_experts,
+    native_gated,
     native_router,
     native_variant,
     native_write,
@@ -69,6 +70,21 @@ def test_a_row_of_biased_experts_is_its_own_by_a_bit(dtype, shape):
         rows = rng.permutation(64)[:count]
         alone = {name: vars(call)[name][rows] for name in ("x", "ids", "weights", "valid")}
         np.testing.assert_array_equal(bits(EXPERTS(dataclasses.replace(call, **alone))), expected[rows])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33)])
+def test_experts_with_a_tanh_gelu_equal_the_loop_in_every_dtype(dtype, shape):
+    call = biased_call(dtype, shape, activation="tanh gelu", scale=1.0)
+    np.testing.assert_allclose(np.asarray(EXPERTS(call), np.float64), biased_loop(call), atol=BOUNDS[dtype])
+
+
+def test_a_gate_of_minus_infinity_is_zero_in_a_tanh_gelu_and_large_gates_pass():
+    gates = jnp.asarray([[-1e4, -30.0, -1.0, 0.0, 1.0, 30.0, 1e4, *(1.0,) * 7]], jnp.float32)
+    out = np.asarray(jax.jit(native_gated, static_argnames="activation")(gates, activation="tanh gelu"))[0]
+    half = np.asarray(gates[0, :7], np.float64)
+    expected = half * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (half + 0.044715 * half**3)))
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_clamped_experts_differ_from_others_and_limits_are_reached():

@@ -74,7 +74,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
     assert checked >= 4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Gemma4"])  # its positions differ by layer
 def test_a_base_that_is_left_out_of_positions_is_what_transformers_takes(name):
     kind, values, family = build_config(name)
     without = values | {"rope_parameters": {"rope_type": "default"}}

@@ -138,6 +138,13 @@ REFUSED = {
     "layers of LFM2": ("Lfm2Moe", dict(layer_types=["conv"] * 5), ["layer_types", "6 words"]),
     "LFM2 without attention": ("Lfm2Moe", dict(layer_types=["conv"] * 6), ["layer_types", "at least one"]),
     "taps of LFM2": ("Lfm2Moe", dict(conv_L_cache=1), ["conv_L_cache=1", "at least 2"]),
+    "Gemma 4 without experts": ("Gemma4", dict(enable_moe_block=False), ["enable_moe_block=False", "true"]),
+    "embeddings of each layer": ("Gemma4", dict(hidden_size_per_layer_input=8), ["hidden_size_per_layer_input=8", "0"]),
+    "Gemma 4 that sees what follows": (
+        "Gemma4",
+        dict(use_bidirectional_attention="all"),
+        ["use_bidirectional_attention='all'", "vision"],
+    ),
     "renormalised Qwen3-VL": (
         "Qwen3VLMoe",
         dict(text_config={"norm_topk_prob": False}),
@@ -172,6 +179,18 @@ def test_llama_4_files_with_4_for_true_are_read(write_case, tmp_path):
         read(ConfigReader(values | {"attn_temperature_tuning": tuned}, "config.json")) for tuned in (False, True, 4, 0)
     )
     assert published == tuned != plain == none
+
+
+def test_published_gemma_4_files_give_the_sizes_of_full_layers_by_two_keys(write_case, tmp_path):
+    folder = write_case("Gemma4", tmp_path)
+    values, read = json.loads((folder / "config.json").read_text()), FAMILIES["Gemma4ForCausalLM"].read_config
+    keys = {"global_head_dim": 32, "num_global_key_value_heads": 1, "per_layer_config": None}
+    written, published = (read(ConfigReader(values | more, "config.json")) for more in ({}, keys))
+    assert written == published and [layer.mixer.head_dim for layer in written.layers] == [16, 16, 32] * 2
+    assert [(group.num_layers, group.rows, group.head_dim) for group in written.cache.groups] == [
+        (4, 4, 16),
+        (2, 2, 32),
+    ]
 
 
 def test_dots_files_that_name_their_scores_by_the_method_are_read(write_case, tmp_path):
@@ -227,6 +246,7 @@ def test_fused_experts_hold_the_numbers_of_single_ones(write_case, tmp_path, nam
             "vision_model.w",
         ),
         ("Qwen3_5Moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "lm_head.", "model.visual.w"),
+        ("Gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", "lm_head.", "model.vision_tower.w"),
     ],
 )
 def test_a_text_model_beside_a_vision_tower_is_the_text_model(
@@ -244,7 +264,8 @@ def test_a_text_model_beside_a_vision_tower_is_the_text_model(
 
     rewrite(folder, nest)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": config}))
+    outer = {"architectures": [architecture], "text_config": config, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(outer))
     nested = load_arrays(folder)
     assert alone.keys() == nested.keys() and all(np.array_equal(alone[key], nested[key]) for key in alone)
 

@@ -9,6 +9,8 @@ from routed_experts.layers.gpu.backends import GPU_KERNELS
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.decoder.dense_beside_sparse import DenseBesideSparse
+from routed_experts.models.decoder.family_config import LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.fused_path import block_kernel, describe_path
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
@@ -30,6 +32,14 @@ CONFIG = qwen3_config(
 )
 ROUTER = CONFIG.layers[1].feed.router
 ROTARY = CONFIG.layers[1].mixer.rotary
+BESIDE = DenseBesideSparse(
+    **{field.name: getattr(CONFIG.layers[1].feed, field.name) for field in dataclasses.fields(Sparse)},
+    dense=Dense(width=24),
+    eps=1e-6,
+    norm_sources=("a", "b", "c"),
+    router_scale="d",
+    expert_scale="e",
+)
 PLATFORMS = {"cpu": (NATIVE_KERNELS, NATIVE_ATTENTION), "gpu": (GPU_KERNELS, GPU_ATTENTION)}
 MIXERS = {
     "no q/k norm": dict(qk_norm=""),
@@ -50,6 +60,8 @@ MIXERS = {
     "sinks": dict(sinks=True),
     "its own scale": dict(scale=0.1),
     "several epsilons": dict(eps=1e-5),
+    "a norm of values": dict(value_norm=True),
+    "keys that are values": dict(keys_are_values=True),
 }
 FEEDS = {
     "shared experts": dict(shared_width=8),
@@ -58,6 +70,7 @@ FEEDS = {
     "a router bias": dict(router_bias=True),
     "biased experts": dict(biased=True),
     "clamped swiglu experts": dict(activation="clamped swiglu"),
+    "tanh gelu experts": dict(activation="tanh gelu"),
     "weighted expert inputs": dict(weight_inputs=True),
     "placed experts": dict(replicas=2),
 }
@@ -65,6 +78,11 @@ STREAMS = {
     "layer normalisation": dict(layer_norms=True),
     "offset norms": dict(norm_offset=1.0),
     "a residual scale": dict(residual_scale=0.5),
+}
+LAYERS = {
+    "norms of outputs": dict(output_norms=True),
+    "a scale of the stream": dict(scaled=True),
+    "a dense network beside experts": dict(feed=BESIDE),
 }
 ROUTERS = {
     "sigmoid": dict(scoring_func="sigmoid"),
@@ -75,17 +93,17 @@ ROUTERS = {
 }
 
 
-def changed(*, mixer=None, feed=None, **stream):
+def changed(*, mixer=None, feed=None, layer=None, **stream):
     """The config whose MoE layers are changed so."""
     layers = [
-        layer
-        if isinstance(layer.feed, Dense)
+        plain
+        if isinstance(plain.feed, Dense)
         else dataclasses.replace(
-            layer,
-            mixer=dataclasses.replace(layer.mixer, **(mixer or {})),
-            feed=dataclasses.replace(layer.feed, **(feed or {})),
+            plain,
+            mixer=dataclasses.replace(plain.mixer, **(mixer or {})),
+            **{"feed": dataclasses.replace(plain.feed, **(feed or {}))} | (layer or {}),
         )
-        for layer in CONFIG.layers
+        for plain in CONFIG.layers
     ]
     return dataclasses.replace(CONFIG, layers=tuple(layers), **stream)
 
@@ -97,6 +115,11 @@ def every_change():
         yield word, changed(feed=change)
     for word, change in STREAMS.items():
         yield word, changed(**change)
+    for word, change in LAYERS.items():
+        yield word, changed(layer=change)
+    other_rows = dataclasses.replace(CONFIG.layers[0].mixer, head_dim=16)
+    first = dataclasses.replace(CONFIG.layers[0], mixer=other_rows)
+    yield "cache rows of several shapes", dataclasses.replace(CONFIG, layers=(first, *CONFIG.layers[1:]))
 
 
 CHANGES = dict(every_change())
@@ -163,7 +186,8 @@ def test_a_router_that_the_kernel_does_not_implement_leaves_the_fused_path(platf
 def test_every_field_of_a_layer_is_a_need_or_a_size():
     """A field that a part gains is one more case of the tests above."""
     sizes = {"num_heads", "num_kv_heads", "head_dim", "names", "width", "router", "local_experts", "bounded"}
-    for part, cases in ((GroupedAttention, MIXERS), (Sparse, FEEDS)):
+    parts = ((GroupedAttention, MIXERS), (Sparse, FEEDS), (LayerSpec, LAYERS | {"": dict(mixer=None)}))
+    for part, cases in parts:
         covered = {name for change in cases.values() for name in change}
         assert {field.name for field in dataclasses.fields(part)} == covered | (
             sizes & {field.name for field in dataclasses.fields(part)}

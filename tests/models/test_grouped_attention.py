@@ -59,3 +59,30 @@ def test_a_norm_of_heads_stands_before_or_after_the_rotary_positions(kind, last)
             for head in range(count):
                 expected = by_hand(mixed[token, first + head], position, scale, last=last)
                 np.testing.assert_allclose(reached[name][token, head], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_values_may_be_the_projected_keys_and_normed(normed):
+    """Before the norm of keys and their rotary positions; a projection of values has no columns then."""
+    rng = np.random.default_rng(1)
+    layer = dataclasses.replace(LAYER, qk_norm="head", keys_are_values=True, value_norm=normed)
+    reached = {}
+
+    def attend(queries, keys, values, cache, index):
+        reached.update(v=np.asarray(values))
+        return queries, cache
+
+    arrays = {
+        spec.name: jnp.asarray(rng.standard_normal((1, *spec.shape)), jnp.float32) for spec in layer.weights(HIDDEN)
+    }
+    assert arrays["qkv"].shape == (1, HIDDEN, (HEADS + GROUPS) * DIM)
+    params = LayerParams({name: array[0] for name, array in arrays.items()}, {}, jnp.zeros((), jnp.int32), KERNELS)
+    step = LayerContext.create(jnp.arange(TOKENS), jnp.ones(TOKENS, bool), SequenceOps(attend), KERNELS, [ROTARY])
+    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.float32)
+    layer.run(x, params, step, None, jnp.zeros((), jnp.int32))
+    mixed = (np.asarray(x, np.float64) @ np.asarray(arrays["qkv"][0])).reshape(TOKENS, -1, DIM)
+    for token in range(TOKENS):
+        for head in range(GROUPS):
+            key = mixed[token, HEADS + head]
+            expected = key / np.sqrt(np.mean(key * key) + EPS) if normed else key
+            np.testing.assert_allclose(reached["v"][token, head], expected, atol=2e-5)

@@ -23,11 +23,12 @@ from routed_experts.models.registry import FAMILIES
 
 METHODS = ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
 UNREAD = {("Qwen3_5Moe", "intermediate_size")}  # no layer is dense
 BY_LAYER = (
     "layer_types",
+    "per_layer_config",
     "mlp_layer_types",
     "moe_layers",
     "no_rope_layers",

@@ -154,6 +154,10 @@ def random_weight(rng, name, shape, case):
         return 0.1 * noise
     if name.endswith("sinks"):
         return noise
+    if name.endswith(("layer_scalar", "expert_scale")):
+        return noise * 0.1 + 1.0
+    if name.endswith("router.scale"):
+        return noise + 8.0
     if "router" in name or name.endswith(("gate.weight", "gate.wg.weight")):
         return 0.25 * noise
     if "embed" in name:
@@ -513,6 +517,29 @@ CASES = {
             rewrite=as_bailing_moe_v2,
         ),
         Case("Qwen3Next", QWEN_NEXT | dict(mlp_only_layers=[1]), layer_ids=(0, 2, 3, 4, 5, 6, 7)),
+        Case(
+            "Gemma4",
+            dict(
+                num_hidden_layers=6,
+                head_dim=16,
+                global_head_dim=32,
+                num_key_value_heads=2,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                hidden_size_per_layer_input=0,
+                enable_moe_block=True,
+                num_experts=16,
+                top_k_experts=4,
+                moe_intermediate_size=24,
+                sliding_window=8,
+                final_logit_softcapping=3.0,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            ),
+            scoring_func="logits",  # its router puts out the softmax
+            router="TextRouter",
+            layer_ids=(0, 1, 2, 3, 4, 5),
+            settings="Gemma4TextConfig",
+        ),
         Case(
             "Lfm2Moe",
             dict(

@@ -22,7 +22,7 @@ from oracles.variations import compare
 
 NAMES = tuple(name for name in CASES if name != "BailingMoeV2")  # its config class is defined here, not by transformers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 HEADS_THAT_FILL = (
     "Olmoe",
     "GraniteMoe",
@@ -99,7 +99,8 @@ def draw_experts(name, config, rng):
 
 def draw_rope(name, config, rng):
     """rope_parameters of any kind, for the dims of a head that turn."""
-    kind = "default" if name == "Phimoe" else pick(rng, ("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
+    kinds = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+    kind = "default" if name == "Phimoe" else pick(rng, kinds[: -1 if name == "Gemma4" else None])
     scaling = {"rope_type": kind, "rope_theta": pick(rng, (100.0, 1e4, 5e5))}
     if kind not in ("default", "longrope"):
         scaling["factor"] = pick(rng, (1.0, 1.5, 4.0, 32.0))
@@ -133,6 +134,20 @@ def draw_rope(name, config, rng):
     return {"rope_parameters": scaling}
 
 
+def draw_gemma4(config, rng):
+    """Heads and positions of full layers, beside those of sliding ones."""
+    heads = config["num_attention_heads"]
+    shared = {
+        "attention_k_eq_v": pick(rng, (False, True)),
+        "final_logit_softcapping": pick(rng, (None, 2.0)),
+        "global_head_dim": pick(rng, (4, 8, 20, 34)),
+        "num_global_key_value_heads": pick(rng, [kv for kv in range(1, heads + 1) if heads % kv == 0]),
+    }
+    full = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": pick(rng, (0.5, 0.75, 1.0))}
+    sliding = draw_rope("Gemma4", config, rng)["rope_parameters"]
+    return shared | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
 def in_the_old_spelling(folder):
     """rope_theta beside rope_scaling, as files were written before transformers 5."""
     values = json.loads((folder / "config.json").read_text())
@@ -155,11 +170,13 @@ def drawn(name, seed):
     if name == "BailingHybrid":  # two places of theta, and a head that transformers never ties
         config |= draw_rope(name, config, rng)
         config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "tie_word_embeddings": False}
+    elif name == "Gemma4":
+        config |= draw_gemma4(config, rng)
     elif name == "MiniMaxM2":
         config["rotary_dim"] = 2 * int(rng.integers(1, config["head_dim"] // 2 + 1))
     else:
         config |= draw_rope(name, config, rng)
-    plain = "rope_parameters" in config and case.vision is None
+    plain = "rope_parameters" in config and case.vision is None and name != "Gemma4"
     rewrite = pick(rng, (None, in_the_old_spelling)) if plain else None
     return dataclasses.replace(case, config=config, seed=seed, rewrite=rewrite)
 

@@ -196,6 +196,14 @@ VARIED = {
             (0, 2),
         ),
     ],
+    "Gemma4": [
+        (dict(attention_k_eq_v=False, tie_word_embeddings=True, final_logit_softcapping=None), None),
+        (dict(num_attention_heads=6, num_key_value_heads=6, num_global_key_value_heads=2, sliding_window=1), None),
+        (
+            dict(num_hidden_layers=7, layer_types=None, global_head_dim=16, num_global_key_value_heads=2),
+            tuple(range(7)),
+        ),
+    ],
     "Lfm2Moe": [
         (dict(conv_bias=False, conv_L_cache=2, use_expert_bias=False, tie_word_embeddings=True), None),
         (dict(layer_types=["full_attention", "conv"] * 3, norm_topk_prob=False, num_dense_layers=3), (3, 4, 5)),

@@ -87,6 +87,21 @@ CONFIGS = {
         qk_nope_head_dim=12,
         v_head_dim=10,
     ),
+    "gemma4": dict(
+        architectures=["Gemma4ForCausalLM"],
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=16,
+        top_k_experts=4,
+        moe_intermediate_size=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        final_logit_softcapping=3.0,
+    ),
     "lfm2-moe": dict(
         architectures=["Lfm2MoeForCausalLM"],
         num_experts=16,
@@ -112,7 +127,7 @@ def write_family(path, name, *, seed=0, **changed) -> Path:
 
 
 def _random(rng, name, shape):
-    if "norm" in name:
+    if "norm" in name or name.endswith(("scale", "scalar")):
         return (1.0 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
     std = 0.3 if ".gate.weight" in name or "router" in name else 1.0 if "embed" in name else 0.12
     return (std * rng.standard_normal(shape)).astype(np.float32)

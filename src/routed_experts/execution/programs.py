@@ -124,5 +124,6 @@ def score_prompt(
     model = nnx.merge(spec.graphdef, state)
     head, bias = model.lm_head(), None if model.head_bias is None else model.head_bias[...]
     top = min(MAX_TOP_LOGPROBS, head.shape[1])
-    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, group=spec.kernels.group)
+    softcap, group = model.config.logit_softcap, spec.kernels.group
+    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, softcap=softcap, group=group)
     return jnp.concatenate([bitcast_int32(scored.target)[:, None], scored.top_ids, bitcast_int32(scored.top)], axis=1)

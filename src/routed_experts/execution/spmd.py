@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.memory.kv_pool import HybridPool, KVPoolSpec
 
 REPLICATED = PartitionSpec()
@@ -24,13 +25,14 @@ class MeshSpecs:
 
     mesh: Mesh
     weights: tuple[PartitionSpec, ...]
-    pool: Any  # a PartitionSpec, or a HybridPool of them
+    pool: Any  # a PartitionSpec, or a GroupedPages or HybridPool of them
 
     @staticmethod
     def create(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "MeshSpecs":
         """For weights on the mesh (or shapes with shardings) and one device's pool. Heads are sharded; rows shared by
         all heads and states of requests are replicated."""
-        pages = REPLICATED if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
+        by_head = REPLICATED if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
+        pages = GroupedPages((by_head,) * (1 + len(pool.others))) if pool.others else by_head
         specs: list[PartitionSpec] = []
         for leaf in weights:
             assert isinstance(leaf.sharding, NamedSharding), leaf.sharding

@@ -130,7 +130,7 @@ class RowKernels:
 
     rms_norm: Callable[..., Float[Array, "... D"]] = rms_norm
     layer_norm: Callable[..., Float[Array, "... D"]] = layer_norm
-    gated: Callable[[Float[Array, "N 2F"]], Float[Array, "N F"]] = gated
+    gated: Callable[..., Float[Array, "N F"]] = gated
     product: Callable[[Float[Array, "N D"], Float[Array, "D O"]], Float[Array, "N O"]] = float32_product
 
 

@@ -46,6 +46,11 @@ def top_logprobs(
     return values, ids.astype(jnp.int32)
 
 
+def cap_logits(logits: Float[Array, "N V"], softcap: float) -> Float[Array, "N V"]:
+    """c tanh(logits / c) for a softcap c, which bounds them (Gemma 2, section 2); 0 for none."""
+    return jnp.tanh(logits / softcap) * softcap if softcap else logits
+
+
 def prompt_logprobs(
     hidden: Float[Array, "N D"],
     head: Float[Array, "D V"],
@@ -53,6 +58,7 @@ def prompt_logprobs(
     *,
     top: int,
     bias: Float[Array, " V"] | None = None,
+    softcap: float = 0.0,
     group: AxisGroup = SINGLE_DEVICE,
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
@@ -68,7 +74,7 @@ def prompt_logprobs(
         block_hidden, block_targets = block
         own = group.local_columns(block_hidden, head.shape[0])
         logits = group.all_reduce(jnp.matmul(own, head, preferred_element_type=jnp.float32))
-        logits = logits if bias is None else logits + bias.astype(jnp.float32)
+        logits = cap_logits(logits if bias is None else logits + bias.astype(jnp.float32), softcap)
         best, best_ids = top_logprobs(logits, top)
         return PromptLogprobs(target=token_logprobs(logits, block_targets), top=best, top_ids=best_ids)
 

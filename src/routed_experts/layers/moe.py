@@ -72,9 +72,13 @@ def clamped_swiglu(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Fl
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
-    {"silu": lambda gate, up: jax.nn.silu(gate) * up, "clamped swiglu": clamped_swiglu}
+    {
+        "silu": lambda gate, up: jax.nn.silu(gate) * up,
+        "clamped swiglu": clamped_swiglu,
+        "tanh gelu": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    }
 )
-ALL_EXPERTS = frozenset({"biased experts", "clamped swiglu experts"})
+ALL_EXPERTS = frozenset({"biased experts", "clamped swiglu experts", "tanh gelu experts"})
 
 
 def biased(

@@ -2,9 +2,10 @@
 
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot
 holds the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent
-attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Recurrent layers keep a state for
-each request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R
-request slots."""
+attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Where layers differ in G or C,
+there is such an array for each shape (GroupedPages), and a page is one of each. Recurrent layers keep a state for each
+request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R request
+slots."""
 
 import dataclasses
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from routed_experts.layers.cache_layout import CacheLayout, GroupedPages
 from routed_experts.layers.recurrent import RecurrentShape
 
 
@@ -21,7 +23,7 @@ from routed_experts.layers.recurrent import RecurrentShape
 class HybridPool:
     """Pages, and the recurrent states [T R ...] of the layers that have one."""
 
-    pages: Any  # Float[Array, "LP page 2G C"], or its shape
+    pages: Any  # Float[Array, "LP page 2G C"] or GroupedPages, or their shapes
     states: Any  # of RecurrentShape.zeros, or their shapes
 
 
@@ -36,7 +38,8 @@ def row_width(head_dim: int, platform: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
-    """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding."""
+    """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding. `others`: layers
+    whose rows have another shape."""
 
     num_layers: int
     num_pages: int
@@ -48,6 +51,7 @@ class KVPoolSpec:
     num_recurrent: int = 0
     recurrent: RecurrentShape | None = None
     num_requests: int = 0
+    others: tuple[CacheLayout, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -56,9 +60,13 @@ class KVPoolSpec:
 
     @property
     def abstract(self) -> Any:
-        """Shape and dtype of the array, or of each of a HybridPool."""
-        shape = (self.num_layers * self.num_pages, self.page_size, self.rows, self.head_dim)
-        pages = jax.ShapeDtypeStruct(shape, self.dtype)
+        """Shape and dtype of the array, or of each of a GroupedPages or a HybridPool."""
+        sizes = [(group.num_layers, group.rows, group.head_dim) for group in (self, *self.others)]
+        arrays = tuple(
+            jax.ShapeDtypeStruct((layers * self.num_pages, self.page_size, rows, width), self.dtype)
+            for layers, rows, width in sizes
+        )
+        pages = GroupedPages(arrays) if self.others else arrays[0]
         if self.recurrent is None:
             return pages
         state = jax.eval_shape(lambda: self.recurrent_shape.zeros(1, self.dtype))
@@ -76,7 +84,8 @@ class KVPoolSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
-        return self.num_layers * self.rows * self.head_dim * self.dtype.itemsize
+        numbers = sum(group.num_layers * group.rows * group.head_dim for group in (self, *self.others))
+        return numbers * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:

@@ -13,6 +13,7 @@ from routed_experts.models.families.deepseek import read_deepseek_v2, read_deeps
 from routed_experts.models.families.dense import read_llama, read_mistral, read_qwen2, read_qwen3
 from routed_experts.models.families.dots1 import read_dots1
 from routed_experts.models.families.ernie4_5_moe import read_ernie4_5_moe
+from routed_experts.models.families.gemma4 import read_gemma4, read_gemma4_text
 from routed_experts.models.families.glm4_moe import read_glm4_moe
 from routed_experts.models.families.glm4_moe_lite import read_glm4_moe_lite
 from routed_experts.models.families.gpt_oss import open_gpt_oss, read_gpt_oss
@@ -243,6 +244,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="s = sigmoid(z); top-k of s + b; v / (sum v + 1e-6) * `routed_scaling_factor`",
             refused="prefix caching (off by itself)",
             test="test_families.py[Lfm2Moe]",
+        ),
+        "Gemma4ForCausalLM": Family(
+            read_config=read_gemma4_text,
+            title="Gemma 4 MoE, text",
+            checkpoints="text models as transformers writes them",
+            routing="top-k of softmax(z), renormalised, times a number of the expert; z from the stream, normed apart",
+            refused="models without experts; embeddings for each layer; keys and values shared between layers; "
+            "experts on the host",
+            test="test_families.py[Gemma4]",
+        ),
+        "Gemma4ForConditionalGeneration": Family(
+            read_config=read_gemma4,
+            title="Gemma 4 MoE, text",
+            checkpoints="gemma-4-26B-A4B, without its vision",
+            routing="as Gemma4ForCausalLM",
+            refused="images; else as Gemma4ForCausalLM",
+            test="test_family_folders.py",
         ),
         "Llama4ForCausalLM": Family(
             read_config=read_llama4_text,

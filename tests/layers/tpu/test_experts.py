@@ -62,7 +62,9 @@ def loop(call):
         for k, expert in enumerate(np.asarray(call.ids)[n] + int(call.first_expert)):
             mixed = x[n] @ gate_up[expert] + gate_up_bias[expert]
             gate, up = mixed[:width], mixed[width:]
-            if call.activation == "clamped swiglu":
+            if call.activation == "tanh gelu":
+                hidden = gate * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+            elif call.activation == "clamped swiglu":
                 gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
                 hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             else:
@@ -115,13 +117,13 @@ def test_biased_experts_with_clamps_equal_the_loop_however_they_are_cut(path, wi
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("which", ["biased", "clamped"])
-def test_biases_and_clamps_are_apart_from_each_other_and_round_as_the_dtype(path, which):
+@pytest.mark.parametrize("which", ["biased", "clamped swiglu", "tanh gelu"])
+def test_biases_and_activations_are_apart_from_each_other_and_round_as_the_dtype(path, which):
     call = random_call(
         10,
         (21, 4, 8, 16, 24),
         biased=which == "biased",
-        activation="clamped swiglu" if which == "clamped" else "silu",
+        activation="silu" if which == "biased" else which,
     )
     names = [name for name in ("x", "gate_up", "down", "gate_up_bias", "down_bias") if getattr(call, name) is not None]
     low = dataclasses.replace(call, **{name: vars(call)[name].astype(jnp.bfloat16) for name in names})

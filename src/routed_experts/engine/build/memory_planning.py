@@ -57,18 +57,21 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
     dtype = common_dtype(state)
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
-    cache = config.cache
+    cache, platform = config.cache, jax.default_backend()
     return KVPoolSpec(
         num_layers=cache.num_layers,
         num_pages=0,
         page_size=args.page_size,
         num_kv_heads=cache.num_kv_heads,
-        head_dim=row_width(cache.head_dim, jax.default_backend()),
+        head_dim=row_width(cache.head_dim, platform),
         dtype=dtype,
         latent=cache.latent,
         num_recurrent=cache.num_recurrent,
         recurrent=cache.recurrent,
         num_requests=args.running_limit + 1,
+        others=tuple(
+            dataclasses.replace(other, head_dim=row_width(other.head_dim, platform)) for other in cache.others
+        ),
     )
 
 

@@ -59,7 +59,7 @@ class ExpertOffload:
             if spec is None
             else experts.build_residency(spec.num_moe_layers, spec.num_experts)
         )
-        if features := sorted(config.needs.experts):
+        if features := sorted(config.needs.experts.union(*(layer.needs for layer in config.layers))):
             raise ConfigError(
                 f"experts= offloads SiLU-gated experts without biases, and this model has {', '.join(features)}; "
                 "leave it out"

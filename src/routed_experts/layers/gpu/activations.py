@@ -1,5 +1,6 @@
 """Activations of experts inside a GPU kernel: in float32, rounded to the model's dtype where `ACTIVATIONS` rounds."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +28,14 @@ def _clamped_swiglu(gate: Array, up: Array, dtype: Any) -> Array:
     return opened * rounded(up + 1.0, dtype)
 
 
+def _tanh_gelu(gate: Array, up: Array, dtype: Any) -> Array:
+    # (1 + tanh(u)) / 2 is the sigmoid of 2u, and Triton has no tanh
+    inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate * gate * gate)
+    return rounded(gate * sigmoid(2.0 * inner), dtype) * up
+
+
 _ACTIVATIONS: Mapping[str, Callable[[Array, Array, Any], Array]] = MappingProxyType(
-    {"silu": _silu, "clamped swiglu": _clamped_swiglu}
+    {"silu": _silu, "clamped swiglu": _clamped_swiglu, "tanh gelu": _tanh_gelu}
 )
 
 

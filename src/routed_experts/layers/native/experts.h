@@ -12,7 +12,7 @@ constexpr int64_t kExpertRows = 192;  // rows of a piece of work: they and their
 constexpr int64_t kCombineRows = 64;
 constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at least so many weights
 
-enum class Activation : int64_t { kSilu, kClampedSwiglu };  // as `activations` of ops.py has them
+enum class Activation : int64_t { kSilu, kClampedSwiglu, kTanhGelu };  // as `activations` of ops.py has them
 
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
@@ -59,6 +59,10 @@ struct ExpertBiases {
 };
 
 inline vf silu(vf gate, vf up) { return gate / (1.0f + exp(-gate)) * up; }
+inline vf tanh_gelu(vf gate, vf up) {  // (1 + tanh(u)) / 2 is the sigmoid of 2u; Hendrycks and Gimpel 2016
+  const vf twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + exp(-twice)) * up;
+}
 inline vf clamped_swiglu(vf gate, vf up) {  // GPT-OSS; NaN stays NaN
   const vf limit = vf{} + 7.0f;
   const vf g = gate > limit ? limit : gate, below = up < -limit ? -limit : up, u = below > limit ? limit : below;
@@ -79,6 +83,7 @@ inline void gate_by(const Law& law, const float* gate, const float* up, const T*
 template <class T, class Out>
 inline void gate(Activation activation, const float* gate, const float* up, const T* gate_bias, const T* up_bias, int64_t width, Out* hidden) {
   if (activation == Activation::kClampedSwiglu) return gate_by([](vf g, vf u) { return clamped_swiglu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
+  if (activation == Activation::kTanhGelu) return gate_by([](vf g, vf u) { return tanh_gelu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
   gate_by([](vf g, vf u) { return silu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
 }
 

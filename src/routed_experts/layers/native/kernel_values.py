@@ -6,7 +6,7 @@ import numpy as np
 
 from routed_experts.layers.routing import SCORING_FUNCS, RouterSpec
 
-ACTIVATION_ORDER = ("silu", "clamped swiglu")  # of Activation in experts.h
+ACTIVATION_ORDER = ("silu", "clamped swiglu", "tanh gelu")  # of Activation in experts.h
 
 
 def router_law(spec: RouterSpec) -> dict[str, Any]:

@@ -33,7 +33,7 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (gate_up_bias.element_type() != gate_up.element_type() || down_bias.element_type() != gate_up.element_type() ||
       (biases[0] != 0 && biases[0] != second[0] * 2 * shape.width) || (biases[1] != 0 && biases[1] != second[0] * shape.hidden))
     return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the experts");
-  if (activation < 0 || activation > int64_t(Activation::kClampedSwiglu)) return ffi::Error::InvalidArgument("no such activation");
+  if (activation < 0 || activation > int64_t(Activation::kTanhGelu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
   return dispatch_dtype(gate_up.element_type(), [&](auto type) {
     using T = decltype(type);

@@ -276,11 +276,11 @@ def _native_norm(
     return run(x, scale, bias, eps=np.float32(eps), offset=np.float32(offset))
 
 
-def native_gated(x: Float[Array, "N 2F"]) -> Float[Array, "N F"]:
-    """SiLU(gate) * up in x's dtype, rounded once."""
+def native_gated(x: Float[Array, "N 2F"], activation: str = "silu") -> Float[Array, "N F"]:
+    """SiLU(gate) * up, or another of ACTIVATIONS, in x's dtype, rounded once."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexGate", jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), x.dtype))
-    return run(x, activation=np.int64(ACTIVATION_ORDER.index("silu")))
+    return run(x, activation=np.int64(ACTIVATION_ORDER.index(activation)))
 
 
 def native_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:

@@ -29,7 +29,7 @@ ffi::Error run_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale
 ffi::Error run_gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int64_t activation) {
   const auto wide = x.dimensions(), dims = y->dimensions();
   if (wide.size() != 2 || dims.size() != 2 || wide[0] != dims[0] || wide[1] != 2 * dims[1]) return mismatch("x is [N, 2F] and its result [N, F]");
-  if (activation < 0 || activation > int64_t(Activation::kClampedSwiglu)) return ffi::Error::InvalidArgument("no such activation");
+  if (activation < 0 || activation > int64_t(Activation::kTanhGelu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
   return dispatch_dtype(x.element_type(), [&](auto from) {
     return dispatch_dtype(y->element_type(), [&](auto to) {

@@ -1,6 +1,6 @@
 """Rotary frequencies from config.json: inverse, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
-llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Dims: F
-frequencies."""
+llama3, longrope up to the length where its short factors hold, and proportional (Gemma 4). Any other `rope_type` is
+refused by name. Dims: F frequencies."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.config_reader import ConfigReader
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,14 @@ def read_rotary(
     _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
     share = _either(reader, section, "partial_rotary_factor", part or 1.0)
     size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
-    holds, expected = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
+    even = size % 2 == 0 or kind == "proportional"
+    holds, expected = 2 <= size <= head_dim and even, f"an even part of head_dim={head_dim}"
     holder.require(holds, "partial_rotary_factor", expected)
     holder.require(
         part is not None or share == 1.0, "partial_rotary_factor", "1.0: this architecture rotates all dims of a head"
     )
+    if kind == "proportional":
+        return Rotary(spec=RotarySpec(inverse=_proportional(section, head_dim, base, share)), theta=base, kind=kind)
     alpha = section.float("alpha", default=0.0) if stretched and kind == "dynamic" else 0.0
     if alpha:
         section.require(alpha > 0 and size > 2, "alpha", "a positive number, and heads of more than 2 dims")
@@ -97,6 +100,16 @@ def _scaled(
     magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
     score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
     return dataclasses.replace(unscaled, spec=with_frequencies(inverse, magnitude=magnitude), score_scale=score_scale)
+
+
+def _proportional(section: ConfigReader, head_dim: int, base: float, share: float) -> tuple[float, ...]:
+    """The frequencies of complete heads, of which the first `share` rotate: the others are 0."""
+    factor, rotating = section.float("factor", default=1.0), int(share * head_dim // 2)
+    section.require(factor > 0, "factor", "a positive number")
+    powers = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse = (1.0 / base ** powers.astype(np.float64)).astype(np.float32) / np.float32(factor)
+    inverse[rotating:] = 0.0
+    return _numbers(inverse)
 
 
 def _section(reader: ConfigReader) -> ConfigReader:

@@ -2,6 +2,7 @@
 its cache are arguments. A block of layers runs in one kernel where there is one that can (fused_path.py), else layer by
 layer. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern, M MoE layers, K experts per token."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
+from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.layers.kernels import Kernels, RowKernels
 from routed_experts.layers.layer_stack import StackOffsets
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.logprobs import cap_logits
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, Recurrent
+from routed_experts.models.decoder.family_config import RECURRENT, AnyMixer, FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
 from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec, make_params, scanned_params
@@ -55,7 +58,8 @@ class FamilyDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
-        return lm_logits(hidden, self.lm_head(), None if self.head_bias is None else self.head_bias[...], linear)
+        bias = None if self.head_bias is None else self.head_bias[...]
+        return cap_logits(lm_logits(hidden, self.lm_head(), bias, linear), self.config.logit_softcap)
 
     def lm_head(self) -> Float[Array, "D V"]:
         """The matrix that `logits` multiplies by."""
@@ -80,7 +84,7 @@ class FamilyDecoder(nnx.Module):
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
         carry, normed = (embed(config, self.embed[...], tokens, kernels.group), cache, capture), None
-        first = _FirstLayers()
+        first = _FirstLayers(collections.Counter())
         for block, arrays in zip(config.blocks, self.blocks, strict=True):
             kernel, normed = find_fused_path(config, block, step, routed), None
             if kernel is not None:
@@ -97,7 +101,7 @@ class FamilyDecoder(nnx.Module):
                 repeats = jnp.arange(block.repeats, dtype=jnp.int32)
                 scanned = repeats, slices, _sliced_routing(routed, block, first.moe)
                 carry, _ = lax.scan(checkpointed(body) if remat else body, carry, scanned)
-            first = first.after(block)
+            first = first.after(config, block)
         x, cache, capture = carry
         if normed is not None:  # by the last block's kernel
             return scale_logits(config, normed), cache, capture
@@ -121,22 +125,22 @@ class FamilyDecoder(nnx.Module):
             moe = 0
             for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
-                recurrent = isinstance(layer.mixer, Recurrent)  # counted separately
-                same_kind = [isinstance(other.mixer, Recurrent) == recurrent for other in block.pattern]
-                before = first.recurrent if recurrent else first.attending
-                ordinal = before + repeat * sum(same_kind) + sum(same_kind[:index])
-                mixed, cache = layer.mixer.run(
-                    apply_norm(config, x, "input_norm", params), params, step, cache, ordinal
-                )
-                x = add_to_stream(config, x, mixed)
+                group = config.cache_group(layer.mixer)  # layers of each are counted separately
+                same_group = [config.cache_group(other.mixer) == group for other in block.pattern]
+                ordinal = first.by_group[group] + repeat * sum(same_group) + sum(same_group[:index])
+                normed = apply_norm(config, x, "input_norm", params)
+                mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, ordinal)
+                x = add_to_stream(config, x, _output(config, layer, mixed, "mixer_norm", params))
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
                     moe_layer = first.moe + repeat * block.num_moe + moe
                     replay = ReplayInputs(moe_layer, routed)
                     moe += 1
-                y, capture = layer.feed.run(apply_norm(config, x, "post_norm", params), params, step, replay, capture)
-                x = add_to_stream(config, x, y)
+                normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
+                y, capture = layer.feed.run(normed, params, step, replay, capture)
+                x = add_to_stream(config, x, _output(config, layer, y, "feed_norm", params))
+                x = x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x
             return (x, cache, capture), None
 
         return body
@@ -144,16 +148,20 @@ class FamilyDecoder(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstLayers:
-    """How many MoE layers, attention layers and recurrent layers are before a block."""
+    """How many MoE layers are before a block, and how many layers of each cache group."""
 
+    by_group: collections.Counter[int]
     moe: int = 0
-    attending: int = 0
-    recurrent: int = 0
 
-    def after(self, block: LayerBlock) -> "_FirstLayers":
+    @property
+    def attending(self) -> int:
+        """Layers that attend."""
+        return self.by_group.total() - self.by_group[RECURRENT]
+
+    def after(self, config: FamilyConfig, block: LayerBlock) -> "_FirstLayers":
         """The counts before the next block."""
-        moe, attending = block.num_moe * block.repeats, block.num_attending * block.repeats
-        return _FirstLayers(self.moe + moe, self.attending + attending, self.recurrent + block.num_layers - attending)
+        own = collections.Counter([config.cache_group(layer.mixer) for layer in block.pattern] * block.repeats)
+        return _FirstLayers(self.by_group + own, self.moe + block.num_moe * block.repeats)
 
 
 def embed(
@@ -168,6 +176,30 @@ def add_to_stream(config: FamilyConfig, x: Float[Array, "N D"], y: Float[Array, 
     """Add the output of a part of a layer; one that is wider than the stream is rounded with it, once."""
     y = y * config.residual_scale if config.residual_scale != 1.0 else y
     return x + y if x.dtype == y.dtype else (x.astype(y.dtype) + y).astype(x.dtype)
+
+
+def run_mixer(
+    config: FamilyConfig,
+    mixer: AnyMixer,
+    x: Float[Array, "N D"],
+    params: LayerParams,
+    step: LayerContext,
+    cache: Any,
+    layer: Int[Array, ""],
+) -> tuple[Float[Array, "N D"], Any]:
+    """Run a mixer on the pages whose rows have its shape. `layer`: its number among the layers of that shape."""
+    if not isinstance(cache, GroupedPages):
+        return mixer.run(x, params, step, cache, layer)
+    group = config.cache_group(mixer)
+    mixed, pages = mixer.run(x, params, step, cache.arrays[group], layer)
+    return mixed, cache.replace(group, pages)
+
+
+def _output(
+    config: FamilyConfig, layer: LayerSpec, y: Float[Array, "N D"], norm: str, params: LayerParams
+) -> Float[Array, "N D"]:
+    """The output of a part of a layer as it is added to the stream."""
+    return apply_norm(config, y.astype(params.get(norm).dtype), norm, params) if layer.output_norms else y
 
 
 def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: LayerParams) -> Float[Array, "N D"]:

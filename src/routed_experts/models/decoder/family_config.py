@@ -4,6 +4,7 @@ Layers are scanned in blocks. A block is a pattern of one or more layers that re
 blocks of one layer each, a model whose layers alternate has one block of two. So compile time follows the number of
 different layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
 
+import collections
 import dataclasses
 from collections.abc import Collection, Iterator
 
@@ -23,6 +24,9 @@ from routed_experts.models.decoder.short_convolution import ShortConvolution
 
 _LONGEST_PATTERN = 8
 
+INPUT_NORMS = ("input_norm", "post_norm")
+OUTPUT_NORMS = ("mixer_norm", "feed_norm")
+RECURRENT = -1  # the cache group of layers that keep a state
 Recurrent = DeltaAttention | ShortConvolution  # keep a state, and no keys and values
 AnyMixer = GroupedAttention | LatentAttention | Recurrent
 AnyFeedForward = Dense | Sparse
@@ -30,23 +34,42 @@ AnyFeedForward = Dense | Sparse
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: x + mixer(norm(x)), then x + feed(norm(x))."""
+    """One layer: x + mixer(norm(x)), then x + feed(norm(x)). `output_norms`: the outputs of mixer and feed are normed
+    before they are added (Gemma 2). `scaled`: after both, the stream is multiplied by a number of the layer."""
 
     mixer: AnyMixer
     feed: AnyFeedForward
+    output_norms: bool = False
+    scaled: bool = False
 
     def shard(self, parallel: ParallelConfig) -> "LayerSpec":
         """What one device does of it."""
-        return LayerSpec(mixer=self.mixer.shard(parallel), feed=self.feed.shard(parallel))
+        return dataclasses.replace(self, mixer=self.mixer.shard(parallel), feed=self.feed.shard(parallel))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it does beside adding the outputs of its parts to the stream, in words."""
+        words = {
+            "norms of outputs": self.output_norms,
+            "a scale of the stream": self.scaled,
+            "a dense network beside experts": self.feed.reads_stream,
+        }
+        return frozenset(word for word, needed in words.items() if needed)
+
+    @property
+    def stack_needs(self) -> frozenset[str]:
+        """Features that a kernel of whole layers must have for it, in words."""
+        return self.needs | self.mixer.stack_needs | self.feed.stack_needs
 
     def weights(self, config: "FamilyConfig") -> tuple[ParamSpec, ...]:
         """All arrays of the layer."""
         hidden = config.hidden_size
-        norms = [
-            ParamSpec(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")
-        ]
+        names = (*INPUT_NORMS, *(OUTPUT_NORMS if self.output_norms else ()))
+        norms = [ParamSpec(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in names]
         if config.layer_norms:
             norms += [ParamSpec(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
+        if self.scaled:
+            norms.append(ParamSpec(name="stream_scale", shape=(1,), fill=1.0))
         return (*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden))
 
 
@@ -68,18 +91,15 @@ class LayerBlock:
         """MoE layers of the pattern."""
         return sum(isinstance(layer.feed, Sparse) for layer in self.pattern)
 
-    @property
-    def num_attending(self) -> int:
-        """Layers of the pattern that attend; the others keep a state."""
-        return sum(not isinstance(layer.mixer, Recurrent) for layer in self.pattern)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
     """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of
-    the stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin; `final_norm`: the name
-    of the norm after the last layer. `ignored_tensors`: shell patterns of tensors that a checkpoint may hold without a
-    use here. `num_predicting`: layers behind the last one that predict further tokens; they are not run."""
+    the stream. `logit_softcap` c: scores s of the vocabulary become c tanh(s / c); 0 for none. `stem` and `head`: how
+    the names of the layers' tensors and of the head's begin; `final_norm`: the name of the norm after the last layer;
+    `output_norm_names` and `stream_scale`: of layers that have output norms or are scaled. `ignored_tensors`: shell
+    patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that
+    predict further tokens; they are not run."""
 
     vocab_size: int
     hidden_size: int
@@ -93,11 +113,14 @@ class FamilyConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     stem: str = "model."
     embed_name: str = "embed_tokens"
     final_norm: str = "norm"
     head: str = "lm_head"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    output_norm_names: tuple[str, str] = ("", "")
+    stream_scale: str = ""
     ignored_tensors: tuple[str, ...] = ()
     num_predicting: int = 0
 
@@ -123,11 +146,19 @@ class FamilyConfig:
 
     @property
     def cache(self) -> CacheLayout:
-        """What the layers keep: all of one shape."""
-        layouts = {mixer.cache(len(_attending(self.layers))) for mixer in _attending(self.layers)}
+        """What the layers keep: one layout for each shape of rows, in the order of the first layer of each."""
+        counts = collections.Counter(mixer.cache(1) for mixer in _attending(self.layers))
+        first, *others = (dataclasses.replace(layout, num_layers=count) for layout, count in counts.items())
         shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Recurrent)]
-        assert len(layouts) == 1 and len(set(shapes)) <= 1, (layouts, shapes)
-        return dataclasses.replace(layouts.pop(), num_recurrent=len(shapes), recurrent=shapes[0] if shapes else None)
+        assert len(set(shapes)) <= 1, shapes
+        recurrent = shapes[0] if shapes else None
+        return dataclasses.replace(first, others=tuple(others), num_recurrent=len(shapes), recurrent=recurrent)
+
+    def cache_group(self, mixer: AnyMixer) -> int:
+        """Which of the cache's shapes the rows of a layer have; RECURRENT for layers that keep a state."""
+        if isinstance(mixer, Recurrent):
+            return RECURRENT
+        return [dataclasses.replace(group, num_layers=1) for group in self.cache.groups].index(mixer.cache(1))
 
     @property
     def rotary(self) -> frozenset[RotarySpec]:
@@ -182,10 +213,10 @@ class FamilyConfig:
             "offset norms": self.norm_offset,
             "a residual scale": self.residual_scale != 1.0,
             "several epsilons": bool(eps - {self.norm_eps}),
+            "cache rows of several shapes": self.cache.others,
         }
         own = frozenset(word for word, needed in words.items() if needed)
-        parts = (part.stack_needs for layer in block.pattern for part in (layer.mixer, layer.feed))
-        return own.union(*parts)
+        return own.union(*(layer.stack_needs for layer in block.pattern))
 
     def shard(self, parallel: ParallelConfig) -> "FamilyConfig":
         """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
@@ -227,12 +258,17 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
             scope = CheckpointScope(
                 target=f"blocks.{number}.{kind}", row=row, prefix=f"{config.stem}layers.{run.first + index}."
             )
-            for name, to in zip(config.norm_names, ("input_norm", "post_norm"), strict=True):
+            layer, names, norms = run.pattern[kind], config.norm_names, INPUT_NORMS
+            if layer.output_norms:
+                names, norms = (*names, *config.output_norm_names), (*norms, *OUTPUT_NORMS)
+            if layer.scaled:
+                yield scope.source(config.stream_scale, (1,), "stream_scale")
+            for name, to in zip(names, norms, strict=True):
                 yield scope.source(f"{name}.weight", (dim,), to)
                 if config.layer_norms:
                     yield scope.source(f"{name}.bias", (dim,), f"{to}_bias")
-            yield from run.pattern[kind].mixer.sources(dim, scope)
-            yield from run.pattern[kind].feed.sources(dim, scope)
+            yield from layer.mixer.sources(dim, scope)
+            yield from layer.feed.sources(dim, scope)
 
 
 def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:

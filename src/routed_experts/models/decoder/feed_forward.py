@@ -30,16 +30,23 @@ GATED_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """SiLU-gated network of width I; its tensors are <at>.<parts>: gate, up, down."""
+    """Gated network of width I; its tensors are <at>.<parts>: gate, up, down."""
 
     width: int
     at: str = "mlp"
     parts: tuple[str, str, str] = GATED_PARTS
+    activation: str = "silu"
 
     @property
     def stack_needs(self) -> frozenset[str]:
         """Features that a kernel of whole layers must have for it, in words."""
-        return frozenset({"a dense network"})
+        own = set() if self.activation == "silu" else {f"a {self.activation} dense network"}
+        return frozenset({"a dense network"} | own)
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether it norms its input itself."""
+        return False
 
     def shard(self, parallel: ParallelConfig) -> "Dense":
         """One device's share of the width."""
@@ -63,7 +70,7 @@ class Dense:
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """A dense layer routes no tokens. Half precision rounds its inner values once, and the stream once."""
         both = params.project(x, "dense_gate_up", dtype=jnp.float32)
-        hidden = params.kernels.rows.gated(both).astype(x.dtype)
+        hidden = params.kernels.rows.gated(both, self.activation).astype(x.dtype)
         return params.project(hidden, "dense_down", summed=True, dtype=jnp.float32), capture
 
 
@@ -87,6 +94,11 @@ class Sparse:
     local_experts: int = 0
     replicas: int = 0
     bounded: bool = False
+
+    @property
+    def reads_stream(self) -> bool:
+        """Whether it norms its input itself."""
+        return False
 
     @property
     def needs(self) -> frozenset[str]:

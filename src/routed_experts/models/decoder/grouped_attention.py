@@ -45,7 +45,8 @@ class GroupedAttention:
     """`qk_norm`: "", "head", "whole", or "bare", of each head without a scale. `norm_offset`: added to the scale of a
     q/k norm. `norm_after_rope`: the norm follows the rotary positions. `scale`: of the scores, 0 for C^-0.5. `gated`:
     each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
-    `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
+    `value_norm`: each head's values are normed without a scale. `keys_are_values`: values have no projection, they are
+    the keys as projected. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -63,6 +64,8 @@ class GroupedAttention:
     scale: float = 0.0
     clip: float = 0.0
     norm_after_rope: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
     tuning: tuple[float, float] = (0.0, 0.0)
     names: AttentionNames = USUAL_NAMES
 
@@ -75,7 +78,7 @@ class GroupedAttention:
     def widths(self) -> dict[str, int]:
         """Outputs of each projection, in the order in which they are concatenated."""
         keys = self.num_kv_heads * self.head_dim
-        return {"q": self.query_rows, "k": keys, "v": keys}
+        return {"q": self.query_rows, "k": keys} | ({} if self.keys_are_values else {"v": keys})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -106,6 +109,8 @@ class GroupedAttention:
             "input biases": self.bias_in,
             "an output bias": self.bias_out,
             "gated heads": self.gated,
+            "a norm of values": self.value_norm,
+            "keys that are values": self.keys_are_values,
             "clipped projections": self.clip,
             "tuned queries": self.tuning[0],
         }
@@ -144,27 +149,24 @@ class GroupedAttention:
             num_kv_heads=max(1, self.num_kv_heads // parallel.devices),
         )
 
-    def _segments(self) -> tuple[Segment, Segment, Segment]:
-        """Queries, keys and values, partitioned between heads."""
+    def _segments(self) -> tuple[Segment, ...]:
+        """Queries, keys and, where they are projected, values, partitioned between heads."""
         names = {"q": ("query heads", self.num_heads), "k": ("kv heads", self.num_kv_heads)}
         query, key = (Segment(self.widths[part], units, what, part == "k") for part, (what, units) in names.items())
-        return query, key, key
+        return (query, key) if self.keys_are_values else (query, key, key)
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Queries, keys and values are one concatenated matrix."""
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
-        query, key, value = self._segments()
+        segments = self._segments()
+        query, key = segments[:2]
         heads = row_parallel(mixed, self.num_heads, query.what)
         specs = [
-            ParamSpec(
-                name="qkv", shape=(hidden, total), kind=ParamKind.MATRIX, partition=column_parallel(query, key, value)
-            ),
+            ParamSpec(name="qkv", shape=(hidden, total), kind=ParamKind.MATRIX, partition=column_parallel(*segments)),
             ParamSpec(name="out", shape=(mixed, hidden), kind=ParamKind.MATRIX, partition=heads),
         ]
         if self.bias_in:
-            specs.append(
-                ParamSpec(name="qkv_bias", shape=(total,), fill=0.0, partition=column_parallel(query, key, value))
-            )
+            specs.append(ParamSpec(name="qkv_bias", shape=(total,), fill=0.0, partition=column_parallel(*segments)))
         if self.bias_out:
             specs.append(ParamSpec(name="out_bias", shape=(hidden,), fill=0.0))
         if self.qk_norm in ("head", "whole"):
@@ -233,6 +235,8 @@ class GroupedAttention:
         if self.clip:
             mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
         gates, queries, keys, values = self._parts(mixed)
+        if self.value_norm:
+            values = params.kernels.rows.rms_norm(values, jnp.ones(self.head_dim, values.dtype), eps=self.eps)
         if not self.norm_after_rope:
             queries, keys = self._norm(queries, "q_norm", params), self._norm(keys, "k_norm", params)
         if self.clip and self.qk_norm:
@@ -262,7 +266,7 @@ class GroupedAttention:
         queries, keys, values = (
             heads[:, :first],
             heads[:, first : first + self.num_kv_heads],
-            heads[:, first + self.num_kv_heads :],
+            heads[:, first if self.keys_are_values else first + self.num_kv_heads :],
         )
         if not self.gated:
             return None, queries, keys, values

@@ -114,10 +114,14 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """Works on each token: one network, or a choice of experts. `shard`: one device's share of it."""
+    """Works on each token: one network, or a choice of experts. `shard`: one device's share of it. `reads_stream`: its
+    input is the stream itself, which it norms by `post_norm` where it needs to."""
 
     @property
     def stack_needs(self) -> frozenset[str]: ...
+
+    @property
+    def reads_stream(self) -> bool: ...
 
     def shard(self, parallel: ParallelConfig) -> "FeedForward": ...
 
