@@ -258,7 +258,7 @@ def make(world: World, chip: str, name: str, *, capture: bool, plain: bool) -> C
     pool = world.counts.prompt if name.startswith("count") else world.pool
     return CompiledProgram(
         operations=operations(program),
-        kernels=kernels(program),
+        kernels=kernels(program).total(),
         cycles=estimated_cycles(program, world) if name in FORWARD else 0,
         temporary=memory.temp_size_in_bytes,
         output=memory.output_size_in_bytes - memory.alias_size_in_bytes,
