@@ -37,11 +37,15 @@ GROUPS = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk
 GLM = {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
 GLM |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 0}
 GPT_OSS = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 320}
+GEMMA = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512}
+GEMMA |= {"num_global_key_value_heads": 2, "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True}
+GEMMA |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2}
 DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
 DELTA |= {"linear_value_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
 KEYS = {  # beside SIZES; pages of 64 tokens: the pool takes 130 to 256 MiB
     "DeepseekV3ForCausalLM": (MLA | GROUPS | {"routed_scaling_factor": 2.5}, 512),
     "Glm4MoeForCausalLM": (GLM | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 1.0}, 320),
+    "Gemma4ForCausalLM": (GEMMA | {"attention_k_eq_v": True, "sliding_window": 1024}, 320),
     "GptOssForCausalLM": (GPT_OSS | {"num_local_experts": 32, "num_experts_per_tok": 4}, 320),
     "Qwen3NextForCausalLM": (
         DELTA
@@ -63,6 +67,7 @@ def world(architecture):
 CHIPS = {
     "DeepseekV3ForCausalLM": "v5e",
     "Glm4MoeForCausalLM": "v6e",
+    "Gemma4ForCausalLM": "v5e",
     "GptOssForCausalLM": "v5e",
     "Qwen3NextForCausalLM": "v6e",
 }
@@ -70,7 +75,7 @@ CHIPS = {
 
 def kernels_of_parts(config):
     """The kernels that a step has for each part of its layers, in the order of the declared path. A block of layers is
-    a loop, whose body has the layers of one repeat. `prepare` takes no gate beside the queries."""
+    a loop, whose body has the layers of one repeat. `prepare` takes no gate beside the queries and norms no values."""
     parts = collections.defaultdict(collections.Counter)
     for layer in (layer for block in config.blocks for layer in block.pattern):
         mixer, recurs = layer.mixer, isinstance(layer.mixer, DeltaAttention)
@@ -79,7 +84,7 @@ def kernels_of_parts(config):
             weight.kind is ParamKind.MATRIX for weight in layer.weights(config)
         )
         parts["attention"]["ragged_attention"] += not recurs
-        parts["attention"]["prepare"] += isinstance(mixer, GroupedAttention) and not mixer.gated
+        parts["attention"]["prepare"] += isinstance(mixer, GroupedAttention) and not (mixer.gated or mixer.value_norm)
         parts["attention"]["write_rows"] += isinstance(mixer, LatentAttention)
         parts["delta rule"]["delta_step"] += recurs
         parts["router"]["fused_router"] += sparse

@@ -23,7 +23,7 @@ from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_c
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.sampler import TokenCounts
-from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from support.qwen3_configs import qwen3_config
@@ -53,18 +53,13 @@ class World:
 
 def build_world(config: FamilyConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
     """One decode shape and one extend shape of a model, with pages of 64 tokens."""
-    cache = config.cache
-    pool = KVPoolSpec(
-        num_layers=cache.num_layers,
+    pool = KVPoolSpec.create(
+        config.cache,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=row_width(cache.head_dim, "tpu"),
         dtype=jnp.dtype(jnp.bfloat16),
-        latent=cache.latent,
-        num_recurrent=cache.num_recurrent,
-        recurrent=cache.recurrent,
         num_requests=num_request_slots,
+        platform="tpu",
     )
     width = config.context_length // PAGE_SIZE
     shapes = (

@@ -53,6 +53,28 @@ class KVPoolSpec:
     num_requests: int = 0
     others: tuple[CacheLayout, ...] = ()
 
+    @staticmethod
+    def create(
+        cache: CacheLayout, *, num_pages: int, page_size: int, dtype: jnp.dtype, num_requests: int, platform: str
+    ) -> "KVPoolSpec":
+        """The pool of a model's cache, with rows as wide as a platform has them."""
+        first, *others = (
+            dataclasses.replace(group, head_dim=row_width(group.head_dim, platform)) for group in cache.groups
+        )
+        return KVPoolSpec(
+            num_layers=first.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=dtype,
+            latent=first.latent,
+            num_recurrent=cache.num_recurrent,
+            recurrent=cache.recurrent,
+            num_requests=num_requests,
+            others=tuple(others),
+        )
+
     @property
     def rows(self) -> int:
         """Rows of a slot in one layer."""

@@ -13,7 +13,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.served_model import abstract_state
 from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
-from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
@@ -57,21 +57,13 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
     dtype = common_dtype(state)
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
-    cache, platform = config.cache, jax.default_backend()
-    return KVPoolSpec(
-        num_layers=cache.num_layers,
+    return KVPoolSpec.create(
+        config.cache,
         num_pages=0,
         page_size=args.page_size,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=row_width(cache.head_dim, platform),
         dtype=dtype,
-        latent=cache.latent,
-        num_recurrent=cache.num_recurrent,
-        recurrent=cache.recurrent,
         num_requests=args.running_limit + 1,
-        others=tuple(
-            dataclasses.replace(other, head_dim=row_width(other.head_dim, platform)) for other in cache.others
-        ),
+        platform=jax.default_backend(),
     )
 
 
