@@ -132,7 +132,7 @@ def test_rows_that_are_given_run_as_in_plain_code(name):
     ids[1::2] = 255  # of rows that are not played back
     routed = ids, np.arange(16) % 2 == 0
     (_, outs), (_, expected) = (
-        run_steps(model, *kernels, capture=True, routed=routed)
+        run_steps(model, *kernels, capture=True, routed=[routed] * 2)
         for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
     for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):

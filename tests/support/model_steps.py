@@ -1,6 +1,8 @@
 """Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings."""
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,11 +78,11 @@ def run_steps(
     attention,
     *,
     capture: bool,
-    routed: tuple[np.ndarray, np.ndarray] | None = None,
+    routed: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     pool_dtype: str = "float32",
 ):
     """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps.
-    `routed` are ids and flags of the first tokens of either step."""
+    `routed`: ids and flags of the first tokens of each step, which may be more than it has."""
     graphdef, state = nnx.split(model)
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -104,8 +106,9 @@ def run_steps(
     again = {"token_ids": [11, 12], "positions": [5, 6], "token_rows": [0, 1, 2], "query_starts": [0, 1, 2, 3]}
     second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], **slots)
     outs = []
-    for shape, words, real in ((extend, first, 11), (decode, second, 2)):
-        rows = None if routed is None else TokenRouting(*(jnp.asarray(part[: shape.num_tokens]) for part in routed))
+    steps = (extend, first, 11), (decode, second, 2)
+    for (shape, words, real), given in itertools.zip_longest(steps, routed):
+        rows = given and TokenRouting(*(jnp.asarray(part[: shape.num_tokens]) for part in given))
         pool, out = jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words, routed=rows)
         outs.append((np.asarray(out.hidden)[:real], None if out.rows is None else np.asarray(out.rows)[:real]))
     return jax.tree.map(np.asarray, pool), outs

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from layers.test_native_stack_families import BOUNDS, MOE, PARTIAL, build_model, random_model
+from layers.test_native_stack_families import BOUNDS, MOE, PARTIAL, SAME_ROWS, build_model, random_model
 from layers.test_native_stack_families import layer as moe_layer
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.execution.forward_batch import BatchShape
@@ -54,7 +54,7 @@ def test_rows_that_are_given_run_as_in_plain_code():
         (PLAIN, ATTENTION_BACKENDS["reference"]),
     )
     (_, outs), (_, expected) = (
-        run_steps(tiny_model(), *kernels, capture=True, routed=(ids, valid)) for kernels in (gpu, plain)
+        run_steps(tiny_model(), *kernels, capture=True, routed=[(ids, valid)] * 2) for kernels in (gpu, plain)
     )
     for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
@@ -68,7 +68,7 @@ def test_no_rows_that_are_valid_are_the_live_step_by_a_bit():
     pool, outs = on_gpu_kernels(capture=True)
     nothing = (np.full((16, 2, 2), 255, np.uint8), np.zeros(16, bool))
     kernels = (gpu_kernels(interpret=True), gpu_attention_backend(interpret=True))
-    pool_given, replayed = run_steps(tiny_model(), *kernels, capture=True, routed=nothing)
+    pool_given, replayed = run_steps(tiny_model(), *kernels, capture=True, routed=[nothing] * 2)
     np.testing.assert_array_equal(pool, pool_given)
     for (hidden, rows), (hidden_given, rows_given) in zip(outs, replayed, strict=True):
         np.testing.assert_array_equal(rows, rows_given)
@@ -121,24 +121,52 @@ FUSED = ("GPT-OSS", "GLM-4.5", "HunYuan", "MiniMax-M2", "Qwen2-MoE")
 
 
 @pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in FUSED), ("GPT-OSS", "bfloat16")])
-def test_layers_of_a_family_in_few_kernels_equal_plain_code(name, dtype):
-    """Ids of a float32 model are equal; bfloat16 may decide a near tie otherwise."""
-    model = build_model(name, dtype)
+@pytest.mark.parametrize("name", FUSED)
+def test_layers_of_a_family_in_few_kernels_equal_plain_code(name):
+    model = build_model(name, "float32")
     assert [block_kernel(model.config, block, *GPU) for block in model.config.blocks] == [GPU[0].fused_layer]
     (pool, outs), (plain_pool, expected) = (
-        run_steps(model, *kernels, capture=True, pool_dtype=dtype)
-        for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
+        run_steps(model, *kernels, capture=True) for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
     for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
-        same = np.all(rows == plain_rows, axis=1)
-        assert np.mean(same) >= (1.0 if dtype == "float32" else 0.6)
-        difference = np.abs(hidden.astype(np.float32) - plain_hidden.astype(np.float32))[same]
-        assert np.mean(difference) < BOUNDS[dtype] / 4 and (dtype == "bfloat16" or np.max(difference) < BOUNDS[dtype])
-    for index in range(model.config.num_layers if dtype == "float32" else 0):  # page 0 of a layer takes padding
+        np.testing.assert_array_equal(rows, plain_rows)
+        difference = np.abs(hidden - plain_hidden)
+        assert np.max(difference) < BOUNDS["float32"] and np.mean(difference) < BOUNDS["float32"] / 4
+    for index in range(model.config.num_layers):  # page 0 of a layer takes padding
         np.testing.assert_allclose(
-            *(x[index * PAGES + 1 : (index + 1) * PAGES] for x in (pool, plain_pool)), atol=BOUNDS[dtype]
+            *(x[index * PAGES + 1 : (index + 1) * PAGES] for x in (pool, plain_pool)), atol=BOUNDS["float32"]
         )
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("name", ["GPT-OSS", "GLM-4.5"])
+def test_bfloat16_in_few_kernels_errs_as_little_as_in_plain_code(name):
+    """Against float32 on the same weights, all rows on the ids that the kernels chose: bfloat16 may decide a near tie
+    otherwise. The kernels round in other places, so their error may be twice that of plain code."""
+    model, plain = build_model(name, "bfloat16"), (PLAIN, ATTENTION_BACKENDS["reference"])
+    graphdef, state = nnx.split(model)
+    wide = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
+    _, outs = run_steps(model, *GPU, capture=True, pool_dtype="bfloat16")
+    _, live = run_steps(wide, *plain, capture=True)
+    chosen = [as_given(rows, model.config) for _, rows in outs]
+    _, plain_outs = run_steps(model, *plain, capture=True, pool_dtype="bfloat16", routed=chosen)
+    _, expected = run_steps(wide, *plain, capture=True, routed=chosen)
+    for (hidden, rows), (plain_hidden, _), (wide_hidden, wide_rows), (_, live_rows) in zip(
+        outs, plain_outs, expected, live, strict=True
+    ):
+        np.testing.assert_array_equal(rows, wide_rows)
+        assert np.mean(np.all(rows == live_rows, axis=1)) >= SAME_ROWS["bfloat16"]
+        error, plain_error = (np.abs(x.astype(np.float32) - wide_hidden) for x in (hidden, plain_hidden))
+        assert np.max(error) < min(2 * np.max(plain_error), BOUNDS["bfloat16"])
+        assert np.mean(error) < 2 * np.mean(plain_error)
+
+
+def as_given(rows, config):
+    """The captured rows of a step, to run again."""
+    spec = config.capture_spec
+    ids = np.zeros((16, spec.num_moe_layers, spec.top_k), np.uint8)
+    ids[: len(rows)] = rows.reshape(len(rows), spec.num_moe_layers, -1)
+    return ids, np.arange(16) < len(rows)
 
 
 @pytest.mark.usefixtures("fast_compilation")
@@ -149,7 +177,7 @@ def test_rows_that_are_given_run_in_a_pattern_of_layers():
     ids[1::2] = 255  # of rows that are not played back
     routed = ids, np.arange(16) % 2 == 0
     (_, outs), (_, expected) = (
-        run_steps(model, *kernels, capture=True, routed=routed)
+        run_steps(model, *kernels, capture=True, routed=[routed] * 2)
         for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
     for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
