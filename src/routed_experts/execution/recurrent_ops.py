@@ -36,13 +36,13 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         inputs: RecurrentInputs, cache: HybridPool, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N ..."], HybridPool]:
         starts, slots = batch.paged.query_starts, batch.request_slots
-        anew = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
+        fresh = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
         if paged.backend.recur is not None and isinstance(inputs, DeltaInputs) and not inputs.shape.by_channel:
-            read, states = paged.backend.recur(inputs, cache.states, layer, slots, anew, starts)
+            read, states = paged.backend.recur(inputs, cache.states, layer, slots, fresh, starts)
             return read, dataclasses.replace(cache, states=states)
         old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)
-        read, new = inputs.ragged(select_states(anew, empty, old), starts)
+        read, new = inputs.ragged(select_states(fresh, empty, old), starts)
         states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
         return read, dataclasses.replace(cache, states=states)
 

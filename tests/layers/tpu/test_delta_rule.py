@@ -56,8 +56,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("lengths", "anew"), CASES.values(), ids=CASES)
-def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, lengths, anew):
+@pytest.mark.parametrize(("lengths", "fresh"), CASES.values(), ids=CASES)
+def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, lengths, fresh):
     rng, total = np.random.default_rng(0), sum(lengths)
     padded = total + 3
     inputs = DeltaInputs(
@@ -71,7 +71,7 @@ def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, len
     conv = np.full((2, SLOTS, shape.width - 1, shape.channels), np.nan, np.float32)
     recurrent = np.full((2, SLOTS, shape.value_heads, shape.key_dim, shape.value_dim), np.nan, np.float32)
     starts = []
-    for slot, begins in zip(slots, anew, strict=True):
+    for slot, begins in zip(slots, fresh, strict=True):
         own = rng.standard_normal(conv.shape[2:]), rng.standard_normal(recurrent.shape[2:])
         if not begins:  # else what was there before is NaN
             conv[LAYER, slot], recurrent[LAYER, slot] = own
@@ -79,7 +79,7 @@ def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, len
     reads, ends = loop(inputs, lengths, starts)
     bounds = jnp.asarray(np.cumsum([0, *lengths, 0]), jnp.int32)  # the last row is padding, of slot 0
     states = DeltaState(jnp.asarray(conv), jnp.asarray(recurrent))
-    named, begins = jnp.asarray([*slots, 0], jnp.int32), jnp.asarray([*anew, True])
+    named, begins = jnp.asarray([*slots, 0], jnp.int32), jnp.asarray([*fresh, True])
     read, after = RUN(inputs, states, jnp.asarray(LAYER, jnp.int32), named, begins, bounds)
     np.testing.assert_allclose(read[:total], reads, atol=3e-5)
     assert not np.any(read[total:])

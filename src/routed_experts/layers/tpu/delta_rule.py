@@ -105,7 +105,7 @@ def _kernel(
     _: Any,
     __: Any,
     single_ref: Any,
-    anew_ref: Any,
+    fresh_ref: Any,
     queries_ref: Any,
     keys_ref: Any,
     values_ref: Any,
@@ -119,13 +119,13 @@ def _kernel(
 ) -> None:
     """Some heads of one request."""
     request = pl.program_id(0)
-    is_single, is_anew = single_ref[request] != 0, anew_ref[request] != 0
+    is_single, is_fresh = single_ref[request] != 0, fresh_ref[request] != 0
     columns = [ref[0].T for ref in (queries_ref, keys_ref)]  # [K J]
     reads = []
     for head in range(heads):
         before, row = before_ref[0, 0, head], slice(head, head + 1)
         queries, keys = (part[:, row] for part in columns)
-        state = jnp.where(is_anew, 0.0, before) * left_ref[0, row]
+        state = jnp.where(is_fresh, 0.0, before) * left_ref[0, row]
         wrong = (values_ref[0, row] - jnp.sum(state * keys, axis=0, keepdims=True)) * rates_ref[0, row]
         state = state + keys * wrong
         reads.append(jnp.sum(state * queries, axis=0, keepdims=True))
