@@ -36,6 +36,7 @@ from routed_experts.layers.gpu.paged_softmax import (
     visible_bounds,
 )
 from routed_experts.layers.gpu.ragged import find_tile, most_tiles
+from routed_experts.layers.gpu.rotary import rotate
 
 HEAD_TILE = 64  # rows of a tile, at most, of two bytes a number: 64 rows of 512 sums are half of a block's registers
 KEYS, STAGES = 32, 2
@@ -57,19 +58,12 @@ class _Sizes:
     stride: int = 1
 
 
-def _rotate(load: Callable[[Array], Array], cos: Any, sin: Any, tokens: Array, mask: Array, sizes: _Sizes) -> Array:
+def _rotate(
+    load: Callable[[Array], Array], angles: tuple[Any, Any], tokens: Array, mask: Array, sizes: _Sizes
+) -> Array:
     """The rotary dims of some rows; `load` gives their columns, float32."""
-    lanes, half = jnp.arange(product_width(sizes.rotary)), sizes.rotary // 2
-    if sizes.interleaved:
-        partners, frequency, is_first = lanes ^ 1, lanes // 2, lanes % 2 == 0
-    else:
-        partners, frequency, is_first = jnp.where(lanes < half, lanes + half, lanes - half), lanes % half, lanes < half
-    is_rotated = (lanes < sizes.rotary)[None, :] & mask
-    partners, frequency = (jnp.where(lanes < sizes.rotary, index, 0) for index in (partners, frequency))
-    cosines, sines = (
-        plgpu.load(angles.at[tokens[:, None], frequency[None, :]], mask=is_rotated, other=0.0) for angles in (cos, sin)
-    )
-    return load(lanes) * cosines + load(partners) * jnp.where(is_first[None, :], -sines, sines)
+    value = load(jnp.arange(product_width(sizes.rotary)))
+    return rotate(value, load, angles, tokens, mask, sizes.rotary // 2, interleaved=sizes.interleaved)
 
 
 def _prepare(
@@ -115,7 +109,7 @@ def _prepare(
             index = tokens[:, None], head, sizes.key_dim + lanes[None, :]
             return plgpu.load(queries.at[index], mask=is_rotary, other=0.0).astype(jnp.float32)
 
-        rotated = _rotate(load, cos, sin, tokens, inside, sizes).astype(dtype)
+        rotated = _rotate(load, (cos, sin), tokens, inside, sizes).astype(dtype)
         plgpu.store(out.at[tokens[:, None], head, sizes.rank + rotary_lanes[None, :]], rotated, mask=is_rotary)
 
     @pl.when(head == sizes.heads)
@@ -134,7 +128,7 @@ def _prepare(
             index, mask = (tokens[:, None], sizes.rank + lanes[None, :]), inside & (lanes < sizes.rotary)[None, :]
             return plgpu.load(compressed.at[index], mask=mask, other=0.0).astype(jnp.float32)
 
-        rotated = _rotate(load, cos, sin, tokens, inside, sizes).astype(dtype)
+        rotated = _rotate(load, (cos, sin), tokens, inside, sizes).astype(dtype)
         store_rows(pool, rotated, 0, tokens, sizes.rank + rotary_lanes, sizes.rank + sizes.rotary, first, batch)
 
 

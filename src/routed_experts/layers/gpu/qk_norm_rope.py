@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
 from routed_experts.layers.gpu.kv_write import batch_arrays, store_rows
+from routed_experts.layers.gpu.rotary import rotate
 from routed_experts.layers.stack_traits import StackTraits
 
 FEATURES = frozenset(
@@ -42,17 +43,6 @@ class _Sizes:
     stride: int
     eps: float
     traits: StackTraits
-
-
-def _partners(lanes: Array, sizes: _Sizes) -> tuple[Array, Array, Array]:
-    """Of each column: that of its pair, its frequency, and whether it is the first of its pair."""
-    size = sizes.frequencies
-    if sizes.traits.interleaved:
-        partners, frequency, is_first = lanes ^ 1, lanes // 2, lanes % 2 == 0
-    else:
-        partners, frequency, is_first = jnp.where(lanes < size, lanes + size, lanes - size), lanes % size, lanes < size
-    is_rotated = lanes < 2 * size
-    return jnp.where(is_rotated, partners, 0), jnp.where(is_rotated, frequency, 0), is_first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +113,9 @@ class _Head:
         """The columns by the angles of the tokens; `load` gives those of their pairs. Float32."""
         if not self.sizes.frequencies:
             return value
-        partners, frequency, is_first = _partners(self.lanes, self.sizes)
-        is_rotated = self.inside & (self.lanes < 2 * self.sizes.frequencies)[None, :]
-        cosines, sines = (
-            plgpu.load(self.arrays[side].at[self.tokens[:, None], frequency[None, :]], mask=is_rotated, other=0.0)
-            for side in ("cos", "sin")
-        )
-        both = value * cosines + load(partners) * jnp.where(is_first[None, :], -sines, sines)
-        return jnp.where(is_rotated, both, value)
+        angles = self.arrays["cos"], self.arrays["sin"]
+        frequencies, interleaved = self.sizes.frequencies, self.sizes.traits.interleaved
+        return rotate(value, load, angles, self.tokens, self.inside, frequencies, interleaved=interleaved)
 
 
 def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
