@@ -120,20 +120,20 @@ struct Mix {
   }
 };
 
-// Addresses of 16 keys of a block, from `first` on; those beyond the last are the last once more.
+// Addresses of kLanes keys of a block, from `first` on; those beyond the last are the last once more.
 template <class T>
-inline void sixteen(int64_t first, int64_t keys, const T* const* slots, const T* (&lines)[kLanes]) {
+inline void key_lines(int64_t first, int64_t keys, const T* const* slots, const T* (&lines)[kLanes]) {
   for (int64_t i = 0; i < kLanes; i++) lines[i] = slots[std::min(first + i, keys - 1)];
 }
 
-// Count numbers of 16 lines from `at` on, transposed: vector i holds number at + i of each.
+// Count numbers of kLanes lines from `at` on, transposed: vector i holds number at + i of each.
 template <int Count, class T>
 inline void turn(const T* const* lines, int64_t at, int count, vf (&square)[kLanes]) {
   for (int i = 0; i < kLanes; i++) square[i] = Count == kLanes ? load(lines[i] + at) : load(lines[i] + at, count);
   transpose(square);
 }
 
-// Queries times numbers c.. of 16 keys of a kv head: Count of them, or where that is 0 the last ones of a row.
+// Queries times numbers c.. of kLanes keys of a kv head: Count of them, or where that is 0 the last ones of a row.
 template <int Count, class T>
 inline void score_square(const AttentionShape& s, const float* queries, int64_t rows, int64_t c, const T* const* lines, int64_t offset,
                          float* scores) {
@@ -156,7 +156,7 @@ template <class T>
 void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, Range keys, const T* const* slots) {
   for (int64_t t = keys.first_lane(); t < keys.end; t += kLanes) {
     const T* lines[kLanes];
-    sixteen(t, keys.end, slots, lines);
+    key_lines(t, keys.end, slots, lines);
     for (const T* line : lines) touch(line, s.width(groups));
     for (int64_t g = 0; g < groups; g++) {
       const float* queries = mix.queries + g * rows * s.dim;
@@ -232,7 +232,7 @@ template <class T>
 void lay(const AttentionShape& s, Mix& mix, Range keys, const T* const* slots) {
   for (int64_t t = keys.first_lane(); t < keys.end; t += kLanes) {
     const T* lines[kLanes];
-    sixteen(t, keys.end, slots, lines);
+    key_lines(t, keys.end, slots, lines);
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int count = std::min<int64_t>(kLanes, s.dim - c);
       vf square[kLanes];

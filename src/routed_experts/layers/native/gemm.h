@@ -13,9 +13,10 @@
 namespace rex {
 
 constexpr int kTileRows = 6;
-constexpr int kTileVectors = 4;  // of a tile at most
-constexpr int kStreamRows = 24;  // up to this many rows are streamed; more of them pay for a panel
-constexpr int kStreamDepth = 8;  // rows of w, or pairs of them, walked side by side
+constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
+constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
+static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
+constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 constexpr int kPrefetchRows = 3;      // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
 template <class U>
@@ -98,7 +99,7 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
   tile<Most, Vectors>(rest...);
 }
 
-// Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
+// Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is kTileVectors, 2 or 1 vectors.
 template <class U, class W>
 inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld, int64_t depth,
                   float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
@@ -108,8 +109,8 @@ inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const 
     end = first + left * (t + 1) / tiles;
     const U* from = x + r * ldx;
     float* to = out + r * ldo;
-    if (width == 4 * kLanes) {
-      tile_rows<4>(end - r, fresh, from, ldx, source, depth, to, ldo);
+    if (width == kTileVectors * kLanes) {
+      tile_rows<kTileVectors>(end - r, fresh, from, ldx, source, depth, to, ldo);
     } else if (width == 2 * kLanes) {
       tile_rows<2>(end - r, fresh, from, ldx, source, depth, to, ldo);
     } else {
@@ -120,7 +121,7 @@ inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const 
 
 // Columns of the panel that begins at c, of `whole` vectors' worth.
 inline int64_t panel_width(int64_t c, int64_t full_cols) {
-  return c + 4 * kLanes <= full_cols ? 4 * kLanes : c + 2 * kLanes <= full_cols ? 2 * kLanes : kLanes;
+  return c + kTileVectors * kLanes <= full_cols ? kTileVectors * kLanes : c + 2 * kLanes <= full_cols ? 2 * kLanes : kLanes;
 }
 
 // The last columns, fewer than a vector.
@@ -177,7 +178,7 @@ template <int Depth, int Vectors, class U, class W>
   if (rows >= kPrefetchRows)
 #pragma GCC unroll 16
     for (int d = 0; d < kRows; d++) prefetch(w + (d + kRows) * ldw, Vectors * kLanes);
-  constexpr int kGroup = 8 / Vectors;  // lines and sums fill three quarters of the registers
+  constexpr int kGroup = kRegisters / 4 / Vectors;  // lines and sums fill three quarters of the registers
   int64_t r = 0;
   for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, lines, out + r * ldo, ldo);
   add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, lines, out + r * ldo, ldo);
@@ -232,8 +233,8 @@ void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64
       width = panel_width(c, full_cols);
       const int64_t next = c + width;
       const Packing<U, W> source{from + c, ldw, panel, width};
-      if (width == 4 * kLanes) {
-        tile<kTileRows, 4>(anew, x + d, ldx, source, deep, out + c, ldo);
+      if (width == kTileVectors * kLanes) {
+        tile<kTileRows, kTileVectors>(anew, x + d, ldx, source, deep, out + c, ldo);
       } else if (width == 2 * kLanes) {
         tile<kTileRows, 2>(anew, x + d, ldx, source, deep, out + c, ldo);
       } else {

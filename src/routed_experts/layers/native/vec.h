@@ -1,4 +1,5 @@
-// Vectors of 16 floats, and the loads and stores of every weight dtype. Compilers split them where registers are narrower.
+// Vectors of as many floats as a register holds, and the loads and stores of every weight dtype. Registers hold 16 floats with AVX-512,
+// else vectors have 8: a vector that is wider than a register goes through memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,13 +16,17 @@
 
 namespace rex {
 
-constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#else
+constexpr int kLanes = 8, kRegisters = 16;
+#endif
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef _Float16 vx __attribute__((vector_size(32)));
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef _Float16 vx __attribute__((vector_size(2 * kLanes)));
 
 struct bf16 {
   uint16_t bits;
@@ -47,8 +52,13 @@ inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); 
 
 inline vu load(const pair* p) { return read<vu>(p); }
 inline vu zip(const bf16* first, const bf16* second) {  // pairs of one number of each
-  return (vu)__builtin_shufflevector(read<vh>(first), read<vh>(second), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25,
-                                     10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const vh a = read<vh>(first), b = read<vh>(second);
+#if defined(__AVX512F__)
+  return (vu)__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
+                                     14, 30, 15, 31);
+#else
+  return (vu)__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
 }
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
@@ -134,19 +144,25 @@ inline void scale_to(const From* from, float factor, To* to, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store_upto(to + i, load_upto(from + i, count - i) * factor, count - i);
 }
 
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
 inline float sum(vf v) {
-  typedef float v8 __attribute__((vector_size(32)));
-  typedef float v4 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
   const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  const v8 a = v;
+#endif
   const v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 inline float largest(vf v) {
-  typedef float v8 __attribute__((vector_size(32)));
-  typedef float v4 __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
   const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   const v8 c = a > b ? a : b;
+#else
+  const v8 c = v;
+#endif
   const v4 d = __builtin_shufflevector(c, c, 0, 1, 2, 3), e = __builtin_shufflevector(c, c, 4, 5, 6, 7);
   const v4 f = d > e ? d : e;
   return std::max(std::max(f[0], f[2]), std::max(f[1], f[3]));
@@ -154,7 +170,11 @@ inline float largest(vf v) {
 
 // True in the first `count` lanes.
 inline vi first_lanes(int64_t count) {
+#if defined(__AVX512F__)
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
   return lane < (vi{} + static_cast<int32_t>(std::min<int64_t>(count, kLanes)));
 }
 
@@ -162,6 +182,7 @@ inline vi first_lanes(int64_t count) {
 template <int S>
 inline void exchange(vf& a, vf& b) {
   const vf x = a, y = b;
+#if defined(__AVX512F__)
   if constexpr (S == 8) {
     a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
     b = __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -178,6 +199,20 @@ inline void exchange(vf& a, vf& b) {
     a = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
     b = __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
   }
+#else
+  if constexpr (S == 4) {
+    a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11);
+    b = __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  if constexpr (S == 2) {
+    a = __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
+    b = __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  if constexpr (S == 1) {
+    a = __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14);
+    b = __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+#endif
 }
 template <int S>
 inline void exchange_all(vf (&rows)[kLanes]) {
@@ -187,7 +222,8 @@ inline void exchange_all(vf (&rows)[kLanes]) {
 
 // Transpose a square of lanes: row i becomes column i.
 inline void transpose(vf (&rows)[kLanes]) {
-  exchange_all<8>(rows), exchange_all<4>(rows), exchange_all<2>(rows), exchange_all<1>(rows);
+  if constexpr (kLanes > 8) exchange_all<8>(rows);
+  exchange_all<4>(rows), exchange_all<2>(rows), exchange_all<1>(rows);
 }
 
 // Floats of a thread, grown on demand and never freed; the first is aligned to a cache line.
