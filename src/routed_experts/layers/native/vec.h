@@ -10,7 +10,7 @@
 #include <new>
 #include <utility>
 #include <vector>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -118,7 +118,13 @@ inline void store_upto(T* p, vf v, int64_t count) {
 
 // sums + x * column, of floats or of pairs, both products of which are added in float32: by one instruction, where the processor has it
 // (which takes subnormal numbers for 0).
+#if defined(__FMA__) && !defined(__AVX512F__)
+inline vf add_product(vf sums, const float* x, vf column) {  // by name: GCC would multiply and add apart in some loops, and round twice
+  return (vf)_mm256_fmadd_ps(_mm256_broadcast_ss(x), (__m256)column, (__m256)sums);
+}
+#else
 inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
+#endif
 #if defined(__AVX512BF16__)
 inline vf add_product(vf sums, const pair* x, vu column) {
   return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(vu{} + x->bits), (__m512bh)column);
