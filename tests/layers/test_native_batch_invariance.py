@@ -308,7 +308,7 @@ def rounded(array):
 @pytest.mark.parametrize("shape", EXPERTS)
 def test_experts_of_bfloat16_round_hidden_values_once(shape):
     """And what they give: nearly all of it is what one rounding gives, and much less what none gives, or one more.
-    Where rows and weights make no pairs, hidden values stay float32."""
+    Where rows and weights make no pairs, or the processor is faster with floats, hidden values stay float32."""
     call = expert_call("bfloat16", shape)
     x, gate_up, down = (np.asarray(vars(call)[name], np.float64) for name in ("x", "gate_up", "down"))
     ways = {"once": rounded, "never": lambda hidden: hidden, "twice": rounded}
@@ -320,7 +320,9 @@ def test_experts_of_bfloat16_round_hidden_values_once(shape):
     out = np.asarray(EXPERT_SUMS(call), np.float64)
     same = {way: float(np.mean(rounded(values) == out)) for way, values in expected.items()}
     print(same)
-    best = "once" if shape[0] % 16 == 0 and shape[1] % 16 == 0 else "never"
+    library_file = toolchain.library_file(toolchain.compiler())
+    multiplies_pairs = toolchain.pairs_gain(library_file, lambda: 0.0) > 1.0  # it is stored: the library is loaded
+    best = "once" if multiplies_pairs and shape[0] % 16 == 0 and shape[1] % 16 == 0 else "never"
     assert same[best] > 0.95 and all(share < 0.85 for way, share in same.items() if way != best), same
 
 

@@ -60,7 +60,7 @@ def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
 def test_rows_that_are_given_run_as_in_plain_code(renormalize):
     """Of half of the tokens, in all MoE layers, in an order that no router gives."""
     ids, valid = drifted_rows()
-    model, replay = tiny_model(renormalize=renormalize), {"capture": True, "routed": (ids, valid)}
+    model, replay = tiny_model(renormalize=renormalize), {"capture": True, "routed": [(ids, valid)] * 2}
     (_, outs), (_, expected) = (
         run_steps(model, *kernels, **replay)
         for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
