@@ -13,7 +13,7 @@ from routed_experts.models.decoder.dense_beside_sparse import DenseBesideSparse
 from routed_experts.models.decoder.family_config import LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.fused_path import block_kernel, describe_path
-from routed_experts.models.decoder.grouped_attention import GroupedAttention
+from routed_experts.models.decoder.grouped_attention import PROJECTION_BIASES, GroupedAttention
 from support.qwen3_configs import qwen3_config
 
 CONFIG = qwen3_config(
@@ -151,15 +151,30 @@ def test_plain_layers_with_head_norms_run_in_the_platforms_kernel():
     assert kernels_of(CONFIG, "gpu") == [None, GPU_KERNELS.fused_layer]
 
 
+def is_mixers(config, word, platform):
+    """Whether the feature is of a mixer, which on a GPU runs in pieces where attention has no kernel of it."""
+    return platform == "gpu" and word in config.layers[1].mixer.stack_needs
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("word", CHANGES)
 def test_a_feature_that_no_kernel_declares_leaves_the_fused_path_and_one_that_is_declared_does_not(platform, word):
     config = CHANGES[word]
-    assert word in config.stack_needs(config.blocks[1])
-    assert (kernels_of(config, platform)[1] is not None) == (word in declared_features(platform))
     needs = config.stack_needs(config.blocks[1])
+    assert word in needs
+    of_mixer = is_mixers(config, word, platform)
+    assert (kernels_of(config, platform)[1] is not None) == (of_mixer or word in declared_features(platform))
     assert kernels_of(config, platform, with_features(platform, needs))[1] is not None
-    assert kernels_of(config, platform, with_features(platform, needs - {word}))[1] is None
+    assert (kernels_of(config, platform, with_features(platform, needs - {word}))[1] is not None) == of_mixer
+
+
+@pytest.mark.parametrize("word", [word for word in CHANGES if is_mixers(CHANGES[word], word, "gpu")])
+def test_a_mixer_that_attention_does_not_fuse_is_said_to_run_in_pieces(word):
+    config, (kernels, attention) = CHANGES[word], PLATFORMS["gpu"]
+    path = describe_path(config, kernels, attention)
+    fused = config.layers[1].mixer.is_fused_by(attention)
+    assert fused == (word in attention.fused_features or word in PROJECTION_BIASES)
+    assert path.startswith("fused run, up to 512 tokens" if fused else "fused feed-forward, up to 512 tokens; pieces: ")
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -22,9 +22,11 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.rotary import RotarySpec
+from routed_experts.layers.short_conv import ConvShape
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.fused_path import block_kernel
 from routed_experts.models.decoder.latent_attention import LatentAttention
+from routed_experts.models.decoder.short_convolution import ShortConvolution
 from support.model_steps import PAGES, drifted_rows, packed, run_steps, tiny_model
 
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
@@ -185,23 +187,48 @@ def test_rows_that_are_given_run_in_a_pattern_of_layers():
         np.testing.assert_allclose(hidden, plain_hidden, atol=BOUNDS["float32"])
 
 
-@pytest.mark.usefixtures("fast_compilation")
-def test_a_model_with_states_equals_plain_code():
-    """Qwen3-Next: the delta rule, and gated attention with offset norms and partial positions."""
+def states_model():
+    """As Qwen3-Next: the delta rule, and gated attention with offset norms and partial positions."""
     shape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
     delta = dataclasses.replace(MOE, mixer=DeltaAttention(shape=shape, eps=1e-6, layout="key heads"))
-    model = random_model(
-        [delta, moe_layer(dict(gated=True, norm_offset=1.0, rotary=PARTIAL))], "float32", norm_offset=1.0
+    gated = moe_layer(dict(gated=True, norm_offset=1.0, rotary=PARTIAL))
+    return random_model([delta, gated, delta, gated], "float32", norm_offset=1.0)
+
+
+def convolution_model():
+    """As LFM2: a short convolution before attention."""
+    conv = dataclasses.replace(
+        MOE, mixer=ShortConvolution(shape=ConvShape(channels=tiny_model().config.hidden_size, width=3))
     )
+    return random_model([conv, MOE], "float32")
+
+
+MIXERS_IN_PIECES = {
+    "latent rows": lambda: random_model(LATENT_LAYERS, "float32"),
+    "states": states_model,
+    "a convolution": convolution_model,
+}
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("name", MIXERS_IN_PIECES)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_few_kernels_behind_a_mixer_in_pieces_equal_plain_code(name, replayed):
+    model = MIXERS_IN_PIECES[name]()
+    assert all(block_kernel(model.config, block, *GPU) is GPU[0].fused_layer for block in model.config.blocks)
+    num_moe, rng = model.config.capture_spec.num_moe_layers, np.random.default_rng(5)
+    ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (16, num_moe, 1)), axis=-1)[..., :2]
+    routed = [(ids, np.arange(16) % 3 > 0)] * 2 if replayed else ()
     (pool, outs), (plain_pool, expected) = (
-        run_steps(model, PLAIN, backend, capture=True)
-        for backend in (gpu_attention_backend(interpret=True), ATTENTION_BACKENDS["reference"])
+        run_steps(model, *kernels, capture=True, routed=routed)
+        for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
     for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, plain_rows)
-        np.testing.assert_allclose(hidden, plain_hidden, rtol=2e-4, atol=2e-5)
-    for states, plain_states in zip(jax.tree.leaves(pool.states), jax.tree.leaves(plain_pool.states), strict=True):
-        np.testing.assert_allclose(states[:, 1:3], plain_states[:, 1:3], rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(hidden, plain_hidden, rtol=2e-4, atol=BOUNDS["float32"])
+    if model.config.cache.num_recurrent:
+        for states, plain_states in zip(jax.tree.leaves(pool.states), jax.tree.leaves(plain_pool.states), strict=True):
+            np.testing.assert_allclose(states[:, 1:3], plain_states[:, 1:3], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.usefixtures("fast_compilation")

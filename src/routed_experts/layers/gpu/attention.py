@@ -33,6 +33,7 @@ from routed_experts.layers.gpu.paged_softmax import (
     combine_splits,
     empty_state,
     most_visible,
+    pages_of,
     part_shapes,
     split_range,
     visible_bounds,
@@ -48,20 +49,17 @@ PLAIN = AttentionFeatures()
 
 
 def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array | None, scale: float) -> State:
-    return add_scores(state, jnp.dot(rows, keys.T, preferred_element_type=jnp.float32) * scale, values, mask)
+    return add_scores(state, jnp.dot(rows, keys.T, preferred_element_type=jnp.float32), values, mask, scale)
 
 
-def _load_keys(
-    pool: Any, table: Any, first: Array, request: Array, positions: Array, owned: Array | None, group: Array
-) -> tuple[Array, Array]:
-    """Keys and values [T C] of the positions in a request's sequence; zeros where not `owned`, unless it is None."""
+def _load_keys(pool: Any, pages: Array, positions: Array, owned: Array | None, group: Array) -> tuple[Array, Array]:
+    """Keys and values [T C] of the positions in their pages; zeros where not `owned`, unless it is None."""
     page_size, dim = pool.shape[1], pool.shape[3]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else (lanes < dim)[None, :]
-    page = plgpu.load(table.at[request, positions // page_size], mask=owned, other=None if owned is None else 0)
     mask = real if owned is None else owned[:, None] if real is None else owned[:, None] & real
     other = None if mask is None else 0.0
-    slots = (first + page)[:, None], (positions % page_size)[:, None]
+    slots = pages[:, None], (positions % page_size)[:, None]
     keys = plgpu.load(pool.at[(*slots, 2 * group, lanes[None, :])], mask=mask, other=other)
     return keys, plgpu.load(pool.at[(*slots, 2 * group + 1, lanes[None, :])], mask=mask, other=other)
 
@@ -101,16 +99,20 @@ def _decode(
     first, scale = first_page[0] * stride, features.scale or dim**-0.5
     start, end = split_range(lens[request], split, splits, keys, features)
 
-    def step(index: Array, state: State) -> State:
+    def step(index: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, pages = carry
         positions = start + index * keys + jnp.arange(keys)
         owned = positions < end
-        k, v = _load_keys(pool, table, first, request, positions, owned, group)
-        return _add_keys(state, rotated, k, v, owned[None, :], scale)
+        k, v = _load_keys(pool, pages, positions, owned, group)
+        return _add_keys(state, rotated, k, v, owned[None, :], scale), load_pages(index + 1)
+
+    load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
 
     scores = load_sinks(sinks, heads, head < share)
     scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)
     state = empty_state(rows, lanes.shape[0], scores)
-    top, total, mixed = lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), keys), step, state)
+    steps = pl.cdiv(jnp.maximum(end - start, 0), keys)
+    (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
     if splits == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
         plgpu.store(outs[0].at[request, heads[:, None], lanes[None, :]], mixed.astype(outs[0].dtype), mask=mask)
@@ -200,18 +202,20 @@ def _extend(
         rotated = plgpu.load(queries.at[indices], mask=mask, other=0.0)
         row_positions = plgpu.load(positions.at[tokens], mask=row_mask, other=0)
 
-        def step(seen_by_all: bool, number: Array, state: State) -> State:
-            key_positions, owned, mask = number * keys + jnp.arange(keys), None, None
+        def step(seen_by_all: bool, number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            (state, pages), key_positions, owned, mask = carry, number * keys + jnp.arange(keys), None, None
             if not seen_by_all:
                 owned = (key_positions >= bounds[0]) & (key_positions < bounds[-1])
                 mask = visibility_mask(row_positions[:, None], key_positions[None, :], features)
-            k, v = _load_keys(pool, table, first, request, key_positions, owned, group)
-            return _add_keys(state, rotated, k, v, mask, scale)
+            k, v = _load_keys(pool, pages, key_positions, owned, group)
+            return _add_keys(state, rotated, k, v, mask, scale), load_pages(number + 1)
 
         bounds = visible_bounds(positions[start], positions[last - 1], features)
         own = load_sinks(sinks, group * share + head, head < share)
+        load_pages = pages_of(table, first, request, jnp.int32(0), bounds[-1], keys, pool.shape[1])
         state = empty_state(tile * padded, lanes.shape[0], own)
-        _, total, mixed = add_visible_keys(state, bounds, keys, step, has_first=bool(features.window or features.chunk))
+        has_first = bool(features.window or features.chunk)
+        _, total, mixed = add_visible_keys(state, bounds, keys, step, load_pages, has_first=has_first)
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
         plgpu.store(out.at[indices], mixed.astype(out.dtype), mask=mask)
 

@@ -31,6 +31,7 @@ from routed_experts.layers.gpu.paged_softmax import (
     combine_splits,
     empty_state,
     most_visible,
+    pages_of,
     part_shapes,
     split_range,
     visible_bounds,
@@ -148,9 +149,7 @@ def _add_rows(
     state: State,
     queries: tuple[Array, Array],
     pool: Any,
-    table: Any,
-    first: Array,
-    request: Array,
+    pages: Array,
     positions: Array,
     owned: Array | None,
     mask: Array | None,
@@ -158,19 +157,18 @@ def _add_rows(
 ) -> State:
     """One step over T rows of a request; those that are not `owned` are not read."""
     page_size, rank = pool.shape[1], features.latent
-    page = plgpu.load(table.at[request, positions // page_size], mask=owned, other=None if owned is None else 0)
 
     def part(start: int, size: int) -> Array:
         lanes = jnp.arange(product_width(size))
         real = None if lanes.shape[0] == size else (lanes < size)[None, :]
         held = real if owned is None else owned[:, None] if real is None else owned[:, None] & real
-        index = (first + page)[:, None], (positions % page_size)[:, None], 0, start + lanes[None, :]
+        index = pages[:, None], (positions % page_size)[:, None], 0, start + lanes[None, :]
         return plgpu.load(pool.at[index], mask=held, other=None if held is None else 0.0)
 
     rows, rotary = part(0, rank), part(rank, pool.shape[3] - rank)
     scores = jnp.dot(queries[0], rows.T, preferred_element_type=jnp.float32)
     scores += jnp.dot(queries[1], rotary.T, preferred_element_type=jnp.float32)
-    return add_scores(state, scores * features.scale, rows, mask)
+    return add_scores(state, scores, rows, mask, features.scale)
 
 
 def _decode(
@@ -195,13 +193,16 @@ def _decode(
     first = first_page[0] * stride
     start, end = split_range(lens[request], split, splits, keys, features)
 
-    def step(index: Array, state: State) -> State:
-        positions = start + index * keys + jnp.arange(keys)
+    load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
+
+    def step(index: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        (state, pages), positions = carry, start + index * keys + jnp.arange(keys)
         owned = positions < end
-        return _add_rows(state, rotated, pool, table, first, request, positions, owned, owned[None, :], features)
+        state = _add_rows(state, rotated, pool, pages, positions, owned, owned[None, :], features)
+        return state, load_pages(index + 1)
 
     steps = pl.cdiv(jnp.maximum(end - start, 0), keys)
-    top, total, mixed = lax.fori_loop(0, steps, step, empty_state(tile, lanes.shape[0]))
+    (top, total, mixed), _ = lax.fori_loop(0, steps, step, (empty_state(tile, lanes.shape[0]), load_pages(0)))
     heads = jnp.where(is_head, heads, queries.shape[1])
     if splits == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
@@ -240,16 +241,18 @@ def _extend(
         rotated = _load_queries(queries, tokens, head, is_row, features.latent)
         row_positions = plgpu.load(positions.at[tokens], mask=is_row, other=0)
 
-        def step(seen_by_all: bool, number: Array, state: State) -> State:
-            key_positions, owned, mask = number * keys + jnp.arange(keys), None, None
+        def step(seen_by_all: bool, number: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            (state, pages), key_positions, owned, mask = carry, number * keys + jnp.arange(keys), None, None
             if not seen_by_all:
                 owned = key_positions < bounds[-1]
                 mask = visibility_mask(row_positions[:, None], key_positions[None, :], features)
-            return _add_rows(state, rotated, pool, table, first, request, key_positions, owned, mask, features)
+            state = _add_rows(state, rotated, pool, pages, key_positions, owned, mask, features)
+            return state, load_pages(number + 1)
 
         bounds = visible_bounds(positions[start], positions[last - 1], features)
+        load_pages = pages_of(table, first, request, jnp.int32(0), bounds[-1], keys, pool.shape[1])
         state = empty_state(tile * heads, lanes.shape[0])
-        _, total, mixed = add_visible_keys(state, bounds, keys, step, has_first=False)
+        _, total, mixed = add_visible_keys(state, bounds, keys, step, load_pages, has_first=False)
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
         indices = jnp.where(is_row, tokens, num_tokens)[:, None], head[:, None], lanes[None, :]
         plgpu.store(out.at[indices], mixed.astype(out.dtype), mask=is_row[:, None] & (lanes < features.latent)[None, :])

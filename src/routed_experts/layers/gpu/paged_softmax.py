@@ -34,11 +34,24 @@ def empty_state(rows: int, dim: int, sinks: Array | None = None) -> State:
     return sinks * _LOG2E, jnp.where(sinks > MASK_VALUE, 1.0, 0.0), mixed
 
 
-def add_scores(state: State, scores: Array, values: Array, mask: Array | None) -> State:
-    """One step of the online softmax, in powers of two; `scores` are without their factor of log2(e). Where a mask
-    leaves a row nothing, what it adds has weight 0 from the row's first key on."""
+def pages_of(
+    table: Any, first: Array, request: Array, start: Array, end: Array, keys: int, page_size: int
+) -> Callable[[Array | int], Array]:
+    """The pages [T] of a request's step of keys from `start` on; page `first` from `end` on. A loop loads the pages of
+    the step that follows, so that a step's keys wait for no table."""
+
+    def load(step: Array | int) -> Array:
+        positions = start + step * keys + jnp.arange(keys)
+        return first + plgpu.load(table.at[request, positions // page_size], mask=positions < end, other=0)
+
+    return load
+
+
+def add_scores(state: State, products: Array, values: Array, mask: Array | None, scale: float) -> State:
+    """One step of the online softmax, in powers of two; scores are `products` times `scale`. Where a mask leaves a row
+    nothing, what it adds has weight 0 from the row's first key on."""
     top, total, mixed = state
-    scores = scores * _LOG2E
+    scores = products * (scale * _LOG2E)
     if mask is not None:
         scores = jnp.where(mask, scores, MASK_VALUE)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -118,16 +131,18 @@ def add_visible_keys(
     state: State,
     bounds: tuple[Array, Array, Array, Array],
     keys: int,
-    step: Callable[[bool, Array, State], State],
+    step: Callable[[bool, Array, tuple[State, Array]], tuple[State, Array]],
+    load_pages: Callable[[Array | int], Array],
     *,
     has_first: bool,
 ) -> State:
-    """All steps over a tile's keys. `step` is told whether all rows see its keys; `has_first`: there may be keys that
-    only the first rows see."""
+    """All steps over a tile's keys, each with its pages. `step` is told whether all rows see its keys; `has_first`:
+    there may be keys that only the first rows see."""
     begin, full = (bounds[0] // keys, pl.cdiv(bounds[1], keys)) if has_first else (jnp.int32(0), jnp.int32(0))
     past = pl.cdiv(bounds[3], keys)
     full = jnp.minimum(full, past)
     full_end = jnp.maximum(bounds[2] // keys, full)
     masked, whole = functools.partial(step, False), functools.partial(step, True)
-    state = lax.fori_loop(begin, full, masked, state) if has_first else state
-    return lax.fori_loop(full_end, past, masked, lax.fori_loop(full, full_end, whole, state))
+    carry = state, load_pages(begin)
+    carry = lax.fori_loop(begin, full, masked, carry) if has_first else carry
+    return lax.fori_loop(full_end, past, masked, lax.fori_loop(full, full_end, whole, carry))[0]

@@ -2,8 +2,6 @@
 its cache are arguments. A block of layers runs in one kernel where there is one that can (fused_path.py), else layer by
 layer. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern, M MoE layers, K experts per token."""
 
-import collections
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.layers.kernels import Kernels, RowKernels
-from routed_experts.layers.layer_stack import StackOffsets
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.logprobs import cap_logits
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
-from routed_experts.models.decoder.family_config import RECURRENT, AnyMixer, FamilyConfig, LayerBlock, LayerSpec
+from routed_experts.models.decoder.family_config import AnyMixer, FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
+from routed_experts.models.decoder.layer_counts import LayerCounts
 from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec, make_params, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
@@ -84,24 +82,23 @@ class FamilyDecoder(nnx.Module):
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
         carry, normed = (embed(config, self.embed[...], tokens, kernels.group), cache, capture), None
-        first = _FirstLayers(collections.Counter())
+        counts = LayerCounts()
         for block, arrays in zip(config.blocks, self.blocks, strict=True):
             kernel, normed = find_fused_path(config, block, step, routed), None
             if kernel is not None:
-                offsets = StackOffsets(first_layer=first.attending, first_moe_layer=first.moe)
                 carry, normed = run_fused(
-                    kernel, config, block, tuple(arrays), self.norm[...], step, carry, routed, offsets
+                    kernel, config, block, tuple(arrays), self.norm[...], step, carry, routed, counts
                 )
             else:
-                body = self._pattern(block, arrays, step, first, None if routed is None else routed.valid)
+                body = self._pattern(block, arrays, step, counts, None if routed is None else routed.valid)
                 slices = [
                     scanned_params(layer.weights(config), repeat, kernels)
                     for layer, repeat in zip(block.pattern, arrays, strict=True)
                 ]
                 repeats = jnp.arange(block.repeats, dtype=jnp.int32)
-                scanned = repeats, slices, _sliced_routing(routed, block, first.moe)
+                scanned = repeats, slices, _sliced_routing(routed, block, counts.moe)
                 carry, _ = lax.scan(checkpointed(body) if remat else body, carry, scanned)
-            first = first.after(config, block)
+            counts = counts.after(config, block)
         x, cache, capture = carry
         if normed is not None:  # by the last block's kernel
             return scale_logits(config, normed), cache, capture
@@ -113,11 +110,12 @@ class FamilyDecoder(nnx.Module):
         block: LayerBlock,
         arrays: Any,
         step: LayerContext,
-        first: "_FirstLayers",
+        counts: LayerCounts,
         replayed: Bool[Array, " N"] | None,
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a block's scan: the layers of its pattern, one after another."""
         config = self.config
+        cache_layers, moe_layers = counts.cache_layers(config, block), counts.moe_layers(block)
 
         def body(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
@@ -125,17 +123,14 @@ class FamilyDecoder(nnx.Module):
             moe = 0
             for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
-                group = config.cache_group(layer.mixer)  # layers of each are counted separately
-                same_group = [config.cache_group(other.mixer) == group for other in block.pattern]
-                ordinal = first.by_group[group] + repeat * sum(same_group) + sum(same_group[:index])
+                (first, stride), (first_moe, moe_stride) = cache_layers[index], moe_layers[index]
                 normed = apply_norm(config, x, "input_norm", params)
-                mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, ordinal)
+                mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, first + repeat * stride)
                 x = add_to_stream(config, x, _output(config, layer, mixed, "mixer_norm", params))
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
-                    moe_layer = first.moe + repeat * block.num_moe + moe
-                    replay = ReplayInputs(moe_layer, routed)
+                    replay = ReplayInputs(first_moe + repeat * moe_stride, routed)
                     moe += 1
                 normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
                 y, capture = layer.feed.run(normed, params, step, replay, capture)
@@ -144,24 +139,6 @@ class FamilyDecoder(nnx.Module):
             return (x, cache, capture), None
 
         return body
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _FirstLayers:
-    """How many MoE layers are before a block, and how many layers of each cache group."""
-
-    by_group: collections.Counter[int]
-    moe: int = 0
-
-    @property
-    def attending(self) -> int:
-        """Layers that attend."""
-        return self.by_group.total() - self.by_group[RECURRENT]
-
-    def after(self, config: FamilyConfig, block: LayerBlock) -> "_FirstLayers":
-        """The counts before the next block."""
-        own = collections.Counter([config.cache_group(layer.mixer) for layer in block.pattern] * block.repeats)
-        return _FirstLayers(self.by_group + own, self.moe + block.num_moe * block.repeats)
 
 
 def embed(

@@ -107,7 +107,14 @@ class DeltaAttention:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
-        """Project, update and read the state, norm, project."""
+        """Mix and project."""
+        values, cache = self.mix(x, params, step, cache, layer)
+        return params.project(values, "out"), cache
+
+    def mix(
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N HV"], Any]:
+        """Project, update and read the state, norm, gate."""
         assert step.recur is not None, "this model keeps a state; give SequenceOps with `recur`"
         mixed, gates, rates, steps = self._parts(params.project(x, "qkvz"), params.project(x, "ba"))
         shifted = (steps.astype(jnp.float32) + params.get("dt_bias")).reshape(x.shape[0], self.shape.value_heads, -1)
@@ -119,7 +126,7 @@ class DeltaAttention:
         read, cache = step.recur(DeltaInputs(mixed, decay, beta, kernel, self.shape), cache, layer)
         normed = params.kernels.rows.rms_norm(read.astype(x.dtype), params.get("delta_norm"), eps=self.eps)
         gated = (normed.astype(jnp.float32) * _GATES[self.gate](gates.astype(jnp.float32))).astype(x.dtype)
-        return params.project(gated.reshape(x.shape[0], -1), "out"), cache
+        return gated.reshape(x.shape[0], -1), cache
 
     def _parts(
         self, qkvz: Float[Array, "N O"], ba: Float[Array, "N O"]

@@ -203,13 +203,20 @@ class GroupedAttention:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
-        """Project, normalise, rotate, attend, project."""
+        """Mix and project."""
+        values, cache = self.mix(x, params, step, cache, layer)
+        return params.project(values, "out", summed=True), cache
+
+    def mix(
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N HC"], Any]:
+        """Project, normalise, rotate, attend."""
         mixed, attend = params.project(x, "qkv"), step.attend
         if isinstance(attend, PagedAttend) and self.is_fused_by(attend.backend, step.kernels.group):
             attended, cache = attend.attend_fused(self._fused_inputs(mixed, params, step), cache, layer)
         else:
             attended, cache = self._attend(mixed, params, step, cache, layer)
-        return params.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
+        return attended.reshape(x.shape[0], -1), cache
 
     def _fused_inputs(self, mixed: Float[Array, "N O"], params: LayerParams, step: LayerContext) -> FusedQKV:
         """The projection with the layer's arrays and angles."""

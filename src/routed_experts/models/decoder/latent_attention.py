@@ -106,6 +106,13 @@ class LatentAttention:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
+        """Mix and project."""
+        values, cache = self.mix(x, params, step, cache, layer)
+        return params.project(values, "out", summed=True), cache
+
+    def mix(
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N HV"], Any]:
         """Compress, absorb, mix rows, expand."""
         angles, rms_norm = step.cos_sin[self.rotary], params.kernels.rows.rms_norm
         query_input = rms_norm(params.project(x, "q_down"), params.get("q_norm"), eps=_EPS) if self.query_rank else x
@@ -125,7 +132,7 @@ class LatentAttention:
                 layer=params.index,
             )
             values, cache = step.attend.attend_latent(projected, cache, layer)
-            return self._project(values, x, params), cache
+            return self._gated(values, x, params), cache
         row = rms_norm(compressed[:, : self.rank], params.get("kv_norm"), eps=_EPS)
         rotated = self.rotary.apply(compressed[:, None, self.rank :], angles)
         up = params.get("kv_up").reshape(self.rank, self.num_heads, -1)
@@ -136,12 +143,12 @@ class LatentAttention:
             queries, rows, None, cache, layer, AttentionFeatures(latent=self.rank, scale=self.scale)
         )
         values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
-        return self._project(values, x, params), cache
+        return self._gated(values, x, params), cache
 
-    def _project(
+    def _gated(
         self, values: Float[Array, "N H V"], x: Float[Array, "N D"], params: LayerParams
-    ) -> Float[Array, "N D"]:
-        """Gate the values of each head, and project them."""
+    ) -> Float[Array, "N HV"]:
+        """The values side by side, those of each head times its gate."""
         if self.gated:
             values = values * jax.nn.sigmoid(params.project(x, "gate", dtype=jnp.float32)).astype(x.dtype)[..., None]
-        return params.project(values.reshape(x.shape[0], -1), "out", summed=True)
+        return values.reshape(x.shape[0], -1)

@@ -97,7 +97,8 @@ class CheckpointScope:
 
 
 class Mixer(Protocol):
-    """Mixes tokens: attention of some kind. `shard`: one device's share of it."""
+    """Mixes tokens: attention of some kind. `shard`: one device's share of it. `run` is `mix`, then the projection
+    `out`."""
 
     @property
     def stack_needs(self) -> frozenset[str]: ...
@@ -107,6 +108,10 @@ class Mixer(Protocol):
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
 
     def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]: ...
+
+    def mix(
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N O"], Any]: ...
 
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]

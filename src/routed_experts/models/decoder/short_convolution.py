@@ -59,9 +59,16 @@ class ShortConvolution:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
-        """Project, convolve with the state, project."""
+        """Mix and project."""
+        values, cache = self.mix(x, params, step, cache, layer)
+        return params.project(values, "out"), cache
+
+    def mix(
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N D"], Any]:
+        """Project, convolve with the state, multiply."""
         assert step.recur is not None, "this model keeps a state; give SequenceOps with `recur`"
         b, c, u = jnp.split(params.project(x, "bcu"), 3, axis=-1)
         bias = params.get("conv_bias") if self.biased else None
         convolved, cache = step.recur(ConvInputs(b * u, params.get("conv")[:, 0], bias, self.shape), cache, layer)
-        return params.project(c * convolved, "out"), cache
+        return c * convolved, cache
