@@ -18,7 +18,7 @@ from routed_experts.layers.attention_variants import reference_variant, write_la
 from routed_experts.layers.gpu.attention import decode_attention, extend_attention
 from routed_experts.layers.gpu.kv_write import gpu_write
 from routed_experts.layers.gpu.linear import LinearTile, linear_in_place
-from routed_experts.layers.gpu.moe import TILES, MoeTiles, Tile, slot_outputs
+from routed_experts.layers.gpu.moe import MoeTiles, Tile, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.qk_norm_rope import prepare
 from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
@@ -479,7 +479,7 @@ def residual_product_case(seed, dim, outputs, *, parts, dtype, features=False) -
 
 
 SMALL_TILE = Tile(rows=16, out=16, inner=16, warps=4, stages=2)
-LISTS = MoeTiles(slots=2**31, gate_up=SMALL_TILE, down=SMALL_TILE)
+LISTS = MoeTiles(rows=2**31, gate_up=SMALL_TILE, down=SMALL_TILE)
 SLOTS = dataclasses.replace(LISTS, sorted_slots=False)
 KINDS = ("spread", "padding", "one hot expert", "few experts")
 
@@ -593,12 +593,12 @@ def large_cases() -> Iterator[Case]:
     half = jnp.bfloat16
     for rows in (1, 2, 7, 16, 37, 129, 256, 777, 2048):
         for kind in KINDS:
-            tiles = next(tiles for tiles in TILES if rows * 8 <= tiles.slots)
-            yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, tiles, half)
-    yield moe_case(1, (300, 3, 60, 1000, 72), "padding", next(tiles for tiles in TILES if tiles.slots >= 900), half)
+            yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, choose_tiles(rows * 8, 128), half)
+    yield moe_case(1, (300, 3, 60, 1000, 72), "padding", choose_tiles(900, 60), half)
+    for rows in (64, 256, 1024):  # Mixtral, narrower
+        yield moe_case(rows, (rows, 2, 8, 4096, 1792), "spread", choose_tiles(rows * 2, 8), half)
     for rows in (1, 7, 64, 256, 2048):  # GPT-OSS-20b
-        tiles = next(tiles for tiles in TILES if rows * 4 <= tiles.slots)
-        shape = (rows, 4, 32, 2880, 2880)
+        tiles, shape = choose_tiles(rows * 4, 32), (rows, 4, 32, 2880, 2880)
         yield moe_case(rows, shape, "padding", tiles, half, activation="clamped swiglu", biased=True)
     yield from large_router_cases()
     for rows in (1, 7, 16, 33, 64, 100, 256, 511):
@@ -614,7 +614,7 @@ def large_cases() -> Iterator[Case]:
         (16, (10, 512, 2048, 512), 512),
         (100, (8, 128, 4096, 1408), 1408),
     ):  # DeepSeek-V2-Lite, Qwen3-Next, GLM-4.5-Air
-        tiles = next(tiles for tiles in TILES if rows * shape[0] <= tiles.slots)
+        tiles = choose_tiles(rows * shape[0], shape[1])
         yield shared_case(rows, (rows, *shape), width, "padding", tiles, half)
     shape = {"heads": 32, "groups": 4, "head_dim": 128, "page": 16}
     rng = np.random.default_rng(0)
@@ -641,11 +641,11 @@ def large_cases() -> Iterator[Case]:
 
 
 def large_family_cases() -> Iterator[Case]:
-    """Attention of GPT-OSS-20b, Qwen3-Next and MiniMax-M2."""
+    """Attention of GPT-OSS-20b, Qwen3-Next, MiniMax-M2 and Gemma 4."""
     half, rng = jnp.bfloat16, np.random.default_rng(0)
-    gpt, qwen, minimax = (
+    gpt, qwen, minimax, gemma = (
         {"heads": heads, "groups": groups, "head_dim": head_dim, "page": 16}
-        for heads, groups, head_dim in ((64, 8, 64), (16, 2, 256), (48, 8, 128))
+        for heads, groups, head_dim in ((64, 8, 64), (16, 2, 256), (48, 8, 128), (16, 2, 512))
     )
     decoded = tuple((int(before), 1) for before in rng.integers(0, 1100, 40))
     prompts = ((0, 700), (300, 129), (0, 1), (90, 40))
@@ -654,7 +654,8 @@ def large_family_cases() -> Iterator[Case]:
             features = AttentionFeatures(window=window)
             seqs = Sequences(spans=spans, empty=3, **gpt)
             yield attention_case(31, seqs, decode=decode, features=features, sinks=True, stacked=True, dtype=half)
-        yield attention_case(32, Sequences(spans=spans, empty=3, **qwen), decode=decode, dtype=half)
+        for shape in (qwen, gemma):
+            yield attention_case(32, Sequences(spans=spans, empty=3, **shape), decode=decode, dtype=half)
         for shape, traits in (
             (minimax, StackTraits(qk_norm="whole")),
             (gpt, StackTraits(qk_norm="", interleaved=True)),

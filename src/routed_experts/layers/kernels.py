@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.layer_stack import LayerStackKernel
-from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend, reference_linear
 from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
@@ -119,8 +119,8 @@ class FusedSteps:
 
 
 def float32_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
-    """Rows in the dtype of the matrix times it; the result is float32."""
-    return jnp.dot(x.astype(matrix.dtype), matrix, preferred_element_type=jnp.float32)
+    """Rows in the dtype of the matrix times it; the result is float32, in full precision where the matrix is."""
+    return reference_linear(x, matrix[None], 0, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from routed_experts.layers.kernels import float32_product
+from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.tpu.linear import TOKEN_TILE, layered_linear
+from support.tpu_aot import compile_tpu, tpu_mesh
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -37,3 +40,16 @@ def test_a_transposed_array_of_one_layer_is_multiplied():
     x, table = rng.standard_normal((4, 8)).astype(np.float32), rng.standard_normal((11, 8)).astype(np.float32)
     out = RUN(jnp.asarray(x), jnp.asarray(table).T[None], 0, jnp.float32)
     np.testing.assert_allclose(out, x @ table.T, atol=1e-5)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_products_with_a_float32_matrix_keep_its_precision(dtype):
+    """A router's: an accelerator's default would round it to bfloat16 or TF32, and decide near ties otherwise."""
+    x, router = jax.ShapeDtypeStruct((16, 256), dtype), jax.ShapeDtypeStruct((3, 256, 128), "float32")
+    for product in (lambda x, w: reference_linear(x, w, 1, jnp.float32), lambda x, w: float32_product(x, w[1])):
+        text = compile_tpu(product, x, router, mesh=tpu_mesh("v5e")).as_text()
+        assert "operand_precision={highest,highest}" in text
+    half = jax.ShapeDtypeStruct((3, 256, 128), "bfloat16")
+    text = compile_tpu(lambda x, w: float32_product(x, w[1]), x, half, mesh=tpu_mesh("v5e")).as_text()
+    assert "operand_precision={highest,highest}" not in text

@@ -41,9 +41,11 @@ from routed_experts.layers.gpu.paged_softmax import (
 from routed_experts.layers.gpu.qk_norm_rope import FEATURES, prepare
 from routed_experts.layers.gpu.ragged import find_tile, most_tiles
 
-EXTEND_ROWS, EXTEND_KEYS, EXTEND_WARPS, EXTEND_STAGES = 128, 64, 8, 3
+# (head dims up to, rows of a tile, keys of a step, warps, stages): measured best on an H200 at 16 prompts of 1,024
+EXTEND_STEPS = ((64, 128, 64, 8, 3), (128, 64, 32, 4, 2), (256, 128, 64, 8, 2), (2**31, 64, 32, 8, 2))
 # (requests up to, keys of a step, warps, stages): measured best on an H200 at 32/4 heads of 128
 DECODE_STEPS = ((8, 32, 4, 3), (32, 64, 4, 3), (128, 128, 4, 2), (2**31, 64, 2, 2))
+WIDE_KEYS = 32  # at most, of heads of more than 256 dims: shared memory holds the keys and values of all stages
 Sinks = tuple[Float[Array, "R H"], Int[Array, ""]]  # of all layers of the stack, and the layer
 PLAIN = AttentionFeatures()
 
@@ -149,6 +151,7 @@ def decode_attention(
     splits = splits or choose_splits(num_rows, groups, most_visible(batch, pool.shape[1], features))
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
+    keys = min(keys, WIDE_KEYS) if dim > 256 else keys
     kernel = functools.partial(
         _decode,
         share=share,
@@ -233,14 +236,15 @@ def extend_attention(
 ) -> Float[Array, "N H C"]:
     """Any number of query tokens a request. Rows of padding are not written. `sinks`: in a stack; else those of
     `features`."""
-    (num_tokens, heads, _), groups = queries.shape, pool.shape[2] // 2
+    (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
     share, extra = heads // groups, _sink_arrays(features, sinks)
-    tile = max(1, EXTEND_ROWS // power_of_two(share))
+    rows, keys, warps, stages = next(row[1:] for row in EXTEND_STEPS if dim <= row[0])
+    tile = max(1, rows // power_of_two(share))
     kernel = functools.partial(
         _extend,
         share=share,
         tile=tile,
-        keys=scaled_step(EXTEND_KEYS, pool.dtype),
+        keys=scaled_step(keys, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
@@ -248,7 +252,7 @@ def extend_attention(
         kernel,
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid=(groups, most_tiles(num_tokens, batch.seq_lens.shape[0], tile)),
-        compiler_params=plgpu.CompilerParams(num_warps=EXTEND_WARPS, num_stages=EXTEND_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="extend_attention",
     )(

@@ -24,7 +24,8 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests."""
 
     def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
-        return slot_outputs(call, choose_tiles(call.ids.size), shared, stride=call.num_experts, interpret=interpret)
+        tiles = choose_tiles(call.ids.size, call.num_experts)
+        return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=interpret)
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(

@@ -39,9 +39,9 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
-    """What both products use up to `slots` slots. `sorted_slots` False: a slot is a tile."""
+    """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile."""
 
-    slots: int
+    rows: float
     gate_up: Tile
     down: Tile
     sorted_slots: bool = True
@@ -72,12 +72,16 @@ def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
     return Tile(rows=rows, out=out, inner=inner, warps=warps, stages=stages)
 
 
-# Measured best on an H200 at 128 experts of 2048 x 768, top-8, for 1, 16, 64, 256, 2048 and 16384 tokens.
+FEW_SLOTS = 16  # up to so many, nothing is sorted
+_UNSORTED = MoeTiles(rows=0, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False)
+# Measured best on an H200: 128 experts of 2048 x 768, top-8 (1 to 16384 tokens), 64 of 2048 x 1024, top-8, 32 of
+# 2880 x 2880, top-4, and 8 of 4096 x 14336, top-2 (64 and 256 tokens). Each tile of an expert's rows reads its weights.
 TILES = (
-    MoeTiles(slots=16, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False),
-    MoeTiles(slots=1024, gate_up=_tile(16, 128, 64, 4, 3), down=_tile(16, 256, 64, 4, 3)),
-    MoeTiles(slots=4096, gate_up=_tile(32, 128, 64, 4, 3), down=_tile(32, 256, 64, 4, 3)),
-    MoeTiles(slots=2**31, gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
+    MoeTiles(rows=8, gate_up=_tile(16, 128, 64, 4, 3), down=_tile(16, 256, 64, 4, 3)),
+    MoeTiles(rows=20, gate_up=_tile(32, 128, 64, 4, 3), down=_tile(32, 256, 64, 4, 3)),
+    MoeTiles(rows=48, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
+    MoeTiles(rows=256, gate_up=_tile(128, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
 )
 
 
@@ -295,9 +299,9 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     _with_shared_tile(static, shared_body)
 
 
-def choose_tiles(slots: int, table: tuple[MoeTiles, ...] = TILES) -> MoeTiles:
-    """The row of the table for this many slots."""
-    return next(row for row in table if slots <= row.slots)
+def choose_tiles(slots: int, num_experts: int) -> MoeTiles:
+    """The tiles for this many slots of so many experts."""
+    return _UNSORTED if slots <= FEW_SLOTS else next(tiles for tiles in TILES if slots <= tiles.rows * num_experts)
 
 
 def slot_outputs(
@@ -362,5 +366,5 @@ def slot_outputs(
 def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer."""
     num_rows, top_k = call.ids.shape
-    outputs = slot_outputs(call, choose_tiles(call.ids.size), interpret=interpret)
+    outputs = slot_outputs(call, choose_tiles(call.ids.size, call.num_experts), interpret=interpret)
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

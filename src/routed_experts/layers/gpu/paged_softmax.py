@@ -113,10 +113,10 @@ def most_visible(batch: PagedBatch, page_size: int, features: AttentionFeatures)
     return min(size for size in sizes if size)
 
 
-def choose_splits(num_requests: int, groups: int, most_keys: int) -> int:
-    """Splits of a request's keys, so that every multiprocessor has work; a power of two."""
+def choose_splits(num_requests: int, groups: int, most_keys: int, blocks: int = DECODE_BLOCKS) -> int:
+    """Splits of a request's keys, so that the grid has about so many blocks; a power of two."""
     splits = 1
-    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * SPLIT_KEYS < most_keys and splits < 64:
+    while num_requests * groups * splits * 2 <= blocks and splits * SPLIT_KEYS < most_keys and splits < 64:
         splits *= 2
     return splits
 

@@ -194,7 +194,7 @@ def prepare(
     groups, dim, traits = pool.shape[2] // 2, pool.shape[3], projected.traits
     qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
-    rows, angles = 1 if num_tokens <= 64 else 16, min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
+    rows, angles = 1 if num_tokens <= 64 else 4, min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
     sizes = _Sizes(
         heads=heads, groups=groups, frequencies=angles, rows=rows, stride=stride, eps=projected.eps, traits=traits
     )
@@ -207,7 +207,7 @@ def prepare(
         (jax.ShapeDtypeStruct((num_tokens, heads, dim), dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
         grid=(heads + 2 * groups, pl.cdiv(num_tokens, rows)),
         input_output_aliases={len(arrays) - 1: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=1 if rows == 1 else 4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="prepare",
     )(*arrays)
