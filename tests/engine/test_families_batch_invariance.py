@@ -79,10 +79,8 @@ def test_a_score_runs_the_experts_of_the_rollout_and_its_rows_give_back_the_logp
     scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner, lambda start: start())
     weights = lambda: (bench.runner.state, bench.runner.weight_version)  # noqa: E731
     live, forced = scorer.run(sequences, None, weights), scorer.run(sequences, records, weights)
-    # Both are log_softmax of one hidden state's logits, by two products: sums of 64 terms in another order, and of
-    # inputs that are rounded to bfloat16 at another place.
-    bound = 1e-5 if bench.runner.config.pool.dtype == jnp.float32 else 2e-2
     for prompt, output, record, scored, again in zip(PROMPTS, outputs, records, live, forced, strict=True):
         np.testing.assert_array_equal(scored.routed_experts.ids[: record.num_rows], record.ids)
         np.testing.assert_array_equal(scored.logprobs.view(np.int32), again.logprobs.view(np.int32))
-        np.testing.assert_allclose(again.logprobs[len(prompt) - 1 :], output.logprobs, atol=bound, rtol=0)
+        rollout = np.array(output.logprobs, np.float32)
+        np.testing.assert_array_equal(scored.logprobs[len(prompt) - 1 :].view(np.int32), rollout.view(np.int32))
