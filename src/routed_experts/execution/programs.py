@@ -118,10 +118,16 @@ def forward(
 
 
 def score_prompt(
-    state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
+    state: nnx.State[Any, Any],
+    hidden: Float[Array, "N D"],
+    targets: Int[Array, " N"],
+    *,
+    spec: ProgramSpec,
+    top: int = MAX_TOP_LOGPROBS,
 ) -> Int32[Array, "N columns"]:
-    """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
+    """Logprobs of each token's successor in the prompt: logprob bits, T = min(`top`, V) top ids, bits of T top
+    logprobs."""
     head, kernels = nnx.merge(spec.graphdef, state).lm_head(), spec.kernels
-    top = min(MAX_TOP_LOGPROBS, head.vocab_size)
+    top = min(top, head.vocab_size)
     scored = prompt_logprobs(hidden, head, targets, top=top, product=kernels.prompt_head, kernel=kernels.logprobs)
     return jnp.concatenate([bitcast_int32(scored.target)[:, None], scored.top_ids, bitcast_int32(scored.top)], axis=1)
