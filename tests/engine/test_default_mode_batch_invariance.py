@@ -2,8 +2,8 @@
 other requests of a step, on arrivals, on how its prompt is cut, on the contents of the prefix cache, nor on the padded
 sizes.
 
-In bfloat16 and in float32, with a dense first layer; test_families_batch_invariance.py has the families. Requests of a
-step are sampled by one kernel: greedy steps have another, whose logprobs are rounded differently."""
+In bfloat16 and in float32, with a dense first layer; test_families_batch_invariance.py has the families, and greedy
+requests beside sampled ones."""
 
 import tempfile
 

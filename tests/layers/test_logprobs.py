@@ -1,17 +1,28 @@
 """Log probabilities against SciPy in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from routed_experts.layers.logprobs import prompt_logprobs, token_logprobs, top_logprobs
+from routed_experts.layers.lm_head import LmHead
+from routed_experts.layers.logprobs import prompt_logprobs, ranked_logprobs, token_logprobs
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, sample
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-PROMPT = jax.jit(prompt_logprobs, static_argnames="top")
+
+@functools.partial(jax.jit, static_argnames="top")
+def score_prompt(hidden, head, targets, top):
+    return prompt_logprobs(hidden, LmHead(matrix=head), targets, top=top)
+
+
+def top_logprobs(logits, k):
+    """The best tokens of each row; the first token's logprob is not read."""
+    return ranked_logprobs(logits, jnp.zeros(logits.shape[0], jnp.int32), k)[1:]
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
@@ -64,7 +75,7 @@ def test_prompt_logprobs_are_those_of_the_whole_product(num_tokens: int, top: in
     rng = np.random.default_rng(num_tokens)
     hidden, head = rng.normal(0, 1, (num_tokens, 24)).astype(np.float32), rng.normal(0, 1, (24, 91)).astype(np.float32)
     targets = rng.integers(0, 91, num_tokens).astype(np.int32)
-    got = PROMPT(jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets), top=top)
+    got = score_prompt(jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(targets), top=top)
     expected = log_softmax(hidden.astype(np.float64) @ head, axis=-1)
     np.testing.assert_allclose(got.target, expected[np.arange(num_tokens), targets], rtol=1e-5, atol=1e-5)
     assert got.top.shape == got.top_ids.shape == (num_tokens, top)
@@ -79,9 +90,9 @@ def test_a_prompt_row_has_the_same_bits_however_long_the_prompt_is() -> None:
         jnp.asarray(rng.normal(0, 1, (64, 313)), jnp.float32),
     )
     targets = jnp.asarray(rng.integers(0, 313, 130), jnp.int32)
-    whole = PROMPT(hidden, head, targets, top=3)
+    whole = score_prompt(hidden, head, targets, top=3)
     for length in (1, 100):
-        part = PROMPT(hidden[:length], head, targets[:length], top=3)
+        part = score_prompt(hidden[:length], head, targets[:length], top=3)
         jax.tree.map(
             lambda got, expected, length=length: np.testing.assert_array_equal(got, expected[:length]), part, whole
         )
@@ -89,13 +100,13 @@ def test_a_prompt_row_has_the_same_bits_however_long_the_prompt_is() -> None:
 
 def test_prompt_logprobs_never_hold_a_whole_row_by_vocabulary_array() -> None:
     shapes = jax.ShapeDtypeStruct((4096, 16), jnp.float32), jax.ShapeDtypeStruct((16, 5000), jnp.float32)
-    compiled = PROMPT.lower(*shapes, jax.ShapeDtypeStruct((4096,), jnp.int32), top=20).compile()
+    compiled = score_prompt.lower(*shapes, jax.ShapeDtypeStruct((4096,), jnp.int32), top=20).compile()
     whole = 4096 * 5000 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 8
 
 
 def test_prompt_logprobs_take_bfloat16_weights_and_answer_in_float32() -> None:
-    got = PROMPT(jnp.ones((3, 8), jnp.bfloat16), jnp.ones((8, 11), jnp.bfloat16), jnp.zeros(3, jnp.int32), top=2)
+    got = score_prompt(jnp.ones((3, 8), jnp.bfloat16), jnp.ones((8, 11), jnp.bfloat16), jnp.zeros(3, jnp.int32), top=2)
     assert got.target.dtype == got.top.dtype == jnp.float32
     np.testing.assert_allclose(got.target, np.full(3, -np.log(11)), rtol=1e-6)
 

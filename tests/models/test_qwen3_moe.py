@@ -189,7 +189,7 @@ def test_a_dense_model_has_no_ids(model):
 def test_a_tied_head_is_the_embedding(model):
     tied = FamilyDecoder(read(tie_word_embeddings=True, num_hidden_layers=1), rngs=nnx.Rngs(0), dtype=jnp.float32)
     assert tied.head is None
-    assert np.array_equal(tied.lm_head(), tied.embed[...].T)
+    assert np.array_equal(tied.lm_head().columns, tied.embed[...].T)
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32)
     np.testing.assert_allclose(tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5)
-    assert model.head is not None and model.lm_head().shape == (64, 313)
+    assert model.head is not None and model.lm_head().columns.shape == (64, 313)

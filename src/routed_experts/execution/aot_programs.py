@@ -105,6 +105,7 @@ def _sampler_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> S
         row_words=row_words,
         raw_logprobs=spec.raw_logprobs,
         greedy_kernel=greedy_kernel,
+        logprobs=spec.kernels.logprobs,
     )
 
 

@@ -113,17 +113,21 @@ def forward(
         words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.count_experts(counts, paged.valid, batch.generated)
     rerouting = None if capture is None else capture.rerouting
-    logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.with_logits else None
+    logits = model.logits(batch.of_last_tokens(hidden), product=spec.kernels.lm_head) if spec.with_logits else None
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
 
 
 def score_prompt(
-    state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
+    state: nnx.State[Any, Any],
+    hidden: Float[Array, "N D"],
+    targets: Int[Array, " N"],
+    *,
+    spec: ProgramSpec,
+    top: int = MAX_TOP_LOGPROBS,
 ) -> Int32[Array, "N columns"]:
-    """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
-    model = nnx.merge(spec.graphdef, state)
-    head, bias = model.lm_head(), None if model.head_bias is None else model.head_bias[...]
-    top = min(MAX_TOP_LOGPROBS, head.shape[1])
-    softcap, group = model.config.logit_softcap, spec.kernels.group
-    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, softcap=softcap, group=group)
+    """Logprobs of each token's successor in the prompt: logprob bits, T = min(`top`, V) top ids, bits of T top
+    logprobs."""
+    head, kernels = nnx.merge(spec.graphdef, state).lm_head(), spec.kernels
+    top = min(top, head.vocab_size)
+    scored = prompt_logprobs(hidden, head, targets, top=top, product=kernels.prompt_head, kernel=kernels.logprobs)
     return jnp.concatenate([bitcast_int32(scored.target)[:, None], scored.top_ids, bitcast_int32(scored.top)], axis=1)

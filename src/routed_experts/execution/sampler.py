@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
 from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
-from routed_experts.layers.logprobs import bitcast_int32, token_logprobs, top_logprobs
+from routed_experts.layers.logprobs import LogprobsKernel, bitcast_int32, ranked_logprobs, token_logprobs
 from routed_experts.layers.sampling import Penalties, penalize, sample
 
 GreedyKernel = Callable[
@@ -29,13 +29,15 @@ GreedyKernel = Callable[
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
     """Static parameters of a sampler program. `row_words`: words of a row of experts that follow the metadata and leave
-    with each token. `greedy_kernel`: a kernel for the greedy choice, None: array code."""
+    with each token. `greedy_kernel`: a kernel for the greedy choice, None: array code. `logprobs`: of tokens that
+    other modes chose."""
 
     mode: SamplingMode
     num_requests: int
     row_words: int
     raw_logprobs: bool
     greedy_kernel: GreedyKernel | None
+    logprobs: LogprobsKernel
 
 
 @jax.tree_util.register_dataclass
@@ -96,19 +98,20 @@ def sample_tokens(
             prompt_seen=full.counts.prompt,
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
-    if (
-        spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None
-    ):  # nothing was processed: raw logprobs and processed ones are the same
-        tokens, logprobs = spec.greedy_kernel(logits)
-        source = raw
+    top: list[Int32[Array, "B T"]] = []
+    if spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None:
+        tokens, logprobs = spec.greedy_kernel(
+            logits
+        )  # nothing was processed: raw logprobs and processed ones are equal
     else:
         tokens, processed = sample(logits, batch.sampling, spec.mode)
         source = raw if spec.raw_logprobs else processed
-        logprobs = token_logprobs(source, tokens)
-    columns = [tokens[:, None], bitcast_int32(logprobs)[:, None]]
-    if full is not None:
-        values, ids = top_logprobs(source)
-        columns += [ids, bitcast_int32(values)]
+        if full is None:
+            logprobs = token_logprobs(source, tokens, spec.logprobs)
+        else:
+            logprobs, values, ids = ranked_logprobs(source, tokens, kernel=spec.logprobs)
+            top = [ids, bitcast_int32(values)]
+    columns = [tokens[:, None], bitcast_int32(logprobs)[:, None], *top]
     if spec.row_words:
         columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.row_words, spec.num_requests).T)
     return last_tokens.at[batch.request_slots].set(tokens), jnp.concatenate(columns, axis=1)

@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.layer_stack import LayerStackKernel
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend, reference_linear
+from routed_experts.layers.lm_head import HeadProduct, TiedLinear
+from routed_experts.layers.logprobs import LogprobsKernel, log_softmax_at
 from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
@@ -142,8 +144,9 @@ class Kernels:
     """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own.
     `fused_layer` None: no fused kernels for steps of few tokens. `layer_stack` None: no kernel that runs all layers of
     a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
-    plain array code. `rows`: norms and gates of a layer that runs in pieces. `group`: the devices that share the
-    layers' work."""
+    plain array code. `logprobs`: of tokens of such rows, in the same bits. `tied_linear`: the product with a table of
+    embeddings in place; None: with its transpose. `rows`: norms and gates of a layer that runs in pieces. `group`: the
+    devices that share the layers' work."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
@@ -152,6 +155,8 @@ class Kernels:
     fused_layer: FusedSteps | None = None
     layer_stack: LayerStackKernel | None = None
     argmax: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
+    logprobs: LogprobsKernel = log_softmax_at
+    tied_linear: TiedLinear | None = None
     group: AxisGroup = SINGLE_DEVICE
 
     @property
@@ -160,9 +165,18 @@ class Kernels:
         return self.moe.batch_invariant
 
     @property
-    def lm_head(self) -> LinearBackend:
+    def lm_head(self) -> HeadProduct:
         """The product with the vocabulary matrix, whose rows are sharded."""
-        return row_parallel_linear(self.linear, self.group)
+        return self._head_product(self.linear)
+
+    @property
+    def prompt_head(self) -> HeadProduct:
+        """The same for blocks of a prompt's rows: `linear` where their bits are then those of a step's rows."""
+        return self._head_product(self.linear if self.linear.batch_invariant else REFERENCE_LINEAR)
+
+    def _head_product(self, linear: LinearBackend) -> HeadProduct:
+        tied = self.tied_linear if self.group.count == 1 else None
+        return HeadProduct(linear=row_parallel_linear(linear, self.group), tied=tied)
 
     def with_group(self, group: AxisGroup) -> "Kernels":
         """The same kernels on one device's share of the weights. Kernels that span an all-reduce are

@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearBackend:
     """A matrix product: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32.
-    `takes_stacked`: it takes the weights of the whole run; otherwise it takes one layer's [1 D O] and layer 0."""
+    `takes_stacked`: it takes the weights of the whole run; otherwise it takes one layer's [1 D O] and layer 0.
+    `batch_invariant`: a row's bits do not depend on the number of rows, nor on the others."""
 
     name: str
     run: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""] | int, Any], Float[Array, "N O"]]
     takes_stacked: bool = False
+    batch_invariant: bool = False
 
 
 def reference_linear(

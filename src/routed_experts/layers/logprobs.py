@@ -2,19 +2,23 @@
 
 One formula, float32 log_softmax, of two sources: raw logprobs are of the model's logits; processed ones are of what
 `sampling.sample` returned (after penalties, temperature and filters; a dropped token has -inf). For greedy rows both
-are equal, unless penalised. Dims: B rows, N prompt tokens, D hidden, V vocabulary, T best tokens requested."""
+are equal, unless penalised. Dims: B rows, N prompt tokens, D hidden, V vocabulary, T tokens of a row."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
-from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
+from routed_experts.layers.lm_head import REFERENCE_HEAD, HeadProduct, LmHead
 
 MAX_TOP_LOGPROBS = 20
 _BLOCK_ROWS = 64
+
+# The log probabilities of given tokens of each row, ids in 0..V-1.
+LogprobsKernel = Callable[[Float[Array, "B V"], Int[Array, "B T"]], Float[Array, "B T"]]
 
 
 @jax.tree_util.register_dataclass
@@ -32,58 +36,58 @@ def bitcast_int32(x: Float[Array, "..."]) -> Int32[Array, "..."]:
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
+def log_softmax_at(logits: Float[Array, "B V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The LogprobsKernel of array code."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, tokens, axis=-1, mode="clip")
+
+
+def token_logprobs(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], kernel: LogprobsKernel = log_softmax_at
+) -> Float[Array, " B"]:
     """Return the log probability of one token per row. Ids are in 0..V-1."""
-    logprobs = _log_softmax(logits)
-    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1, mode="clip")[:, 0]
+    return kernel(logits, tokens[:, None])[:, 0]
 
 
-def top_logprobs(
-    logits: Float[Array, "B V"], k: int = MAX_TOP_LOGPROBS
-) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
-    """Return the best T = min(k, V) log probabilities of each row and their ids, best first, ties to the lower id."""
-    values, ids = lax.top_k(_log_softmax(logits), min(k, logits.shape[-1]))
-    return values, ids.astype(jnp.int32)
-
-
-def cap_logits(logits: Float[Array, "N V"], softcap: float) -> Float[Array, "N V"]:
-    """c tanh(logits / c) for a softcap c, which bounds them (Gemma 2, section 2); 0 for none."""
-    return jnp.tanh(logits / softcap) * softcap if softcap else logits
+def ranked_logprobs(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, " B"],
+    k: int = MAX_TOP_LOGPROBS,
+    kernel: LogprobsKernel = log_softmax_at,
+) -> tuple[Float[Array, " B"], Float[Array, "B T"], Int[Array, "B T"]]:
+    """Return the log probability of one token per row, and the best T = min(k, V) ones with their ids, best first, ties
+    to the lower id."""
+    best = lax.top_k(logits, min(k, logits.shape[-1]))[1].astype(jnp.int32)
+    logprobs = kernel(logits, jnp.concatenate([tokens[:, None], best], axis=1))
+    return logprobs[:, 0], logprobs[:, 1:], best
 
 
 def prompt_logprobs(
     hidden: Float[Array, "N D"],
-    head: Float[Array, "D V"],
+    head: LmHead,
     targets: Int[Array, " N"],
     *,
     top: int,
-    bias: Float[Array, " V"] | None = None,
-    softcap: float = 0.0,
-    group: AxisGroup = SINGLE_DEVICE,
+    product: HeadProduct = REFERENCE_HEAD,
+    kernel: LogprobsKernel = log_softmax_at,
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
-    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape for every N. With
-    a `group`, `head` is one device's rows [D/V, V]."""
+    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape for every N. Fewer
+    rows are a block of their own where the bits of the product and the kernel do not depend on how many they are."""
     num_tokens, width = hidden.shape
-    padding = -num_tokens % _BLOCK_ROWS
-    hidden_blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _BLOCK_ROWS, width)  # [N, D] -> [N/64, 64, D]
-    target_blocks = jnp.pad(targets, (0, padding)).reshape(-1, _BLOCK_ROWS)
+    block_rows = min(num_tokens, _BLOCK_ROWS) if product.linear.batch_invariant else _BLOCK_ROWS
+    padding = -num_tokens % block_rows
+    hidden_blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block_rows, width)  # [N, D] -> [N/64, 64, D]
+    target_blocks = jnp.pad(targets, (0, padding)).reshape(-1, block_rows)
 
     def of_block(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> PromptLogprobs:
         block_hidden, block_targets = block
-        own = group.local_columns(block_hidden, head.shape[0])
-        logits = group.all_reduce(jnp.matmul(own, head, preferred_element_type=jnp.float32))
-        logits = cap_logits(logits if bias is None else logits + bias.astype(jnp.float32), softcap)
-        best, best_ids = top_logprobs(logits, top)
-        return PromptLogprobs(target=token_logprobs(logits, block_targets), top=best, top_ids=best_ids)
+        target, best, best_ids = ranked_logprobs(head.logits(block_hidden, product), block_targets, top, kernel)
+        return PromptLogprobs(target=target, top=best, top_ids=best_ids)
 
     blocks = lax.map(of_block, (hidden_blocks, target_blocks))
     rows = num_tokens + padding
     return jax.tree.map(
         lambda leaf: leaf.reshape(rows, *leaf.shape[2:])[:num_tokens], blocks
     )  # [N/64, 64, ...] -> [N, ...]
-
-
-def _log_softmax(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -175,8 +175,6 @@ class BackendRegistry:
         if args.deterministic:
             _check_batch_invariant("moe_backend", args.moe_backend, kernels.batch_invariant)
             _check_batch_invariant("attention_backend", args.attention_backend, attention.batch_invariant)
-            # One rounding of greedy rows, beside sampled rows and without them: that of the sampler's array code.
-            kernels = dataclasses.replace(kernels, argmax=None)
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             text = f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs"
             raise CaptureUnsupportedError(

@@ -3,8 +3,8 @@
 Runs in the caller's thread over pages of its own, beside the requests and without the prefix cache. Scheduling is the
 engine's, with a queue that holds this call alone. Programs are compiled at a shape's first use. Where rows are
 recorded, live routing is a replay without valid rows: one program for both, so a replay of a score's own rows gives
-bitwise its logprobs. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K
-experts per token."""
+bitwise its logprobs. With batch-invariant kernels whose logprobs have one normaliser, those of a CPU, these are bitwise
+the rollout's. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K experts per token."""
 
 import dataclasses
 import functools
@@ -197,11 +197,11 @@ def _forward_on_all(
 
 
 def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec: ProgramSpec) -> Any:
-    """`score_prompt` in the same way."""
+    """`score_prompt` in the same way, without the best tokens."""
     leaves, tree = jax.tree.flatten(state)
 
     def run(leaves: Any, hidden: Any, targets: Any) -> Any:
-        return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec)
+        return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec, top=0)
 
     return shard_program(run, spec.mesh_specs, in_specs=(WEIGHTS, REPLICATED, REPLICATED), out_specs=REPLICATED)(
         leaves, hidden, targets

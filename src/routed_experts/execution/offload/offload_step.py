@@ -228,7 +228,7 @@ def offload_step(
     if capture is not None and counts is not None:
         counts = capture.count_experts(counts, paged.valid, batch.generated)
     last_hidden = batch.of_last_tokens(hidden)
-    logits = arrays.embed_head.logits(last_hidden, linear=program.kernels.lm_head) if program.with_logits else None
+    logits = arrays.embed_head.lm_head.logits(last_hidden, program.kernels.lm_head) if program.with_logits else None
     words = packed[: num_sampler_words(shape.num_requests)]
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts), residual.slot_counts
 

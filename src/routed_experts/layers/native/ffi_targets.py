@@ -21,6 +21,8 @@ HANDLERS = (
         "RexRecordingRouter",
         "RexLayerStack",
         "RexArgmax",
+        "RexLogprobs",
+        "RexTiedLinear",
     ),
     "RexSelect",
 )

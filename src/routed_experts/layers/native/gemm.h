@@ -130,7 +130,7 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
                            int64_t ldo) {
   for (int64_t r = 0; r < rows; r++) {
     vf sums = load(out + r * ldo, count);
-    for (int64_t d = 0; d < depth; d++) sums += x[r * ldx + d] * load(w + d * ldw, count);
+    for (int64_t d = 0; d < depth; d++) sums = add_product(sums, x + r * ldx + d, load(w + d * ldw, count));
     store(out + r * ldo, sums, count);
   }
 }

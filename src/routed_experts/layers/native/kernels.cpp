@@ -1,9 +1,9 @@
 // The XLA FFI handlers: check shapes and dtypes, then call the kernels in the headers beside this file.
 #include "attention_handlers.h"
-#include "argmax.h"
 #include "delta_handlers.h"
 #include "experts.h"
 #include "handlers.h"
+#include "head_handlers.h"
 #include "host_expert_handlers.h"
 #include "linear.h"
 #include "qk_norm_rope.h"
@@ -88,16 +88,6 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
       return ffi::Error::Success();
     });
   });
-}
-
-ffi::Error run_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Result<ffi::Buffer<ffi::S32>> tokens,
-                      ffi::Result<ffi::Buffer<ffi::F32>> logprobs) {
-  const auto rows = scores.dimensions();
-  if (int64_t(tokens->element_count()) != rows[0] || int64_t(logprobs->element_count()) != rows[0] || rows[1] < 1)
-    return mismatch("scores are [B, V], tokens and logprobs [B]");
-  Team team(pool);
-  argmax_tokens(team, rows[0], rows[1], scores.typed_data(), tokens->typed_data(), logprobs->typed_data());
-  return ffi::Error::Success();
 }
 
 ffi::Error run_select(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> capacity,
@@ -322,6 +312,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexArgmax, rex::run_argmax,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLogprobs, rex::run_logprobs,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexTiedLinear, rex::run_tied_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSelect, rex::run_select,

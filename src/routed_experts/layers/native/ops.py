@@ -254,6 +254,20 @@ def native_argmax(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[
     return tokens, logprobs
 
 
+def native_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Log probabilities of tokens of each row, with the normaliser of `native_argmax`; a row with NaN gives NaN."""
+    assert register_ffi_targets()
+    run = jax.ffi.ffi_call("RexLogprobs", jax.ShapeDtypeStruct(tokens.shape, jnp.float32))
+    return run(logits.astype(jnp.float32), tokens.astype(jnp.int32))
+
+
+def native_tied_linear(x: Float[Array, "N D"], table: Float[Array, "V D"]) -> Float[Array, "N V"]:
+    """Rows times the transpose of the table, which is read in place; the result is float32."""
+    assert register_ffi_targets()
+    run = jax.ffi.ffi_call("RexTiedLinear", jax.ShapeDtypeStruct((x.shape[0], table.shape[0]), jnp.float32))
+    return run(x, table)
+
+
 def native_rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0
 ) -> Float[Array, "... D"]:
@@ -288,7 +302,7 @@ def native_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float
     return native_linear(x.astype(matrix.dtype), matrix[None], 0, jnp.float32)
 
 
-_LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True)
+_LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True, batch_invariant=True)
 NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts, features=ALL_EXPERTS, batch_invariant=True),
     linear=_LINEAR,
@@ -296,6 +310,8 @@ NATIVE_KERNELS = Kernels(
     router=FusedRouter(name="native", run=native_router, linear=_LINEAR, supports=lambda spec: True),
     layer_stack=NATIVE_LAYER_STACK,
     argmax=native_argmax,
+    logprobs=native_logprobs,
+    tied_linear=native_tied_linear,
 )
 NATIVE_ATTENTION = AttentionBackend(
     name="native",

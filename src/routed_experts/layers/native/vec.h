@@ -116,26 +116,31 @@ inline void store_upto(T* p, vf v, int64_t count) {
   if (count >= kLanes) store(p, v); else store(p, v, count);
 }
 
-// sums + x * column, of floats or of pairs, both products of which are added in float32: by one instruction, where the processor has it
+// sums + a * b, of floats or of pairs, both products of which are added in float32: by one instruction, where the processor has it
 // (which takes subnormal numbers for 0).
 #if defined(__FMA__) && !defined(__AVX512F__)
-inline vf add_product(vf sums, const float* x, vf column) {  // by name: GCC would multiply and add apart in some loops, and round twice
-  return (vf)_mm256_fmadd_ps(_mm256_broadcast_ss(x), (__m256)column, (__m256)sums);
+inline vf add_products(vf sums, vf a, vf b) {  // by name: GCC would multiply and add apart in some loops, and round twice
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
 }
+#else
+inline vf add_products(vf sums, vf a, vf b) { return sums + a * b; }
+#endif
+#if defined(__AVX512BF16__)
+inline vf add_products(vf sums, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b); }
+#else
+inline vf add_products(vf sums, vu a, vu b) {
+  const vu high = vu{} + 0xffff0000u;
+  sums += (vf)(a & high) * (vf)(b & high);
+  return sums + (vf)(a << 16) * (vf)(b << 16);
+}
+#endif
+// The same with one number of x, or one pair, in all lanes of a.
+#if defined(__FMA__) && !defined(__AVX512F__)
+inline vf add_product(vf sums, const float* x, vf column) { return add_products(sums, (vf)_mm256_broadcast_ss(x), column); }
 #else
 inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
 #endif
-#if defined(__AVX512BF16__)
-inline vf add_product(vf sums, const pair* x, vu column) {
-  return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(vu{} + x->bits), (__m512bh)column);
-}
-#else
-inline vf add_product(vf sums, const pair* x, vu column) {
-  const vu both = vu{} + x->bits, high = vu{} + 0xffff0000u;
-  sums += (vf)(both & high) * (vf)(column & high);
-  return sums + (vf)(both << 16) * (vf)(column << 16);
-}
-#endif
+inline vf add_product(vf sums, const pair* x, vu column) { return add_products(sums, vu{} + x->bits, column); }
 
 // Rows between memory and float scratch.
 template <class From, class To>

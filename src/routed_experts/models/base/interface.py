@@ -14,7 +14,7 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.lm_head import REFERENCE_HEAD, HeadProduct, LmHead
 from routed_experts.layers.recurrent import RecurrentInputs
 from routed_experts.layers.routing import ROUTED_IDS
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
@@ -112,11 +112,9 @@ class Decoder(Protocol):
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]: ...
 
-    def logits(
-        self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR
-    ) -> Float[Array, "N V"]: ...
+    def logits(self, hidden: Float[Array, "N D"], *, product: HeadProduct = REFERENCE_HEAD) -> Float[Array, "N V"]: ...
 
-    def lm_head(self) -> Float[Array, "D V"]: ...
+    def lm_head(self) -> LmHead: ...
 
 
 def slice_layers(routed: TokenRouting | None, first: int, count: int) -> tuple[Array, Array | None] | None:

@@ -14,8 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.layers.kernels import Kernels, RowKernels
-from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
-from routed_experts.layers.logprobs import cap_logits
+from routed_experts.layers.lm_head import REFERENCE_HEAD, HeadProduct, LmHead
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
@@ -54,14 +53,18 @@ class FamilyDecoder(nnx.Module):
         self.head = None if config.tie_embeddings else make((dim, vocab))
         self.head_bias = make((vocab,), 0.0) if config.head_bias else None
 
-    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
+    def logits(self, hidden: Float[Array, "N D"], *, product: HeadProduct = REFERENCE_HEAD) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
-        bias = None if self.head_bias is None else self.head_bias[...]
-        return cap_logits(lm_logits(hidden, self.lm_head(), bias, linear), self.config.logit_softcap)
+        return self.lm_head().logits(hidden, product)
 
-    def lm_head(self) -> Float[Array, "D V"]:
-        """The matrix that `logits` multiplies by."""
-        return self.embed[...].T if self.head is None else self.head[...]
+    def lm_head(self) -> LmHead:
+        """The weights that `logits` multiplies by."""
+        return LmHead(
+            matrix=self.embed[...] if self.head is None else self.head[...],
+            bias=None if self.head_bias is None else self.head_bias[...],
+            tied=self.head is None,
+            softcap=self.config.logit_softcap,
+        )
 
     def __call__(
         self,
@@ -199,14 +202,6 @@ def final_norm(
 def scale_logits(config: FamilyConfig, normed: Float[Array, "N D"]) -> Float[Array, "N D"]:
     """The input of the head from the normalised output of the last layer."""
     return normed * config.logit_scale if config.logit_scale != 1.0 else normed
-
-
-def lm_logits(
-    hidden: Float[Array, "N D"], head: Float[Array, "D V"], bias: Float[Array, " V"] | None, linear: LinearBackend
-) -> Float[Array, "N V"]:
-    """Logits of hidden states, float32."""
-    scores = linear.run(hidden, head[None], 0, jnp.float32)
-    return scores if bias is None else scores + bias.astype(jnp.float32)
 
 
 def _normed(

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.layers.expert_slots import ExpertTable
-from routed_experts.layers.linear import LinearBackend
-from routed_experts.models.decoder.decoder import FamilyDecoder, lm_logits
+from routed_experts.layers.lm_head import LmHead
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.sharding import DonatedBuffers
@@ -35,17 +35,22 @@ def is_expert(target: str) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedHeadArrays:
-    """The arrays before and after the layers. `head` None: embeddings are tied."""
+    """The arrays before and after the layers. `head` None: embeddings are tied. `softcap`: as in LmHead."""
 
     embed: Float[Array, "V D"]
     norm: Float[Array, " D"]
     norm_bias: Float[Array, " D"] | None
     head: Float[Array, "D V"] | None
     head_bias: Float[Array, " V"] | None
+    softcap: float = dataclasses.field(default=0.0, metadata={"static": True})
 
-    def logits(self, hidden: Float[Array, "B D"], *, linear: LinearBackend) -> Float[Array, "B V"]:
-        """Scores of the vocabulary, float32."""
-        return lm_logits(hidden, self.embed.T if self.head is None else self.head, self.head_bias, linear)
+    @property
+    def lm_head(self) -> LmHead:
+        """The weights that follow the layers."""
+        tied = self.head is None
+        return LmHead(
+            matrix=self.embed if self.head is None else self.head, bias=self.head_bias, tied=tied, softcap=self.softcap
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +193,7 @@ def _build(
             norm_bias=named.get("norm_bias"),
             head=named.get("head"),
             head_bias=named.get("head_bias"),
+            softcap=config.logit_softcap,
         ),
         layers=layers,
         tables=tables,
