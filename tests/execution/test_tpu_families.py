@@ -86,7 +86,7 @@ def kernels_of_parts(config):
         parts["attention"]["ragged_attention"] += not recurs
         parts["attention"]["prepare"] += isinstance(mixer, GroupedAttention) and not (mixer.gated or mixer.value_norm)
         parts["attention"]["write_rows"] += isinstance(mixer, LatentAttention)
-        parts["delta rule"]["delta_step"] += recurs
+        parts["delta rule"].update({"delta_step": recurs, "delta_chunks": recurs})
         parts["router"]["fused_router"] += sparse
         parts["experts"].update({"grid_steps": sparse, "fused_experts": sparse})
     return {part: counts for part, counts in parts.items() if counts.total()}
