@@ -26,10 +26,10 @@ The kernels say which features they have, and the layers say which they need (`m
 "fused run" neighbouring layers that follow one pattern and have equal sizes are one kernel. On CPU dense layers are
 part of it, before MoE layers or between them (`decoder_sparse_step` 2). On a GPU each MoE layer is a few kernels, for
 steps of up to 512 tokens; longer steps run layer by layer. "pieces" are the parts of a layer that have kernels of their
-own, where layers run one by one; `inspect` says "plain" where all is array code, which XLA compiles. On a TPU the
-kernel of the delta rule runs requests of one token; prompts run array code, chunk by chunk. The table is for one
-device, for `auto` backends, and for models as they are published; `routed-experts inspect MODEL` says it for a
-checkpoint.
+own, where layers run one by one; `inspect` says "plain" where all is array code, which XLA compiles. On a TPU the delta
+rule has a kernel for requests of one token and a kernel for prompts, which needs heads of whole 128 numbers. The table
+is for one device, for `auto` backends, and for models as they are published; `routed-experts inspect MODEL` says it for
+a checkpoint.
 
 | architecture | CPU | GPU | TPU |
 |---|---|---|---|

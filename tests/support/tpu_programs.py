@@ -26,6 +26,7 @@ from routed_experts.execution.sampler import TokenCounts
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.weight_format import weight_format
 from support.qwen3_configs import qwen3_config
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 
@@ -104,6 +105,7 @@ _FREE = frozenset(
 )
 # What may yield an array as large as the pool: names of a place, and a write of some rows into the pool itself.
 _IN_PLACE = frozenset({"parameter", "get-tuple-element", "bitcast", "fusion", "scatter", "dynamic-update-slice"})
+_REORDERS = frozenset({"copy", "transpose"})
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
@@ -114,7 +116,9 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
     config = world.config
     sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
-    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight_format(sharding, leaf.shape)), state
+    )
     named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
     kernels, attention = DEFAULT_BACKENDS.choose(
         ServerArgs(enable_return_routed_experts=capture, **named), config.needs, platform="tpu"
@@ -228,6 +232,20 @@ def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStru
         f"{opcode} {result}"
         for result, opcode in made
         if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))
+    ]
+
+
+def reordered_weights(program: jax.stages.Compiled) -> list[str]:
+    """Find what copies a large weight to put its dimensions in another order. A prefetch to VMEM is no such copy. A
+    program's argument `weights` has them."""
+    text = program.as_text() or ""
+    shapes = set(re.findall(r"%weights[\w.]* = \w+\[([\d,]*)\]\S* parameter\(", text))
+    assert shapes, "no argument of the name `weights`"
+    copies = (match for match in map(_INSTRUCTION.match, text.splitlines()) if match and match[2] in _REORDERS)
+    return [
+        f"{match[2]} {match[1]}"
+        for match in copies
+        if any(dims in shapes and _num_elements(dims) >= 1 << 20 for dims in _ARRAY.findall(match[1]))
     ]
 
 

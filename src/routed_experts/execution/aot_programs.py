@@ -16,6 +16,7 @@ from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, 
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
 from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.weight_format import shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +127,9 @@ def _flatten_weights(program: Callable[..., Any], tree: Any) -> Callable[..., An
 def abstract_inputs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape
 ) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are
-    compiled for."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding, which names the devices that are
+    compiled for, and their order in memory."""
+    shapes = jax.tree.map(shape_of, state)
     pool = global_shapes(
         config.pool.abstract, spec.mesh_specs, REPLICATED if spec.mesh_specs is None else spec.mesh_specs.pool
     )

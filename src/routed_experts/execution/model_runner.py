@@ -24,6 +24,7 @@ from routed_experts.execution.spmd import REPLICATED, sharded_zeros
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.sharding import DonatedBuffers, buffer_pointers
+from routed_experts.models.weight_format import format_of, shape_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 
@@ -191,9 +192,7 @@ class ModelRunner:
             for leaf in jax.tree.leaves(self._pool):
                 leaf.delete()
         if weights:
-            self._weights = [
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights
-            ]
+            self._weights = [shape_of(leaf) for leaf in self._weights]
             self._owned = _free_unserved(self._owned, [])
 
     def check_version(self, version: int) -> None:
@@ -251,7 +250,7 @@ def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStr
     owned = (
         leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     )  # the CPU device may keep a host array as it is, and so see its changes
-    copied = jax.device_put(owned, served.sharding)
+    copied = jax.device_put(owned, format_of(served))
     donated.copied(leaf, copied)
     return copied
 

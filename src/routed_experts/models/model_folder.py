@@ -28,6 +28,7 @@ from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.weight_loader import load
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
+from routed_experts.models.weight_format import placed
 
 LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another.
@@ -119,7 +120,7 @@ class ModelFolder:
         name of an array to its device; None: the default one. With `shards` each device reads its own part
         instead, and the arrays are global: the model runs only under shard_map."""
         if self.checkpoint is None:
-            put_array = None if shards is None else shards.put_array
+            put_array = (lambda _, array: placed(array)) if shards is None else shards.put_array
             build = functools.partial(FamilyDecoder, self.config, dtype=dtype)
             return dummy_model(lambda: build(rngs=nnx.Rngs(0)), device_for=device_for, put_array=put_array)
         graphdef, state = self._split(dtype)

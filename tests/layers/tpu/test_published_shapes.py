@@ -10,16 +10,18 @@ from jax import lax
 
 from routed_experts.layers.attention import FusedQKV, LatentQKV, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.layers.tpu.attention import ragged_attention
+from routed_experts.layers.tpu.delta_rule import recur
 from routed_experts.layers.tpu.experts import fused_experts
 from routed_experts.layers.tpu.latent_attention import attend_latent
 from routed_experts.layers.tpu.qk_norm_rope import prepare
 from routed_experts.layers.tpu.router import fused_router
 from support.tpu_aot import assert_in_place, compile_tpu, tpu_mesh
-from support.tpu_programs import whole_pool_operations
+from support.tpu_programs import kernels, operations, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -181,3 +183,35 @@ def test_latent_attention_leaves_the_pool_where_it_lies(chip, heads, decode):
     )
     assert_in_place(program, pool, max_temp_bytes=16 * MIB)
     assert whole_pool_operations(program, pool) == []
+
+
+DELTA = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_prompts_of_qwen3_next_run_one_kernel_and_leave_the_states_where_they_lie(chip):
+    num_tokens, requests, half, heads = 512, 16, jnp.bfloat16, DELTA.value_heads
+    conv, recurrent = S((3, 33, 3, DELTA.channels), half), S((3, 33, heads, 128, 128), jnp.float32)  # 198 MiB
+    gates = S((num_tokens, heads), jnp.float32)
+    inputs = DeltaInputs(S((num_tokens, DELTA.channels), half), gates, gates, S((DELTA.channels, 4), half), DELTA)
+    slots, fresh, starts = S((requests,), jnp.int32), S((requests,), jnp.bool_), S((requests + 1,), jnp.int32)
+
+    def run(states, inputs, layer, slots, fresh, starts):
+        read, states = recur(inputs, states, layer, slots, fresh, starts)
+        return states, read
+
+    program = compile_tpu(
+        run,
+        DeltaState(conv, recurrent),
+        inputs,
+        S((), jnp.int32),
+        slots,
+        fresh,
+        starts,
+        mesh=tpu_mesh(chip),
+        donate_argnums=0,
+    )
+    assert_in_place(program, recurrent, max_temp_bytes=16 * MIB)
+    assert whole_pool_operations(program, recurrent) == []
+    assert kernels(program) == {"delta_step": 1, "delta_chunks": 1}
+    assert operations(program).in_loops == 0, "chunks run one by one outside of the kernel"

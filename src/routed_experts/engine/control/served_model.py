@@ -19,6 +19,7 @@ from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
+from routed_experts.models.weight_format import placed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ def load_model(
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
         served = ServedModel.create(config, graphdef, abstract_state(state), shards)
-        return served, served.device_put(state)
+        return served, jax.tree.map(placed, state) if shards is None else served.device_put(state)
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
     arrays = abstract_state(state) if shards is None else source.shapes(computed)

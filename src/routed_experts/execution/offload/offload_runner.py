@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Format
 from jaxtyping import Array, Int32, Int64
 
 from routed_experts.core.errors import PlacementError
@@ -30,6 +31,7 @@ from routed_experts.execution.programs import ForwardOut
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.offload.offloaded_model import OffloadedModel, gather_host_rows, write_rows
+from routed_experts.models.weight_format import format_of
 
 _IN_FLIGHT = 8  # steps whose slot counts stay on the device until their copy to the host has ended
 
@@ -223,5 +225,12 @@ class OffloadRunner(ModelRunner):
 
 
 def _shapes(tree: Any) -> Any:
-    """Shapes and dtypes of arrays, without their devices: programs are compiled for the default one."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
+    """Shapes and dtypes of arrays, without their devices: programs are compiled for the default one. Those in an order
+    of their own keep it."""
+
+    def shape(array: Array) -> jax.ShapeDtypeStruct:
+        place = format_of(array)
+        own = place if isinstance(place, Format) else None
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=own)
+
+    return jax.tree.map(shape, tree)

@@ -1,21 +1,23 @@
 """The gated delta rule on TPU, on the states of all requests in place.
 
 A request of one token is a step of one kernel: some heads of its state are fetched by its slot, corrected, read and
-written back, once each. A request of several tokens runs chunk by chunk as array code (layers/delta_rule.py), on its
-own state alone. Heads are summed over in float32, without the matrix unit, which would round. Dims: N tokens, B
-requests, L layers, S slots, Q channels of the convolution, W its width, H value heads, K key dim, V value dim, J heads
-of a grid step."""
+written back, once each. Heads are summed over in float32, without the matrix unit, which would round. Requests of
+several tokens run chunk by chunk, in the kernel of delta_chunks.py; heads that are no whole rows of lanes as array code
+(layers/delta_rule.py). Dims: N tokens, B requests, L layers, S slots, Q channels of the convolution, W its width, H
+value heads, K key dim, V value dim, J heads of a grid step."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaState, convolve_step, run_chunks
+from routed_experts.layers.tpu import delta_chunks
 
 HEADS = 8  # of a grid step: whole tiles, where H is a multiple
 
@@ -45,11 +47,44 @@ def recur(
         (layer.reshape(1), slots, single.astype(jnp.int32), fresh.astype(jnp.int32)),
         interpret=interpret,
     )
-    target_slots = jnp.where(single, slots, states.conv.shape[1])  # past the last slot: written nowhere
-    states = DeltaState(states.conv.at[layer, target_slots].set(window[:, 1:], mode="drop"), recurrent)
+    outputs = jnp.zeros((num_tokens, shape.value_heads, shape.value_dim), jnp.float32)
+    outputs = outputs.at[jnp.where(single, at, num_tokens)].set(read, mode="drop")
+    if not delta_chunks.takes_chunks(shape):
+        target_slots = jnp.where(single, slots, states.conv.shape[1])  # past the last slot: written nowhere
+        states = DeltaState(states.conv.at[layer, target_slots].set(window[:, 1:], mode="drop"), recurrent)
+        return _run_chunks_plainly(inputs, states, (layer, slots, fresh, query_starts), outputs)
+    target_slots = jnp.where(lengths > 0, slots, states.conv.shape[1])
+    last = _last_inputs(inputs.mixed, conv, query_starts)
+
+    def run(outputs: Array, recurrent: Array) -> tuple[Array, Array]:
+        requests = (layer, slots, fresh, query_starts)
+        return delta_chunks.run_chunks(inputs, conv, outputs, recurrent, requests, interpret=interpret)
+
+    outputs, recurrent = lax.cond(jnp.any(lengths > 1), run, lambda *arrays: arrays, outputs, recurrent)
+    return outputs, DeltaState(states.conv.at[layer, target_slots].set(last, mode="drop"), recurrent)
+
+
+def _last_inputs(
+    mixed: Float[Array, "N Q"], conv: Float[Array, "B W1 Q"], query_starts: Int[Array, " B1"]
+) -> Float[Array, "B W1 Q"]:
+    """The last inputs of the convolution of each request: of its tokens, and before them those that it had."""
+    early = conv.shape[1]
+    place = (query_starts[1:] - query_starts[:-1])[:, None] + jnp.arange(early)  # among those it had, then its tokens
+    old = jnp.take_along_axis(conv, jnp.minimum(place, early - 1)[..., None], axis=1)
+    new = mixed[jnp.maximum(query_starts[:-1, None] + place - early, 0)].astype(conv.dtype)
+    return jnp.where((place < early)[..., None], old, new)
+
+
+def _run_chunks_plainly(
+    inputs: DeltaInputs,
+    states: DeltaState,
+    requests: tuple[Int[Array, ""], Int[Array, " B"], Bool[Array, " B"], Int[Array, " B1"]],
+    outputs: Float[Array, "N H V"],
+) -> tuple[Float[Array, "N H V"], DeltaState]:
+    """Requests of several tokens as array code, each on its own state."""
+    layer, slots, fresh, query_starts = requests
+    num_tokens = outputs.shape[0]
     chunk = min(CHUNK, num_tokens)
-    outputs = jnp.zeros((num_tokens + chunk, shape.value_heads, shape.value_dim), jnp.float32)
-    outputs = outputs.at[jnp.where(single, at, num_tokens)].set(jnp.where(single[:, None, None], read, 0.0))
 
     def read_slot(states: DeltaState, row: Int[Array, ""], number: Int[Array, ""]) -> DeltaState:
         begins = fresh[row] & (number == 0)
@@ -58,7 +93,8 @@ def recur(
     def write_slot(states: DeltaState, row: Int[Array, ""], own: DeltaState) -> DeltaState:
         return jax.tree.map(lambda leaf, part: leaf.at[layer, slots[row]].set(part), states, own)
 
-    outputs, states = run_chunks(inputs, query_starts, outputs, states, chunk=chunk, read=read_slot, write=write_slot)
+    padded = jnp.pad(outputs, ((0, chunk), (0, 0), (0, 0)))
+    outputs, states = run_chunks(inputs, query_starts, padded, states, chunk=chunk, read=read_slot, write=write_slot)
     return outputs[:num_tokens], states
 
 

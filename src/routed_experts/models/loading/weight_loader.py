@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int, Shaped
 
@@ -26,6 +27,7 @@ from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.load_plan import ShardRead, TensorRead, plan_reads, shard_boxes
 from routed_experts.models.sharding import ModelSharding
+from routed_experts.models.weight_format import weight_format
 
 
 def load(
@@ -40,10 +42,10 @@ def load(
 ) -> dict[str, jax.Array]:
     """Fill every target from its sources, cast to the target's dtype; `check` comes first.
 
-    A target is placed by its own `sharding`, else by the argument, else on the first device. With `shards` it is
-    sharded, and the result is the global array. Targets whose sources are all optional and absent are left out.
-    `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they
-    are in memory beside the weights."""
+    A target is placed by its own `sharding`, else by the argument, else on the first device; in the order of
+    `weight_format`. With `shards` it is sharded, and the result is the global array. Targets whose sources are all
+    optional and absent are left out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64
+    MiB, but 4 on CPU, where they are in memory beside the weights."""
     headers = checkpoint.names()
     grouped: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
@@ -65,7 +67,8 @@ def load(
     loader = _Loader(checkpoint, host_bytes, total, progress)
     loaded: dict[str, jax.Array] = {}
     for target, parts in plans.items():
-        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype)]
+        is_single = len(shardings[target].device_set) == 1
+        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype, is_single)]
         shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
         loaded[target] = jax.make_array_from_single_device_arrays(shape, shardings[target], filled)
     return loaded
@@ -84,8 +87,9 @@ class _Loader:
     in_flight: int = 0
     pending_writes: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, part: ShardRead, dtype: np.dtype) -> list[jax.Array]:
-        """Fill the part on each of its devices."""
+    def fill(self, part: ShardRead, dtype: np.dtype, is_single: bool) -> list[jax.Array]:
+        """Fill the part on each of its devices; a whole array of one device in the order of `weight_format`."""
+        places = [_place(device, part.shape) if is_single else device for device in part.devices]
         size = math.prod(part.shape) * dtype.itemsize
         if size <= self.host_bytes:
             self._reserve(size)
@@ -95,19 +99,22 @@ class _Loader:
                 tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
                     filled[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
-            return [jax.device_put(filled, device) for device in part.devices]
-        shards = [jnp.zeros(part.shape, _transfer_dtype(dtype, device), device=device) for device in part.devices]
+            return [jax.device_put(filled, place) for place in places]
+        shards = [
+            _zeros(part.shape, _transfer_dtype(dtype, device), place)
+            for device, place in zip(part.devices, places, strict=True)
+        ]
         by_shape: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
         for read in [chunk for tensor_read in part.reads for chunk in tensor_read.chunks(self.host_bytes // 2)]:
             by_shape[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
         for reads in by_shape.values():
             depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
             for first in range(0, len(reads), depth):
-                shards = self._write(shards, reads[first : first + depth], depth, dtype)
+                shards = self._write(shards, places, reads[first : first + depth], depth, dtype)
         return [_bitcast_back(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
     def _write(
-        self, shards: list[jax.Array], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
+        self, shards: list[jax.Array], places: list[Any], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
     ) -> list[jax.Array]:
         """Send one stack, always of `depth` rows so that it compiles once; rows past the last read are not looked
         at."""
@@ -117,9 +124,10 @@ class _Loader:
         for row, read in enumerate(reads):
             stack[row], starts[row] = self._read(read), read.start
         written: list[jax.Array] = []
-        for shard in shards:
+        for shard, place in zip(shards, places, strict=True):
             layout = reads[0].transpose, reads[0].shape, dtype
-            filled, written_marker = _write_pieces(shard, stack, starts, np.int32(len(reads)), *layout)
+            write = pieces_writer(place) if isinstance(place, Format) else _write_pieces
+            filled, written_marker = write(shard, stack, starts, np.int32(len(reads)), *layout)
             written.append(filled)
             self.pending_writes.append(written_marker)
         return written
@@ -138,6 +146,18 @@ class _Loader:
         self.in_flight += size
 
 
+def _place(device: Any, shape: tuple[int, ...]) -> Any:
+    """The device, or its place in an order that is not its own."""
+    place = weight_format(SingleDeviceSharding(device), shape)
+    return place if isinstance(place, Format) else device
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, place: Any) -> jax.Array:
+    if not isinstance(place, Format):
+        return jnp.zeros(shape, dtype, device=place)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
+
+
 def _transfer_dtype(dtype: np.dtype, device: Any) -> np.dtype:
     """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn
     the whole part into float32 and back for each stack."""
@@ -151,8 +171,7 @@ def _bitcast_back(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
     return jax.device_put(np.asarray(shard).view(dtype), device, may_alias=True)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5, 6))
-def _write_pieces(
+def _pieces_written(
     target: Shaped[Array, "..."],
     stack: Shaped[Array, "J ..."],
     starts: Int[Array, "J X"],
@@ -168,3 +187,12 @@ def _write_pieces(
         return lax.dynamic_update_slice(target, read, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
 
     return lax.fori_loop(0, count, write, target), count + 1
+
+
+_write_pieces = jax.jit(_pieces_written, donate_argnums=0, static_argnums=(4, 5, 6))
+
+
+@functools.cache
+def pieces_writer(place: Format) -> Any:
+    """`_write_pieces` into a target in an order that is not the device's own: jitted, its result would not have it."""
+    return jax.jit(_pieces_written, donate_argnums=0, static_argnums=(4, 5, 6), out_shardings=(place, None))

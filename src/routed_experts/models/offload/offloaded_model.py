@@ -23,6 +23,7 @@ from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.sharding import DonatedBuffers
+from routed_experts.models.weight_format import format_of
 
 _EXPERT_ARRAYS = ("gate_up", "down")
 
@@ -91,7 +92,7 @@ class OffloadedModel:
         for path, leaf in nnx.to_flat_state(state):
             array, target = leaf.get_raw_value(), arrays[path]
             owned = np.array(array) if isinstance(array, np.ndarray) else array  # the caller may change its own
-            copied = jax.device_put(owned, target.sharding)
+            copied = jax.device_put(owned, format_of(target))
             copied = copied if copied.dtype == target.dtype else copied.astype(target.dtype)
             donated.copied(array, copied)
             flat.append((path, leaf.replace(copied)))

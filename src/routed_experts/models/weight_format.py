@@ -1,0 +1,43 @@
+"""The order of a weight's dimensions in a device's memory.
+
+A TPU holds an array in tiles of 128 lanes, and by itself chooses the order that pads least. Of a weight of 2,880
+columns it puts another dimension innermost, and a program that reads rows then copies the whole weight in each step.
+Such weights are placed in the order of their dimensions; padding takes at most 127 columns. Programs are compiled for
+the formats that weights have. On several devices the order is the TPU's own."""
+
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+LANES = 128
+
+
+def weight_format(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | Format:
+    """Where a weight of this shape is placed, and in which order where the device's own choice may be another."""
+    is_ragged = len(shape) > 1 and shape[-1] > LANES and shape[-1] % LANES != 0
+    if not (is_ragged and len(sharding.device_set) == 1 and _is_tpu(sharding)):
+        return sharding
+    return Format(Layout(tuple(range(len(shape)))), sharding)
+
+
+def placed(array: Array) -> Array:
+    """The array in the order of `weight_format`: itself, where it has that or may keep its own."""
+    place = weight_format(array.sharding, array.shape)
+    return jax.device_put(array, place) if isinstance(place, Format) else array
+
+
+def format_of(leaf: Any) -> Any:
+    """Where an array is, or the shape of one, and in which order: of it the next weights and the programs are."""
+    return leaf.format if leaf.sharding is not None and _is_tpu(leaf.sharding) else leaf.sharding
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype, devices and order of an array, or of the shape of one."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=format_of(leaf))
+
+
+def _is_tpu(sharding: Sharding) -> bool:
+    return any(device.platform == "tpu" for device in sharding.device_set)
