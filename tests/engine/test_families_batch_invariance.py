@@ -3,8 +3,7 @@ of a request depends on that request alone, to the last bit, not on the rest of 
 prompt is cut, and greedy requests run beside sampled ones. `score` runs the experts that the rollout ran and gives its
 logprobs and those of its prompt, by the bit; so do the returned rows, played back.
 
-The families are one of each path and each feature. Ling 3.0 is not among them: its delta rule, where each channel has a
-decay of its own, is array code, whose sums depend on where a prompt is cut."""
+The families are one of each path and each feature."""
 
 import dataclasses
 import tempfile
@@ -23,10 +22,10 @@ SIZES = dict(page_size=8, context_length=128, precompile_bs_paddings=(1, 8), pre
 NEW_TOKENS = 6
 FAMILIES = (
     *("Qwen3Moe", "Mixtral", "Phimoe", "Qwen2Moe", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe"),
-    *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "Lfm2Moe", "HunYuanMoEV1", "Gemma4"),
+    *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "BailingHybrid", "Lfm2Moe", "HunYuanMoEV1", "Gemma4"),
 )
-# Two in pieces, which round between kernels, and three whose layers run in one kernel.
-IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "GptOss", "Qwen3Moe", "Mixtral")
+# Three in pieces, which round between kernels, and three whose layers run in one kernel.
+IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "BailingHybrid", "GptOss", "Qwen3Moe", "Mixtral")
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
     "three at once, in parts": dict(max_running_requests=3, chunked_prefill_size=7),

@@ -1,6 +1,7 @@
 """The native gated delta rule: against the loop in float64 and against array code, with states in place; a sequence's
 bits do not depend on its cuts nor on others."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from layers.test_delta_rule import SHAPE, loop, random_inputs
+from layers.test_delta_rule import SHAPES as LOOP_SHAPES
 from layers.test_native_batch_invariance import bits
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState, delta_ragged
 from routed_experts.layers.native.ops import native_delta
@@ -23,13 +25,14 @@ SHAPES = {
     "wide": DeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=144, width=3),
     "ragged": DeltaShape(key_heads=2, value_heads=2, key_dim=17, value_dim=37, width=2),
 }
+SHAPES |= {f"{name}, by channel": dataclasses.replace(shape, by_channel=True) for name, shape in SHAPES.items()}
 
 
 def make_inputs(shape, num_tokens, *, seed=0, dtype="float32"):
     rng = np.random.default_rng(seed)
     return DeltaInputs(
         jnp.asarray(rng.standard_normal((num_tokens, shape.channels)), dtype),
-        jnp.asarray(-rng.random((num_tokens, shape.value_heads)), jnp.float32),
+        jnp.asarray(-rng.random((num_tokens, shape.num_decays)), jnp.float32),
         jnp.asarray(rng.random((num_tokens, shape.value_heads)), jnp.float32),
         jnp.asarray(rng.standard_normal((shape.channels, shape.width)), dtype),
         shape,
@@ -71,10 +74,12 @@ CUTS = [
 ]
 
 
+@pytest.mark.parametrize("shape", LOOP_SHAPES.values(), ids=LOOP_SHAPES)
 @pytest.mark.parametrize("forgets", [0.01, 1.0, 40.0])
 @pytest.mark.parametrize(("lengths", "cuts"), CUTS)
-def test_steps_of_any_cut_are_the_loop_and_other_states_are_untouched(lengths, cuts, forgets):
-    inputs, first = random_inputs(np.random.default_rng(0), sum(lengths), forgets=forgets), np.cumsum((0, *lengths))
+def test_steps_of_any_cut_are_the_loop_and_other_states_are_untouched(lengths, cuts, forgets, shape):
+    inputs = random_inputs(np.random.default_rng(0), sum(lengths), forgets=forgets, shape=shape)
+    first = np.cumsum((0, *lengths))
     reads, states = feed(inputs, lengths, cuts, slots=(5, 2, 3))
     for i, read in enumerate(reads):
         np.testing.assert_allclose(read, loop(inputs, np.arange(first[i], first[i + 1])), atol=2e-5)
@@ -115,20 +120,36 @@ def test_bits_of_a_sequence_depend_neither_on_cuts_nor_on_others(name, dtype):
             np.testing.assert_array_equal(bits(leaf[1, (2, 6), ...]), bits(expected[1, (4, 1), ...]))
 
 
+@pytest.mark.parametrize("shape", LOOP_SHAPES.values(), ids=LOOP_SHAPES)
 @pytest.mark.parametrize("part", ["mixed", "decay", "beta"])
 @pytest.mark.parametrize("at", [0, 40, 70, 99])
-def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(part, at):
+def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(part, at, shape):
     cuts = ((80, 80), (20, 1), (0, 19))
-    inputs = random_inputs(np.random.default_rng(2), 200)
+    inputs = random_inputs(np.random.default_rng(2), 200, shape=shape)
     expected, whole = feed(inputs, (100, 100), cuts, slots=(0, 3))
     numbers = {name: getattr(inputs, name) for name in ("mixed", "decay", "beta")}
     numbers[part] = numbers[part].at[at].set(jnp.nan)
-    reads, left = feed(DeltaInputs(**numbers, kernel=inputs.kernel, shape=SHAPE), (100, 100), cuts, slots=(0, 3))
+    reads, left = feed(DeltaInputs(**numbers, kernel=inputs.kernel, shape=shape), (100, 100), cuts, slots=(0, 3))
     np.testing.assert_array_equal(reads[0][:at], expected[0][:at])
     np.testing.assert_array_equal(reads[1], expected[1])
     assert np.all(np.isnan(reads[0][at:]))
     np.testing.assert_array_equal(left.recurrent[1, 3], whole.recurrent[1, 3])
     assert not np.any(np.isfinite(left.recurrent[1, 0]))
+
+
+@pytest.mark.parametrize("at", [4, 11])
+def test_a_decay_of_one_channel_that_is_no_number_spoils_its_head_alone(at):
+    """At the last token, too: then the rows of other channels are spoiled by what the token adds."""
+    inputs = make_inputs(SHAPES["odd, by channel"], 12)
+    channel = inputs.shape.key_dim + 1  # of the second head
+    spoiled = dataclasses.replace(inputs, decay=inputs.decay.at[at, channel].set(jnp.nan))
+    ((expected,), whole), ((read,), left) = (feed(given, (12,), ((12,),), slots=(3,)) for given in (inputs, spoiled))
+    np.testing.assert_array_equal(np.delete(read, 1, axis=1), np.delete(expected, 1, axis=1))
+    np.testing.assert_array_equal(read[:at], expected[:at])
+    assert np.all(np.isnan(read[at:, 1]))
+    memory, clean = left.recurrent[LAYER, 3], whole.recurrent[LAYER, 3]
+    np.testing.assert_array_equal(np.delete(memory, 1, axis=0), np.delete(clean, 1, axis=0))
+    assert np.all(np.isnan(memory[1]))
 
 
 def test_a_request_that_starts_anew_reads_nothing_of_the_one_before():

@@ -165,8 +165,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Bailing hybrid",
             checkpoints="Ling 3.0, as transformers writes it",
             routing="as DeepseekV3ForCausalLM",
-            refused="`deterministic=True`; prefix caching (off by itself); compressed queries, fp8 weights; layers "
-            "that predict further tokens are not run",
+            refused="prefix caching (off by itself); compressed queries, fp8 weights; layers that predict further "
+            "tokens are not run",
             test="test_families.py[BailingHybrid]",
         ),
         "GptOssForCausalLM": Family(

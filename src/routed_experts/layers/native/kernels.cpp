@@ -283,7 +283,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexDeltaRule, rex::run_delta_rule,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("key_heads"));
+                                  .Attr<int64_t>("key_heads")
+                                  .Attr<bool>("by_channel"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLayerStack, rex::run_layer_stack,
                               ffi::Ffi::Bind()

@@ -204,6 +204,7 @@ def native_delta(
         slots,
         fresh,
         key_heads=np.int64(shape.key_heads),
+        by_channel=shape.by_channel,
     )
     return out, DeltaState(conv, recurrent)
 
@@ -321,5 +322,6 @@ NATIVE_ATTENTION = AttentionBackend(
     write=native_write,
     latent=native_latent,
     recur=native_delta,
+    recur_by_channel=True,
     batch_invariant=True,
 )
