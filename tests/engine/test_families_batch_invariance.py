@@ -23,7 +23,7 @@ FAMILIES = (
     *("Qwen3Moe", "Mixtral", "Phimoe", "Qwen2Moe", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe"),
     *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "Lfm2Moe", "HunYuanMoEV1", "Gemma4"),
 )
-IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "GptOss")  # two in pieces, which round between kernels, and a run of layers
+IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "Gemma4", "GptOss")  # three in pieces, and a run of layers
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
     "three at once, in parts": dict(max_running_requests=3, chunked_prefill_size=7),

@@ -143,7 +143,14 @@ class Kernels:
     `fused_layer` None: no fused kernels for steps of few tokens. `layer_stack` None: no kernel that runs all layers of
     a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
     plain array code. `rows`: norms and gates of a layer that runs in pieces. `group`: the devices that share the
-    layers' work."""
+    layers' work.
+
+    `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
+    dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
+    and in pieces alike: the inputs of a product with matrices of bfloat16, where the processor multiplies pairs (not of
+    routers, nor of the gate of shared experts); what is stored for later tokens, in the dtype of the pool (keys,
+    values, latent rows, inputs of a convolution); and the normalised output of the last layer, which has the weights'
+    dtype."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
@@ -153,6 +160,7 @@ class Kernels:
     layer_stack: LayerStackKernel | None = None
     argmax: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
     group: AxisGroup = SINGLE_DEVICE
+    stream_dtype: jnp.dtype | None = None
 
     @property
     def batch_invariant(self) -> bool:
