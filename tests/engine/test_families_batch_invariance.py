@@ -24,8 +24,8 @@ FAMILIES = (
     *("Qwen3Moe", "Mixtral", "Phimoe", "Qwen2Moe", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe"),
     *("Ernie4_5_Moe", "MiniMaxM2", "Llama4", "Qwen3Next", "BailingHybrid", "Lfm2Moe", "HunYuanMoEV1", "Gemma4"),
 )
-# Three in pieces, which round between kernels, and three whose layers run in one kernel.
-IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "BailingHybrid", "GptOss", "Qwen3Moe", "Mixtral")
+# Four in pieces, and three whose layers run in one kernel.
+IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "BailingHybrid", "Gemma4", "GptOss", "Qwen3Moe", "Mixtral")
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
     "three at once, in parts": dict(max_running_requests=3, chunked_prefill_size=7),

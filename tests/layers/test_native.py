@@ -22,6 +22,7 @@ from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import (
     native_attention,
+    native_exact_linear,
     native_experts,
     native_linear,
     native_qk_norm_rope,
@@ -238,8 +239,28 @@ def test_inputs_of_two_dtypes_are_an_error_and_not_read_as_one():
     call = random_call(23, (4, 2, 3, 16, 8), valid=np.ones(4, bool))
     with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ"):
         jax.block_until_ready(EXPERTS(dataclasses.replace(call, x=call.x.astype(jnp.bfloat16))))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ"):
-        jax.block_until_ready(LINEAR(call.x, jnp.zeros((1, 16, 8), jnp.bfloat16), 0, dtype=jnp.float32))
+    for x, weights in ((jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ"):
+            jax.block_until_ready(LINEAR(call.x.astype(x), jnp.zeros((1, 16, 8), weights), 0, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rows_of_float32_meet_weights_of_half_precision(dtype):
+    """An exact product does not round them; the others may, to bfloat16, before they multiply."""
+    rng, rounding = np.random.default_rng(31), 2.0**-8
+    x, weights = rng.standard_normal((5, 64)).astype(np.float32), jnp.asarray(rng.standard_normal((2, 64, 32)), dtype)
+    expected = x.astype(np.float64) @ np.asarray(weights[1], np.float64)
+    size = np.abs(x) @ np.abs(np.asarray(weights[1], np.float32))
+    exact = jax.jit(native_exact_linear, static_argnames="dtype")(x, weights, 1, dtype=jnp.float32)
+    assert np.max(np.abs(exact - expected) / size) < 1e-6
+    assert np.max(np.abs(LINEAR(x, weights, 1, dtype=jnp.float32) - expected) / size) < rounding
+    call = random_call(32, (9, 2, 4, 64, 32), valid=np.ones(9, bool))
+    wide = dataclasses.replace(call, gate_up=call.gate_up.astype(dtype), down=call.down.astype(dtype))
+    narrow = dataclasses.replace(wide, x=wide.x.astype(dtype))
+    kept, rounded = EXPERTS(wide), EXPERTS(narrow)
+    assert kept.dtype == jnp.float32 and rounded.dtype == dtype
+    errors = [np.abs(np.asarray(y, np.float64) - oracle(wide)) for y in (kept, rounded)]
+    assert np.max(errors[0]) < BOUNDS[dtype] and np.mean(errors[0]) < np.mean(errors[1])
 
 
 def test_steps_that_cannot_be_are_an_error_and_not_a_crash():

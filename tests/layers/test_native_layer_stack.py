@@ -218,7 +218,8 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a stack have one dtype"),
+        ({"arrays": {"gate_up": jnp.bfloat16}}, "the weights of a stack have one dtype"),
+        ({"x": jnp.bfloat16}, "the stream is float32, or has the dtype of the weights"),
         ({"positions": 10_000}, "query_starts or positions are outside the step or its page table"),
         ({"token_rows": 3}, "query_starts or positions are outside the step or its page table"),
         ({"page_table": 10_000}, "query_starts or positions are outside the step or its page table"),
@@ -230,7 +231,7 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
 )
 def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
     case = build_case()
-    attend = case.attend
+    attend, case = case.attend, dataclasses.replace(case, x=case.x.astype(change.get("x", case.x.dtype)))
     for name, new in change.get("arrays", {}).items():
         old = getattr(case.arrays, name)
         changed = old[new] if isinstance(new, slice) else old.astype(new)

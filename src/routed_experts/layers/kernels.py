@@ -146,7 +146,14 @@ class Kernels:
     a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
     plain array code. `logprobs`: of tokens of such rows, in the same bits. `tied_linear`: the product with a table of
     embeddings in place; None: with its transpose. `rows`: norms and gates of a layer that runs in pieces. `group`: the
-    devices that share the layers' work."""
+    devices that share the layers' work.
+
+    `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
+    dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
+    and in pieces alike: the inputs of a product with matrices of bfloat16, where the processor multiplies pairs (not of
+    routers, nor of the gate of shared experts); what is stored for later tokens, in the dtype of the pool (keys,
+    values, latent rows, inputs of a convolution); and the normalised output of the last layer, which has the weights'
+    dtype."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
@@ -158,6 +165,7 @@ class Kernels:
     logprobs: LogprobsKernel = log_softmax_at
     tied_linear: TiedLinear | None = None
     group: AxisGroup = SINGLE_DEVICE
+    stream_dtype: jnp.dtype | None = None
 
     @property
     def batch_invariant(self) -> bool:

@@ -80,10 +80,10 @@ class RunRouting:
 class LayerStackKernel:
     """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
     None, offsets, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
-    written; the spec is None where no layer has experts. It decides as the layers one by one, up to rounding: where
-    they round to a half precision, it may keep float32. `arrays` may be a tuple: the layers of a pattern, which
-    repeats. `supports`: the routers that it implements; `features`: what it takes beside plain layers; `attention`: the
-    backend whose page layout it reads."""
+    written; the spec is None where no layer has experts. It rounds where the layers one by one do on the same kernels
+    (`Kernels.stream_dtype`); the norm has the dtype of the weights. `arrays` may be a tuple: the layers of a pattern,
+    which repeats. `supports`: the routers that it implements; `features`: what it takes beside plain layers;
+    `attention`: the backend whose page layout it reads."""
 
     name: str
     attention: str

@@ -22,7 +22,7 @@ def rms_norm(
     inverse = jax.lax.rsqrt(group.all_mean(jnp.mean(wide * wide, axis=-1, keepdims=True)) + eps)
     if offset:
         return (wide * inverse * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
-    return (wide * inverse).astype(x.dtype) * scale
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
 def layer_norm(

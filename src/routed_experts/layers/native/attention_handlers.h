@@ -108,10 +108,9 @@ ffi::Error run_latent_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ff
                           interleaved, eps};
   const AttentionShape attention_shape{q[0], q[1], 1, shape.width(), table[0], table[1], kv[1], kv[3], rank, 0, 0, scale, nullptr};
   const PagedStep step{positions.typed_data(), query_starts.typed_data(), page_table.typed_data(), first_page.typed_data()[0]};
-  const ffi::DataType type = queries.element_type();
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
-  if (compressed.element_type() != type || norm.element_type() != type || up.element_type() != type || out->element_type() != type)
-    return mismatch("queries, compressed rows, their norm, the matrix and the result have one dtype");
+  if (compressed.element_type() != queries.element_type() || out->element_type() != queries.element_type() || norm.element_type() != up.element_type())
+    return mismatch("queries, compressed rows and the result have one dtype, and the norm of rows and the matrix");
   if (rotary < 0 || rotary % 2 != 0 || shape.key_dim < 1 || rows[0] != q[0] || up.dimensions()[0] != rank || up.dimensions()[1] != shape.up() ||
       kv[2] != 1 || kv[3] < shape.width() || int64_t(cos.element_count()) != q[0] * rotary / 2 || sin.element_count() != cos.element_count() ||
       int64_t(positions.element_count()) != q[0] || int64_t(token_rows.element_count()) != q[0] || int64_t(valid.element_count()) != q[0] ||
@@ -120,13 +119,14 @@ ffi::Error run_latent_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ff
   if (!inside(attention_shape, step, kv[0])) return ffi::Error::InvalidArgument(kOutsideStep);
   if (!writable(positions, token_rows, valid, page_table, kv[1], first_page.typed_data()[0], kv[0])) return ffi::Error::InvalidArgument(kOutsidePool);
   Team team(pool);
-  return dispatch_dtype(type, [&](auto from) {
-    using T = decltype(from);
-    const LatentInputs<T> inputs{at<T>(queries), at<T>(compressed), at<T>(norm), at<T>(up), cos.typed_data(), sin.typed_data(),
-                                 positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
+  return dispatch_rows(queries.element_type(), up.element_type(), [&](auto row, auto type) {
+    using X = decltype(row);
+    using T = decltype(type);
+    const LatentInputs<X, T> inputs{at<X>(queries), at<X>(compressed), at<T>(norm), at<T>(up), cos.typed_data(), sin.typed_data(),
+                                    positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
     return dispatch_dtype(cache.element_type(), [&](auto stored) {
       LentScratch scratch;
-      latent_attention(team, shape, attention_shape, step, inputs, *scratch.operator->(), at<decltype(stored)>(written), at<T>(out));
+      latent_attention(team, shape, attention_shape, step, inputs, *scratch.operator->(), at<decltype(stored)>(written), at<X>(out));
       return ffi::Error::Success();
     });
   });

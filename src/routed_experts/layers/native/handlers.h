@@ -40,4 +40,14 @@ ffi::Error dispatch_dtype(ffi::DataType dtype, Body&& body) {
   }
 }
 
+// Call `body` with values of the types of rows and of the weights that they meet. Rows are floats, or what the weights are.
+template <class Body>
+ffi::Error dispatch_rows(ffi::DataType rows, ffi::DataType weights, Body&& body) {
+  return dispatch_dtype(weights, [&](auto type) {
+    if (rows == ffi::F32) return body(float{}, type);
+    if (rows == weights) return body(type, type);
+    return mismatch("rows are float32, or have the dtype of the weights");
+  });
+}
+
 }  // namespace rex

@@ -23,8 +23,8 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0], false, Activation(activation)};
   const int64_t biases[] = {int64_t(gate_up_bias.element_count()), int64_t(down_bias.element_count())};
   const auto wide = gate_up.dimensions();
-  if (x.element_type() != gate_up.element_type() || down.element_type() != gate_up.element_type() || y->element_type() != x.element_type())
-    return mismatch("x, gate_up, down and y have one dtype");
+  if (down.element_type() != gate_up.element_type() || y->element_type() != x.element_type())
+    return mismatch("gate_up and down have one dtype, and x and y");
   if (wide[0] != second[0] || wide[1] != shape.hidden || wide[2] != 2 * shape.width || second[2] != shape.hidden)
     return mismatch("gate_up is [RE, D, 2F] and down [RE, F, D]");
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
@@ -35,27 +35,28 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
     return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the experts");
   if (activation < 0 || activation > int64_t(Activation::kTanhGelu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
-  return dispatch_dtype(gate_up.element_type(), [&](auto type) {
+  return dispatch_rows(x.element_type(), gate_up.element_type(), [&](auto row, auto type) {
+    using X = decltype(row);
     using T = decltype(type);
-    const bool known = experts<T>(team, shape, at<T>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up),
-                                  at<T>(down), at<T>(y),
-                                  ExpertBiases<T>{biases[0] ? at<T>(gate_up_bias) : nullptr, biases[1] ? at<T>(down_bias) : nullptr});
+    const bool known = experts(team, shape, at<X>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up), at<T>(down),
+                               at<X>(y), ExpertBiases<T>{biases[0] ? at<T>(gate_up_bias) : nullptr, biases[1] ? at<T>(down_bias) : nullptr});
     return known ? ffi::Error::Success() : ffi::Error::InvalidArgument("an expert id is outside 0..num_experts-1");
   });
 }
 
+// `exact`: rows are not rounded to the dtype of the weights.
 ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::Buffer<ffi::S32> layer,
-                      ffi::Result<ffi::AnyBuffer> y) {
+                      ffi::Result<ffi::AnyBuffer> y, bool exact) {
   const auto rows = x.dimensions(), stack = weights.dimensions();
   const int64_t index = layer.typed_data()[0];
-  if (x.element_type() != weights.element_type() || rows[1] != stack[1]) return mismatch("x is [N, D] and weights [R, D, O] of one dtype");
+  if (rows[1] != stack[1]) return mismatch("x is [N, D] and weights are [R, D, O]");
   if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
-  return dispatch_dtype(weights.element_type(), [&](auto type) {
+  return dispatch_rows(x.element_type(), weights.element_type(), [&](auto row, auto type) {
     using T = decltype(type);
     const T* matrix = at<T>(weights) + index * stack[1] * stack[2];
     return dispatch_dtype(y->element_type(), [&](auto out) {
-      linear(team, rows[0], rows[1], stack[2], at<T>(x), matrix, at<decltype(out)>(y));
+      linear(team, rows[0], rows[1], stack[2], at<decltype(row)>(x), matrix, at<decltype(out)>(y), exact);
       return ffi::Error::Success();
     });
   });
@@ -71,20 +72,20 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
   const QkNormRopeShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps, q[2]};
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
   if (kv[3] != q[2]) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
-  if (q_norm.element_type() != qkv.element_type() || k_norm.element_type() != qkv.element_type() ||
-      queries->element_type() != qkv.element_type() || norms[1] != q[2] || k_norm.dimensions()[1] != q[2] ||
+  if (k_norm.element_type() != q_norm.element_type() || queries->element_type() != qkv.element_type() || norms[1] != q[2] || k_norm.dimensions()[1] != q[2] ||
       int64_t(qkv.element_count()) != q[0] * (q[1] + kv[2]) * q[2] || int64_t(positions.element_count()) != q[0])
-    return mismatch("qkv [N, (H + 2G) C], norms [R, C] and queries have one dtype");
+    return mismatch("qkv [N, (H + 2G) C] and queries have one dtype, and norms [R, C]");
   if (int64_t(token_rows.element_count()) != q[0] || int64_t(valid.element_count()) != q[0]) return mismatch("token_rows and valid are [N]");
   if (!writable(positions, token_rows, valid, page_table, kv[1], shape.first_page, kv[0])) return ffi::Error::InvalidArgument(kOutsidePool);
   if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
-  return dispatch_dtype(qkv.element_type(), [&](auto type) {
+  return dispatch_rows(qkv.element_type(), q_norm.element_type(), [&](auto row, auto type) {
+    using X = decltype(row);
     using T = decltype(type);
-    const QkNormRopeInputs<T, T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
-                                  positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
+    const QkNormRopeInputs<X, T> inputs{at<X>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
+                                        positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
     return dispatch_dtype(cache.element_type(), [&](auto stored) {
-      qk_norm_rope(team, shape, inputs, at<T>(queries), at<decltype(stored)>(written));
+      qk_norm_rope(team, shape, inputs, at<X>(queries), at<decltype(stored)>(written));
       return ffi::Error::Success();
     });
   });
@@ -141,7 +142,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLinear, rex::run_linear,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("exact"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
                               ffi::Ffi::Bind()

@@ -23,9 +23,10 @@ struct LatentShape {
   int64_t block() const { return std::min(tokens, std::max(kLatentTokens, kLatentFloats / token_floats())); }
 };
 
-template <class T>
+template <class X, class T>
 struct LatentInputs {
-  const T *queries, *compressed, *norm, *up;  // [N, H, K + P], [N, R + P], [R], [R, H (K + V)]
+  const X *queries, *compressed;  // [N, H, K + P], [N, R + P]
+  const T *norm, *up;             // [R], [R, H (K + V)]
   const float *cos, *sin;                     // [N, P / 2]
   const int32_t *positions, *token_rows, *page_table;
   const bool* valid;
@@ -43,10 +44,10 @@ inline void rotate(const X* x, const float* cos, const float* sin, int64_t count
 }
 
 // A token's row into its slot.
-template <class T, class P>
-void write_latent_row(const LatentShape& s, const LatentInputs<T>& in, int64_t n, P* pool) {
+template <class X, class T, class P>
+void write_latent_row(const LatentShape& s, const LatentInputs<X, T>& in, int64_t n, P* pool) {
   if (!in.valid[n]) return;
-  const T* row = in.compressed + n * s.width();
+  const X* row = in.compressed + n * s.width();
   const int64_t at = in.positions[n], page = s.first_page + in.page_table[in.token_rows[n] * s.pages + at / s.page];
   P* slot = pool + (page * s.page + at % s.page) * s.row;
   vf squares = {};
@@ -61,10 +62,10 @@ void write_latent_row(const LatentShape& s, const LatentInputs<T>& in, int64_t n
 }
 
 // The queries of tokens first.. as floats, and their rotated parts behind where the others will be: `wide` and `queries` begin at `first`.
-template <class T>
-void widen_queries(Team& team, const LatentShape& s, const LatentInputs<T>& in, int64_t first, int64_t count, float* wide, float* queries) {
+template <class X, class T>
+void widen_queries(Team& team, const LatentShape& s, const LatentInputs<X, T>& in, int64_t first, int64_t count, float* wide, float* queries) {
   each_block(team, count, kLatentTokens, [&](int64_t begin, int64_t end) {
-    const T* from = in.queries + first * s.heads * s.query();
+    const X* from = in.queries + first * s.heads * s.query();
     convert(from + begin * s.heads * s.query(), wide + begin * s.heads * s.query(), (end - begin) * s.heads * s.query());
     for (int64_t i = begin * s.heads; i < end * s.heads; i++) {
       const int64_t angles = (first + i / s.heads) * s.rotary / 2;
@@ -74,8 +75,8 @@ void widen_queries(Team& team, const LatentShape& s, const LatentInputs<T>& in, 
 }
 
 // Tokens begin..end-1 of a block, of one head: columns c.. of their queries in the space of the rows. The matrix has these as rows: they are transposed.
-template <class T>
-void absorb(const LatentShape& s, const LatentInputs<T>& in, const float* wide, int64_t head, int64_t c, int64_t begin, int64_t end, float* queries) {
+template <class X, class T>
+void absorb(const LatentShape& s, const LatentInputs<X, T>& in, const float* wide, int64_t head, int64_t c, int64_t begin, int64_t end, float* queries) {
   thread_local Scratch scratch;
   const int64_t count = std::min(kAbsorbColumns, s.rank - c), padded = (count + kLanes - 1) / kLanes * kLanes;
   float* panel = scratch.floats(s.key_dim * padded);
@@ -93,8 +94,8 @@ void absorb(const LatentShape& s, const LatentInputs<T>& in, const float* wide, 
 }
 
 // The values of a block's tokens, whose first one is `out`'s.
-template <class T>
-void expand(Team& team, const LatentShape& s, const LatentInputs<T>& in, int64_t count, const float* mixed, T* out) {
+template <class X, class T>
+void expand(Team& team, const LatentShape& s, const LatentInputs<X, T>& in, int64_t count, const float* mixed, X* out) {
   const int64_t down = (count + kAbsorbRows - 1) / kAbsorbRows;
   team.each(s.heads * down, [&](int64_t i) {
     thread_local Scratch own;
@@ -107,9 +108,9 @@ void expand(Team& team, const LatentShape& s, const LatentInputs<T>& in, int64_t
 }
 
 // `out` [N, H, V].
-template <class T, class P>
-void latent_attention(Team& team, const LatentShape& s, AttentionShape attention_shape, const PagedStep& step, const LatentInputs<T>& in,
-                      Scratch& scratch, P* pool, T* out) {
+template <class X, class T, class P>
+void latent_attention(Team& team, const LatentShape& s, AttentionShape attention_shape, const PagedStep& step, const LatentInputs<X, T>& in,
+                      Scratch& scratch, P* pool, X* out) {
   const int64_t most = s.block(), across = (s.rank + kAbsorbColumns - 1) / kAbsorbColumns;
   float* wide = scratch.floats(most * s.token_floats());
   float *queries = wide + most * s.heads * s.query(), *mixed = queries + most * s.heads * s.width();

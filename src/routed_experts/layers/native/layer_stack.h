@@ -1,7 +1,6 @@
 // A stack of pre-norm layers, attention and experts or a dense network, as one kernel: the same loops as the handlers of their parts, one after another,
 // by one team. Padding tokens, which are last, are left out. Values between the weights stay float32 whatever the weights' dtype is:
-// half precision would cost conversions and save no space. The stream is rounded when it leaves the stack, keys and values to the
-// pool's dtype. Only inputs of a product with bfloat16 weights are rounded to that, except for routers.
+// half precision would cost conversions and save no space. What is rounded besides is told in layers/kernels.py (`stream_dtype`).
 // A stack repeats a pattern of one or more layers, each with traits and arrays of its own; arrays that a family has not are null.
 #pragma once
 #include <cmath>
@@ -208,13 +207,12 @@ void stack_experts(Team& team, const StackShape& s, const LayerTraits& traits, c
           ExpertBiases<T>{w.gate_up_bias, w.down_bias});  // ids of `route` are in range
 }
 
-// `x` [N, D] is the stream, updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
+// `a.stream` [N, D] is updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
 // `block` [M*K, stride] receives the ids of each layer with experts, or is null; `replay` are rows of all of those, [M, stride, K].
 template <class T, class P>
 void layer_stack(Team& team, const StackShape& s, const std::vector<LayerTraits>& traits, const std::vector<LayerArrays<T>>& arrays,
-                 const T* next_norm, const StackStep& in, const StackScratch& a, T* x, T* normed, P* cache, int32_t* block, int64_t stride,
+                 const T* next_norm, const StackStep& in, const StackScratch& a, T* normed, P* cache, int32_t* block, int64_t stride,
                  ReplayRows replay) {
-  convert(x, a.stream, s.tokens * s.hidden);
   add_and_norm(team, s, a.stream, Addend<T>{nullptr, nullptr}, arrays[0].input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
     const int64_t repeat = layer / s.pattern;
@@ -229,7 +227,6 @@ void layer_stack(Team& team, const StackShape& s, const std::vector<LayerTraits>
     add_and_norm(team, s, a.stream, Addend<T>{a.y, nullptr}, next, a.normed);
   }
   add_and_norm(team, s, a.stream, Addend<T>{a.y, nullptr}, next_norm, normed);
-  convert(a.stream, x, s.tokens * s.hidden);
 }
 
 }  // namespace rex

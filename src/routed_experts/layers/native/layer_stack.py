@@ -47,15 +47,19 @@ def native_layer_stack(
     offsets: StackOffsets,
     spec: RouterSpec | None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
-    """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is
-    0."""
+    """All layers of the run over the tokens of a step. The stream is float32, or has the dtype of the weights. Rows of
+    padding tokens keep their stream, and their norm is 0."""
     assert register_ffi_targets()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
     pattern, batch = arrays if isinstance(arrays, tuple) else (arrays,), attend.batch
     first = pattern[0]
     shared = {(layer.eps, layer.norm_offset, layer.residual_scale) for layer in pattern}
     assert len(shared) == 1, f"the layers of a stack share eps, norm_offset and residual_scale: {shared}"
-    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
+    results = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(x.shape, first.next_norm.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    ]
     layers = [array for layer in pattern for array in _layer_arrays(layer)]
     aliases = {_STREAM: 0, _POOL: 2}
     blocks = [] if block is None else [block]

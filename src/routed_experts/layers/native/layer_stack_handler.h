@@ -136,7 +136,7 @@ struct StackBuffers {
   }
 
   bool layer_dtypes_fit(int64_t position) const {
-    const ffi::DataType own = args[kX].element_type();
+    const ffi::DataType own = args[kNextNorm].element_type();
     for (int arg = 0; arg < kLayerArgs; arg++) {
       const ffi::DataType type = args[layer(position, arg)].element_type();
       if (arg == kSinks || arg == kSelectionBias ? type != ffi::F32 : type != own && !(arg == kRouter && type == ffi::F32)) return false;
@@ -146,9 +146,11 @@ struct StackBuffers {
 
   // The first mismatch of dtypes or shapes; "" if there is none.
   std::string fault(const StackShape& s, const std::vector<LayerTraits>& traits) const {
+    const ffi::DataType stream = args[kX].element_type();
     for (int64_t position = 0; position < pattern; position++)
-      if (!layer_dtypes_fit(position) || args[kNextNorm].element_type() != args[kX].element_type())
-        return "the stream and the weights of a stack have one dtype";
+      if (!layer_dtypes_fit(position)) return "the weights of a stack have one dtype";
+    if (stream != ffi::F32 && stream != args[kNextNorm].element_type()) return "the stream is float32, or has the dtype of the weights";
+    if (rets[kNormed].element_type() != args[kNextNorm].element_type()) return "the norm of the stream has the dtype of the weights";
     for (int arg : {kPositions, kTokenRows, kQueryStarts, kPageTable})
       if (args[arg].element_type() != ffi::S32) return "indices are int32";
     if (args[kCos].element_type() != ffi::F32 || args[kSin].element_type() != ffi::F32) return "angles are float32";
@@ -233,7 +235,9 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
   if (!trim_padding(s, traits, in)) return ffi::Error::InvalidArgument(kOutsideStep);
   int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
   Team team(pool);
-  return dispatch_dtype(b.args[kX].element_type(), [&](auto type) {
+  const int64_t count = s.tokens * s.hidden;
+  return dispatch_rows(b.args[kX].element_type(), b.args[kNextNorm].element_type(), [&](auto row, auto type) {
+    using X = decltype(row);
     using T = decltype(type);
     Arena measured(nullptr);
     StackScratch(measured, s, padded);
@@ -243,10 +247,11 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
     std::vector<LayerArrays<T>> arrays;
     for (int64_t position = 0; position < pattern; position++) arrays.push_back(b.arrays<T>(position));
     T* normed = b.out<T>(kNormed);
-    std::memset(static_cast<void*>(normed + s.tokens * s.hidden), 0, (padded - s.tokens) * s.hidden * sizeof(T));
+    std::memset(static_cast<void*>(normed + count), 0, (padded - s.tokens) * s.hidden * sizeof(T));
+    convert(b.out<X>(kStream), scratch.stream, count);
     return dispatch_dtype(b.args[kCache].element_type(), [&](auto stored) {
-      layer_stack(team, s, traits, arrays, b.in<T>(kNextNorm), in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block,
-                  padded, replay);
+      layer_stack(team, s, traits, arrays, b.in<T>(kNextNorm), in, scratch, normed, b.out<decltype(stored)>(kWritten), block, padded, replay);
+      convert(scratch.stream, b.out<X>(kStream), count);
       return ffi::Error::Success();
     });
   });

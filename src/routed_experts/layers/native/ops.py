@@ -22,7 +22,7 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32.
-    Biases have the dtype of the experts."""
+    Rows are float32, or have the dtype of the experts, which biases have."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
     ids, weights, first = (
@@ -31,7 +31,7 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
         call.first_expert.astype(jnp.int32),
     )
     biases = (
-        jnp.zeros(0, call.x.dtype) if bias is None else bias.astype(call.x.dtype)
+        jnp.zeros(0, call.gate_up.dtype) if bias is None else bias.astype(call.gate_up.dtype)
         for bias in (call.gate_up_bias, call.down_bias)
     )
     return run(
@@ -51,10 +51,23 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
 def native_linear(
     x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
-    """Columns are divided among the cores."""
+    """Columns are divided among the cores. Rows are float32, or have the dtype of the weights."""
+    return _native_linear(x, weights, layer, dtype, exact=False)
+
+
+def native_exact_linear(
+    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
+) -> Float[Array, "N O"]:
+    """The same of rows as they are, which are not rounded to bfloat16 where the weights are: for routers and gates."""
+    return _native_linear(x, weights, layer, dtype, exact=True)
+
+
+def _native_linear(
+    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any, *, exact: bool
+) -> Float[Array, "N O"]:
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
-    return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
+    return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1), exact=exact)
 
 
 def native_attention(
@@ -272,14 +285,14 @@ def native_tied_linear(x: Float[Array, "N D"], table: Float[Array, "V D"]) -> Fl
 def native_rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0
 ) -> Float[Array, "... D"]:
-    """Normalised rows in the dtype of `scale`, rounded once."""
+    """Normalised rows in x's dtype, rounded once."""
     return _native_norm(x, scale, jnp.zeros(0, scale.dtype), eps, offset)
 
 
 def native_layer_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "... D"]:
-    """Centred and normalised rows in the dtype of `scale`, rounded once."""
+    """Centred and normalised rows in x's dtype, rounded once."""
     return _native_norm(x, scale, bias, eps, 0.0)
 
 
@@ -287,7 +300,7 @@ def _native_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D0"], eps: float, offset: float
 ) -> Float[Array, "... D"]:
     assert register_ffi_targets()
-    run = jax.ffi.ffi_call("RexNorm", jax.ShapeDtypeStruct(x.shape, scale.dtype))
+    run = jax.ffi.ffi_call("RexNorm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return run(x, scale, bias, eps=np.float32(eps), offset=np.float32(offset))
 
 
@@ -299,20 +312,23 @@ def native_gated(x: Float[Array, "N 2F"], activation: str = "silu") -> Float[Arr
 
 
 def native_product(x: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
-    """Rows in the dtype of the matrix times it; the result is float32."""
-    return native_linear(x.astype(matrix.dtype), matrix[None], 0, jnp.float32)
+    """Rows of float32, or others in the dtype of the matrix, times it; the result is float32."""
+    rows = x if x.dtype == jnp.float32 else x.astype(matrix.dtype)
+    return native_exact_linear(rows, matrix[None], 0, jnp.float32)
 
 
 _LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True, batch_invariant=True)
+_EXACT_LINEAR = LinearBackend(name="native", run=native_exact_linear, takes_stacked=True, batch_invariant=True)
 NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts, features=ALL_EXPERTS, batch_invariant=True),
     linear=_LINEAR,
     rows=RowKernels(rms_norm=native_rms_norm, layer_norm=native_layer_norm, gated=native_gated, product=native_product),
-    router=FusedRouter(name="native", run=native_router, linear=_LINEAR, supports=lambda spec: True),
+    router=FusedRouter(name="native", run=native_router, linear=_EXACT_LINEAR, supports=lambda spec: True),
     layer_stack=NATIVE_LAYER_STACK,
     argmax=native_argmax,
     logprobs=native_logprobs,
     tied_linear=native_tied_linear,
+    stream_dtype=jnp.dtype(jnp.float32),
 )
 NATIVE_ATTENTION = AttentionBackend(
     name="native",

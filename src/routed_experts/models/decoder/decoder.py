@@ -84,7 +84,8 @@ class FamilyDecoder(nnx.Module):
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
-        carry, normed = (embed(config, self.embed[...], tokens, kernels.group), cache, capture), None
+        x = embed(config, self.embed[...], tokens, kernels.group, kernels.stream_dtype)
+        carry, normed = (x, cache, capture), None
         counts = LayerCounts()
         for block, arrays in zip(config.blocks, self.blocks, strict=True):
             kernel, normed = find_fused_path(config, block, step, routed), None
@@ -129,7 +130,7 @@ class FamilyDecoder(nnx.Module):
                 (first, stride), (first_moe, moe_stride) = cache_layers[index], moe_layers[index]
                 normed = apply_norm(config, x, "input_norm", params)
                 mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, first + repeat * stride)
-                x = add_to_stream(config, x, _output(config, layer, mixed, "mixer_norm", params))
+                x = add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params))
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
@@ -137,7 +138,7 @@ class FamilyDecoder(nnx.Module):
                     moe += 1
                 normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
                 y, capture = layer.feed.run(normed, params, step, replay, capture)
-                x = add_to_stream(config, x, _output(config, layer, y, "feed_norm", params))
+                x = add_to_stream(config, x, _output(config, layer, y, x.dtype, "feed_norm", params))
                 x = x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x
             return (x, cache, capture), None
 
@@ -145,10 +146,15 @@ class FamilyDecoder(nnx.Module):
 
 
 def embed(
-    config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], group: AxisGroup = SINGLE_DEVICE
+    config: FamilyConfig,
+    table: Float[Array, "V D"],
+    tokens: Int[Array, " N"],
+    group: AxisGroup = SINGLE_DEVICE,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "N D"]:
-    """Input of the first layer."""
+    """Input of the first layer, in `dtype`; None: in that of the table."""
     x = group.all_gather(jnp.take(table, tokens, axis=0))
+    x = x if dtype is None else x.astype(dtype)
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
 
@@ -176,10 +182,10 @@ def run_mixer(
 
 
 def _output(
-    config: FamilyConfig, layer: LayerSpec, y: Float[Array, "N D"], norm: str, params: LayerParams
+    config: FamilyConfig, layer: LayerSpec, y: Float[Array, "N D"], dtype: jnp.dtype, norm: str, params: LayerParams
 ) -> Float[Array, "N D"]:
-    """The output of a part of a layer as it is added to the stream."""
-    return apply_norm(config, y.astype(params.get(norm).dtype), norm, params) if layer.output_norms else y
+    """The output of a part of a layer as it is added to the stream; one that is normed is first rounded to `dtype`."""
+    return apply_norm(config, y.astype(dtype), norm, params) if layer.output_norms else y
 
 
 def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: LayerParams) -> Float[Array, "N D"]:
@@ -195,8 +201,8 @@ def final_norm(
     bias: Float[Array, " D"] | None,
     rows: RowKernels,
 ) -> Float[Array, "N D"]:
-    """Normalised output of the last layer, the input of the head."""
-    return scale_logits(config, _normed(config, x, scale, bias, rows))
+    """Normalised output of the last layer, the input of the head, in the dtype of the weights."""
+    return scale_logits(config, _normed(config, x, scale, bias, rows).astype(scale.dtype))
 
 
 def scale_logits(config: FamilyConfig, normed: Float[Array, "N D"]) -> Float[Array, "N D"]:

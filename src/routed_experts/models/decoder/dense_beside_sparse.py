@@ -75,7 +75,7 @@ class DenseBesideSparse(Sparse):
         """Both halves of the stream `x`. Recorded weights are the router's, without the experts' numbers."""
 
         def norm(rows: Float[Array, "N D"], scale: Float[Array, " D"]) -> Float[Array, "N D"]:
-            return params.kernels.rows.rms_norm(rows.astype(scale.dtype), scale, eps=self.eps)
+            return params.kernels.rows.rms_norm(rows.astype(x.dtype), scale, eps=self.eps)
 
         dense, _ = self.dense.run(norm(x, params.get("post_norm")), params, step, None, None)
         router_input = norm(x, params.get("router_scale")) * x.shape[1] ** -0.5

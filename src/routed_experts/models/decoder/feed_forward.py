@@ -68,7 +68,7 @@ class Dense:
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
-        """A dense layer routes no tokens. Half precision rounds its inner values once, and the stream once."""
+        """A dense layer routes no tokens. A stream of half precision rounds its inner values once, and its sum once."""
         both = params.project(x, "dense_gate_up", dtype=jnp.float32)
         hidden = params.kernels.rows.gated(both, self.activation).astype(x.dtype)
         return params.project(hidden, "dense_down", summed=True, dtype=jnp.float32), capture

@@ -135,7 +135,7 @@ class LatentAttention:
             return self._gated(values, x, params), cache
         row = rms_norm(compressed[:, : self.rank], params.get("kv_norm"), eps=_EPS)
         rotated = self.rotary.apply(compressed[:, None, self.rank :], angles)
-        up = params.get("kv_up").reshape(self.rank, self.num_heads, -1)
+        up = params.get("kv_up").astype(x.dtype).reshape(self.rank, self.num_heads, -1)
         absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
         queries = jnp.concatenate([absorbed, self.rotary.apply(queries[..., self.key_dim :], angles)], axis=-1)
         rows = jnp.concatenate([row[:, None], rotated], axis=-1)

@@ -124,7 +124,7 @@ class LayerParams:
         else:
             y = self.kernels.linear.run(x, self.stack(name), self.index, dtype or x.dtype)
         y = self.kernels.group.all_reduce(y) if summed else y
-        return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
+        return y + self.sliced[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in self.sliced else y
 
     def router_logits(self, x: Float[Array, "N D"]) -> Float[Array, "N E"]:
         """Multiply by the router, with its bias where there is one; float32."""
