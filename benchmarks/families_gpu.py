@@ -2,13 +2,14 @@
 bytes that a step must read.
 
     python benchmarks/families_gpu.py [--families GPT-OSS-20b ...] [--batches 1 16 64 256] [--new 128] [--rounds 2]
-        [--memory GB]
+        [--memory GB] [--layers N]
     python benchmarks/families_gpu.py --small [--families ...]      # a CPU, a small model of a family: does it run
 
 A family is one of family_configs.py. Where its weights and the caches of two engines do not fit into --memory (the
-card's own, unless given), it has fewer layers, and `layers` says how many of how many. Runs are those of step.py: two
-engine cores share the weights, one with capture and one without, and whole runs of "off", "on, unasked" and "on, asked"
-take turns. Prompts have 1,024 tokens, for batch 1 128; prefill of batch 16 is 16 x 1,024 tokens in one step.
+card's own, unless given), or where --layers asks for it, it has fewer layers, and `layers` says how many of how many.
+Runs are those of step.py: two engine cores share the weights, one with capture and one without, and whole runs of
+"off", "on, unasked" and "on, asked" take turns. Prompts have 1,024 tokens, for batch 1 128; prefill of batch 16 is 16 x
+1,024 tokens in one step.
 
 `floor` is the bytes that a step must read (of experts those that the recorded rows name) over the rate at which this
 device copies an array, measured first; `prefill tok/s` has no floor. A run whose logprobs are not finite fails."""
@@ -56,7 +57,8 @@ def measure_family(name: str, args: argparse.Namespace) -> list[dict[str, object
         keys = small_keys(model)
     else:
         cached = max(max(args.batches), args.prefill_batch) * (args.prompt + args.new + TOKENS_MORE)
-        keys = model.cut(model.depth(SHARE * args.memory * 1e9, 2 * cached))
+        most = model.depth(SHARE * args.memory * 1e9, 2 * cached)
+        keys = model.cut(min(most, args.layers - args.layers % model.pattern) if args.layers else most)
     config = read_family(keys)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(keys))
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("--prefill-batch", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=16_384)
     parser.add_argument("--memory", type=float, help="GB of the card")
+    parser.add_argument("--layers", type=int, help="at most so many, for a shorter run")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true", help="a small model on any machine")
     parser.add_argument("--name", default="families_gpu", help="of the result")
