@@ -34,11 +34,11 @@ inline vf tied_tile(const U* x, int64_t ldx, const W* const (&lines)[Lines], int
   vf sums[kLanes] = {};
   auto add = [&](const U* from, int64_t step, const W* const (&at)[Lines], int64_t d) {
     decltype(load(x)) row[Rows];
-    for (int r = 0; r < Rows; r++) row[r] = load(from + r * step + d);
-    for (int l = 0; l < Lines; l++) {
-      const auto line = load(at[l] + d);
-      for (int r = 0; r < Rows; r++) sums[r * Lines + l] = add_products(sums[r * Lines + l], row[r], line);
-    }
+    for (int r = 0; r < Rows; r++) row[r] = load(from + r * step + d), keep(row[r]);
+    decltype(load(lines[0])) line[Lines];
+    for (int l = 0; l < Lines; l++) line[l] = load(at[l] + d);
+    for (int l = 0; l < Lines; l++)
+      for (int r = 0; r < Rows; r++) sums[r * Lines + l] = add_products(sums[r * Lines + l], row[r], line[l]);
   };
   int64_t d = 0;
   for (; d + kLanes <= depth; d += kLanes) {

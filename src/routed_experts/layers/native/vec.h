@@ -142,6 +142,14 @@ inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * c
 #endif
 inline vf add_product(vf sums, const pair* x, vu column) { return add_products(sums, vu{} + x->bits, column); }
 
+// Keeps a vector in a register: GCC would read it from memory at each use.
+template <class Vector>
+[[gnu::always_inline]] inline void keep(Vector& v) {
+#if defined(__x86_64__) && (defined(__AVX512F__) || defined(__AVX__))
+  asm("" : "+v"(v));
+#endif
+}
+
 // Rows between memory and float scratch.
 template <class From, class To>
 inline void convert(const From* from, To* to, int64_t count) {
