@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from routed_experts.execution.forward_batch import ForwardBatch
-from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.delta_rule import DeltaInputs
-from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.paged_attend import HybridAttend, PagedAttend
 from routed_experts.layers.recurrent import RecurrentInputs, select_states
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import SequenceOps
@@ -21,17 +20,6 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
     """Attend to the pages of a HybridPool, and read and write its states; a request that feeds position 0 starts
     anew."""
 
-    def attend(
-        queries: Float[Array, "N H C"],
-        keys: Float[Array, "N G C"],
-        values: Float[Array, "N G C"] | None,
-        cache: HybridPool,
-        layer: Int[Array, ""],
-        features: AttentionFeatures | None = None,
-    ) -> tuple[Float[Array, "N H C"], HybridPool]:
-        mixed, pages = paged(queries, keys, values, cache.pages, layer, features)
-        return mixed, dataclasses.replace(cache, pages=pages)
-
     def recur(
         inputs: RecurrentInputs, cache: HybridPool, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N ..."], HybridPool]:
@@ -40,10 +28,12 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         if paged.backend.recur is not None and isinstance(inputs, DeltaInputs) and not inputs.shape.by_channel:
             read, states = paged.backend.recur(inputs, cache.states, layer, slots, fresh, starts)
             return read, dataclasses.replace(cache, states=states)
-        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)
+        old = jax.tree.map(lambda leaf, own: leaf[layer, slots].reshape(own.shape), cache.states, empty)
         read, new = inputs.ragged(select_states(fresh, empty, old), starts)
-        states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
+        states = jax.tree.map(
+            lambda leaf, rows: leaf.at[layer, slots].set(rows.reshape(-1, *leaf.shape[2:])), cache.states, new
+        )
         return read, dataclasses.replace(cache, states=states)
 
-    return SequenceOps(attend, recur)
+    return SequenceOps(HybridAttend(paged=paged), recur)

@@ -2,6 +2,7 @@
 Called once a layer. Dims as in attention.py; A width of a latent row."""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -55,3 +56,33 @@ class PagedAttend:
         """Latent attention from its projections to values, for a backend that does it all."""
         assert self.backend.latent is not None, self.backend.name
         return self.backend.latent(projected, pool, layer, self.batch, self.num_pages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HybridAttend:
+    """The same on the `pages` of a pool that holds states of requests beside them."""
+
+    paged: PagedAttend
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """What reads the pages."""
+        return self.paged.backend
+
+    def __call__(
+        self,
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G C"] | None,
+        cache: Any,
+        layer: Int[Array, ""],
+        features: AttentionFeatures | None = None,
+    ) -> tuple[Float[Array, "N H C"], Any]:
+        """`PagedAttend.__call__`."""
+        mixed, pages = self.paged(queries, keys, values, cache.pages, layer, features)
+        return mixed, dataclasses.replace(cache, pages=pages)
+
+    def attend_fused(self, projected: FusedQKV, cache: Any, layer: Int[Array, ""]) -> tuple[Float[Array, "N H C"], Any]:
+        """`PagedAttend.attend_fused`."""
+        mixed, pages = self.paged.attend_fused(projected, cache.pages, layer)
+        return mixed, dataclasses.replace(cache, pages=pages)

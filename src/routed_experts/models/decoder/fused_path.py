@@ -112,7 +112,7 @@ def describe_path(config: FamilyConfig, kernels: Kernels, attention: AttentionBa
     has_kernels, router = kernels.linear is not REFERENCE_LINEAR, kernels.router
     parts = {
         "projections": has_kernels,
-        "q/k norm": not config.cache.num_recurrent and any(m.qk_norm and m.is_fused_by(attention) for m in mixers),
+        "q/k norm": any(m.qk_norm and m.is_fused_by(attention) for m in mixers),
         "attention": attention.name not in ATTENTION_BACKENDS
         and (attention.latent is not None or not config.cache.latent),
         "delta rule": isinstance(config.cache.recurrent, DeltaShape)
