@@ -41,6 +41,8 @@ KEYS = {
     "Qwen3NextForCausalLM": {"head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2}
     | {"shared_expert_intermediate_size": 24, "full_attention_interval": 2},
+    "Lfm2MoeForCausalLM": {"hidden_size": 1024, "head_dim": 128, "num_experts": 16, "num_experts_per_tok": 4}
+    | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "norm_eps": 1e-5},
 }
 PROMPTS = [tuple(range(3, 16)), (40, 41, 42, 43, 44, 45)]
 PAGES = [(1, 5, 2, 9, 20), (7, 3, 30, 31)]
