@@ -62,7 +62,8 @@ KEYS = {  # beside SIZES; pages of 64 tokens: the pool takes 130 to 256 MiB
 def world(architecture):
     keys, num_pages = KEYS[architecture]
     config = FAMILIES[architecture].read_config(ConfigReader({**SIZES, **keys}, architecture))
-    return build_world(config, num_pages=num_pages, decode=16, extend=128, num_request_slots=33)
+    slots = 1425 if config.cache.num_recurrent else 33  # so many that each kind of state is larger than VMEM
+    return build_world(config, num_pages=num_pages, decode=16, extend=128, num_request_slots=slots)
 
 
 # One chip each, and one step: kernels at other sizes are in tests/layers/tpu/test_published_shapes.py.
@@ -77,7 +78,7 @@ CHIPS = {
 
 def kernels_of_parts(config):
     """The kernels that a step has for each part of its layers, in the order of the declared path. A block of layers is
-    a loop, whose body has the layers of one repeat. `prepare` takes no gate beside the queries and norms no values."""
+    a loop, whose body has the layers of one repeat. `prepare` norms no values."""
     parts = collections.defaultdict(collections.Counter)
     for layer in (layer for block in config.blocks for layer in block.pattern):
         mixer, recurs = layer.mixer, isinstance(layer.mixer, DeltaAttention)
@@ -86,12 +87,14 @@ def kernels_of_parts(config):
             weight.kind is ParamKind.MATRIX for weight in layer.weights(config)
         )
         parts["attention"]["ragged_attention"] += not recurs
-        parts["attention"]["prepare"] += isinstance(mixer, GroupedAttention) and not (mixer.gated or mixer.value_norm)
+        fused_norm = "q/k norm" if isinstance(mixer, GroupedAttention) and mixer.qk_norm else "attention"
+        parts[fused_norm]["prepare"] += isinstance(mixer, GroupedAttention) and not mixer.value_norm
         parts["attention"]["write_rows"] += isinstance(mixer, LatentAttention)
         parts["delta rule"].update({"delta_step": recurs, "delta_chunks": recurs})
         parts["router"]["fused_router"] += sparse
         parts["experts"].update({"grid_steps": sparse, "fused_experts": sparse})
-    return {part: counts for part, counts in parts.items() if counts.total()}
+    order = ("projections", "q/k norm", "attention", "delta rule", "router", "experts")
+    return {part: parts[part] for part in order if parts[part].total()}
 
 
 @pytest.mark.parametrize("architecture", CHIPS)

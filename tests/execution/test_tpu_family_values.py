@@ -1,5 +1,5 @@
 """A whole step of tiny families on the TPU's backends, interpreted, against the plain ones from the same pool: hidden
-states, executed ids and the pool. The pool is as wide as on a TPU; slots without an owner are NaN."""
+states, executed ids and the pool. The pool has the dims of a TPU's; slots without an owner are NaN."""
 
 import functools
 
@@ -14,7 +14,7 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import pack
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.tpu.backends import tpu_attention, tpu_kernels
-from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.registry import FAMILIES
@@ -38,6 +38,11 @@ KEYS = {
     "DeepseekV3ForCausalLM": MLA
     | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
     | {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "Qwen3NextForCausalLM": {"head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 24, "full_attention_interval": 2},
+    "Lfm2MoeForCausalLM": {"hidden_size": 1024, "head_dim": 128, "num_experts": 16, "num_experts_per_tok": 4}
+    | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "norm_eps": 1e-5},
 }
 PROMPTS = [tuple(range(3, 16)), (40, 41, 42, 43, 44, 45)]
 PAGES = [(1, 5, 2, 9, 20), (7, 3, 30, 31)]
@@ -82,16 +87,15 @@ def step(architecture, backends, batch, pool):
 @pytest.mark.parametrize("architecture", KEYS)
 def test_a_step_equals_that_of_the_plain_backends(architecture):
     cache = model(architecture)[0].cache
-    abstract = KVPoolSpec(
-        num_layers=cache.num_layers,
+    abstract = KVPoolSpec.create(
+        cache,
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=row_width(cache.head_dim, "tpu"),
         dtype=jnp.dtype(jnp.float32),
-        latent=cache.latent,
+        num_requests=NUM_SLOTS,
+        platform="tpu",
     ).abstract
-    pool = jnp.full(abstract.shape, jnp.nan, jnp.float32)
+    pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, jnp.float32), abstract)
     slots = list(enumerate(zip(PAGES, PROMPTS, MORE, strict=True), start=1))
     prefill = build_step(*[Fed(slot, pages, ids) for slot, (pages, ids, _) in slots])
     mixed = build_step(*[Fed(slot, pages, more, start=len(ids)) for slot, (pages, ids, more) in slots])
@@ -101,6 +105,11 @@ def test_a_step_equals_that_of_the_plain_backends(architecture):
     )
     assert np.array_equal(rows, plain_rows) and len(np.unique(rows)) > 4
     np.testing.assert_allclose(hidden, plain_hidden, atol=2e-4)
+    if cache.num_recurrent:
+        owned = [slot for slot, _ in slots]
+        for own, plain in zip(jax.tree.leaves(own_pool.states), jax.tree.leaves(plain_pool.states), strict=True):
+            np.testing.assert_allclose(own[:, owned], plain[:, owned], atol=2e-4)
+        own_pool, plain_pool = own_pool.pages, plain_pool.pages
     layers = np.arange(cache.num_layers)[:, None] * NUM_PAGES
     pages = (layers + np.array([page for own in PAGES for page in own])).reshape(-1)  # not page 0: it takes padding
     own, plain = np.asarray(own_pool)[pages], np.asarray(plain_pool)[pages]

@@ -28,10 +28,12 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         if isinstance(inputs, DeltaInputs) and paged.backend.recur is not None and paged.backend.recurs(inputs.shape):
             read, states = paged.backend.recur(inputs, cache.states, layer, slots, fresh, starts)
             return read, dataclasses.replace(cache, states=states)
-        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)
+        old = jax.tree.map(lambda leaf, own: leaf[layer, slots].reshape(own.shape), cache.states, empty)
         read, new = inputs.ragged(select_states(fresh, empty, old), starts)
-        states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
+        states = jax.tree.map(
+            lambda leaf, rows: leaf.at[layer, slots].set(rows.reshape(-1, *leaf.shape[2:])), cache.states, new
+        )
         return read, dataclasses.replace(cache, states=states)
 
     return SequenceOps(HybridAttend(paged=paged), recur)

@@ -28,6 +28,7 @@ class HybridPool:
 
 
 TPU_LANES = 128
+TPU_ROWS = 16  # of a tile of half precision; a multiple of those of float32
 
 
 def row_width(head_dim: int, platform: str) -> int:
@@ -36,10 +37,19 @@ def row_width(head_dim: int, platform: str) -> int:
     return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
 
 
+def tiled_state(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dims of a request's state in one layer on a TPU: as whole tiles, where its numbers fill some. The compiler orders
+    dims that fill none so as to pad least, and a step would copy the states of all requests."""
+    size = math.prod(shape)
+    is_tiled = len(shape) > 1 and shape[-1] % TPU_LANES == 0 and shape[-2] % TPU_ROWS == 0
+    return shape if is_tiled or size % (TPU_LANES * TPU_ROWS) else (size // TPU_LANES, TPU_LANES)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
     """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding. `others`: layers
-    whose rows have another shape."""
+    whose rows have another shape. `tiled_states`: states as `tiled_state` has them; who reads them restores their
+    dims."""
 
     num_layers: int
     num_pages: int
@@ -52,6 +62,7 @@ class KVPoolSpec:
     recurrent: RecurrentShape | None = None
     num_requests: int = 0
     others: tuple[CacheLayout, ...] = ()
+    tiled_states: bool = False
 
     @staticmethod
     def create(
@@ -73,6 +84,7 @@ class KVPoolSpec:
             recurrent=cache.recurrent,
             num_requests=num_requests,
             others=tuple(others),
+            tiled_states=platform == "tpu",
         )
 
     @property
@@ -93,9 +105,12 @@ class KVPoolSpec:
             return pages
         state = jax.eval_shape(lambda: self.recurrent_shape.zeros(1, self.dtype))
         size = (self.num_recurrent, self.num_requests)
-        return HybridPool(
-            pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), state)
-        )
+
+        def of_all(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            own = tiled_state(leaf.shape[1:]) if self.tiled_states else leaf.shape[1:]
+            return jax.ShapeDtypeStruct((*size, *own), leaf.dtype)
+
+        return HybridPool(pages, jax.tree.map(of_all, state))
 
     @property
     def recurrent_shape(self) -> RecurrentShape:

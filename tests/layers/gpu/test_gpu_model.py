@@ -214,15 +214,21 @@ MIXERS_IN_PIECES = {
 @pytest.mark.parametrize("name", MIXERS_IN_PIECES)
 @pytest.mark.parametrize("replayed", [False, True])
 def test_few_kernels_behind_a_mixer_in_pieces_equal_plain_code(name, replayed):
-    model = MIXERS_IN_PIECES[name]()
-    assert all(block_kernel(model.config, block, *GPU) is GPU[0].fused_layer for block in model.config.blocks)
+    model, traced, fused = MIXERS_IN_PIECES[name](), [], GPU[0].fused_layer
+
+    def add_slots(*args):
+        traced.append(args)
+        return fused.add_slots(*args)
+
+    kernels = dataclasses.replace(GPU[0], fused_layer=dataclasses.replace(fused, add_slots=add_slots))
     num_moe, rng = model.config.capture_spec.num_moe_layers, np.random.default_rng(5)
     ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (16, num_moe, 1)), axis=-1)[..., :2]
     routed = [(ids, np.arange(16) % 3 > 0)] * 2 if replayed else ()
     (pool, outs), (plain_pool, expected) = (
-        run_steps(model, *kernels, capture=True, routed=routed)
-        for kernels in (GPU, (PLAIN, ATTENTION_BACKENDS["reference"]))
+        run_steps(model, *backends, capture=True, routed=routed)
+        for backends in ((kernels, GPU[1]), (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
+    assert len(traced) >= 2 * model.config.num_layers, "both steps run all layers in few kernels"
     for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(rows, plain_rows)
         np.testing.assert_allclose(hidden, plain_hidden, rtol=2e-4, atol=BOUNDS["float32"])

@@ -84,14 +84,15 @@ def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, len
         starts.append((np.zeros_like(own[0]), np.zeros_like(own[1])) if begins else own)
     reads, ends = loop(inputs, lengths, starts)
     bounds = jnp.asarray(np.cumsum([0, *lengths, 0]), jnp.int32)  # the last row is padding, of slot 0
-    states = DeltaState(jnp.asarray(conv), jnp.asarray(recurrent))
+    dims = conv.shape[:2] + ((-1,) if lengths[0] == 70 else conv.shape[2:])  # once as numbers without dims
+    states = DeltaState(jnp.asarray(conv).reshape(dims), jnp.asarray(recurrent))
     named, begins = jnp.asarray([*slots, 0], jnp.int32), jnp.asarray([*fresh, True])
     read, after = RUN(inputs, states, jnp.asarray(LAYER, jnp.int32), named, begins, bounds)
     np.testing.assert_allclose(read[:total], reads, atol=3e-5)
     assert not np.any(read[total:])
     for slot, (own_conv, own_memory) in zip(slots, ends, strict=True):
         conv[LAYER, slot], recurrent[LAYER, slot] = own_conv, own_memory
-    np.testing.assert_allclose(after.conv, conv, atol=3e-5)
+    np.testing.assert_allclose(after.conv.reshape(conv.shape), conv, atol=3e-5)
     np.testing.assert_allclose(after.recurrent, recurrent, atol=3e-5)
 
 

@@ -20,6 +20,7 @@ from routed_experts.layers.tpu.experts import fused_experts
 from routed_experts.layers.tpu.latent_attention import attend_latent
 from routed_experts.layers.tpu.qk_norm_rope import prepare
 from routed_experts.layers.tpu.router import fused_router
+from routed_experts.memory.kv_pool import tiled_state
 from support.tpu_aot import assert_in_place, compile_tpu, tpu_mesh
 from support.tpu_programs import kernels, operations, whole_pool_operations
 
@@ -191,7 +192,8 @@ DELTA = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, wid
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_prompts_of_qwen3_next_run_one_kernel_and_leave_the_states_where_they_lie(chip):
     num_tokens, requests, half, heads = 512, 16, jnp.bfloat16, DELTA.value_heads
-    conv, recurrent = S((3, 33, 3, DELTA.channels), half), S((3, 33, heads, 128, 128), jnp.float32)  # 198 MiB
+    conv = S((9, 321, *tiled_state((3, DELTA.channels))), half)  # 135 MiB
+    recurrent = S((9, 321, heads, 128, 128), jnp.float32)
     gates = S((num_tokens, heads), jnp.float32)
     inputs = DeltaInputs(S((num_tokens, DELTA.channels), half), gates, gates, S((DELTA.channels, 4), half), DELTA)
     slots, fresh, starts = S((requests,), jnp.int32), S((requests,), jnp.bool_), S((requests + 1,), jnp.int32)
@@ -211,7 +213,8 @@ def test_prompts_of_qwen3_next_run_one_kernel_and_leave_the_states_where_they_li
         mesh=tpu_mesh(chip),
         donate_argnums=0,
     )
-    assert_in_place(program, recurrent, max_temp_bytes=16 * MIB)
-    assert whole_pool_operations(program, recurrent) == []
+    for states in (conv, recurrent):
+        assert_in_place(program, states, max_temp_bytes=16 * MIB)
+        assert whole_pool_operations(program, states) == []
     assert kernels(program) == {"delta_step": 1, "delta_chunks": 1}
     assert operations(program).in_loops == 0, "chunks run one by one outside of the kernel"

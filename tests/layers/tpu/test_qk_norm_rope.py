@@ -137,6 +137,8 @@ def loop_of_traits(projected, pool, first_page, batch, total, turn):
     """One token at a time, in float64, with any norm and any order."""
     pool, groups, head_dim = np.array(pool, np.float64), pool.shape[2] // 2, projected.head_dim
     qkv, traits = np.asarray(projected.qkv, np.float64).reshape(len(projected.qkv), -1, head_dim), projected.traits
+    if traits.gated:  # a gate behind each query
+        qkv = np.delete(qkv, np.arange(1, qkv.shape[1] - 2 * groups, 2), axis=1)
     heads = qkv.shape[1] - 2 * groups
     queries = np.zeros((total, heads, head_dim))
 
@@ -179,6 +181,11 @@ FAMILIES = {
     "Ernie 4.5: pairs": (dict(qk_norm="", interleaved=True), angles_of(8, interleaved=True), (2, 2, 16, 16)),
     "partial pairs": (dict(interleaved=True), angles_of(16, interleaved=True), (2, 1, 64, 128)),
     "an offset norm, across tiles": (dict(qk_norm_offset=1.0), angles_of(48), (2, 1, 96, 128)),
+    "Qwen3-Next: gates, an offset norm, part of the dims": (
+        dict(gated=True, qk_norm_offset=1.0),
+        angles_of(8),
+        (4, 2, 64, 64),
+    ),
     "HunYuan: norm after positions": (dict(norm_after_rope=True), angles_of(8), (2, 1, 16, 16)),
     "Llama 4: bare norm after pairs": (
         dict(qk_norm="bare", norm_after_rope=True, interleaved=True),
@@ -192,10 +199,15 @@ FAMILIES = {
 def make_family(name, dtype=jnp.float32):
     """A step of a family in the kernel's terms: what prepare takes, the number of tokens, and the rotary."""
     fields, spec, (heads, groups, head_dim, width) = FAMILIES[name]
-    projected, _, first_page, batch, total = make(
-        [(0, 9), (20, 1), (7, 3)], heads=heads, groups=groups, head_dim=head_dim, padded=16, dtype=dtype
-    )
     rng, traits = np.random.default_rng(1), StackTraits(**fields)
+    projected, _, first_page, batch, total = make(
+        [(0, 9), (20, 1), (7, 3)],
+        heads=heads * (2 if traits.gated else 1),
+        groups=groups,
+        head_dim=head_dim,
+        padded=16,
+        dtype=dtype,
+    )
     sizes = {"head": (head_dim,) * 2, "whole": (heads * head_dim, groups * head_dim)}.get(traits.qk_norm)
     norms = [None, None]
     if sizes is not None:
@@ -224,7 +236,9 @@ def test_what_families_have_is_that_of_the_loop(name):
     np.testing.assert_allclose(pool, wanted_pool, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith(("GPT", "Mini", "an off", "Llama"))])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name.startswith(("GPT", "Mini", "an off", "Llama", "Qwen"))]
+)
 def test_what_families_have_rounds_as_array_code_does_in_bfloat16(name):
     made, total, _ = make_family(name, jnp.bfloat16)
     options = {"xla_allow_excess_precision": False}  # else XLA may leave out a rounding between two operations

@@ -5,6 +5,7 @@ A kernel's module, and with it Pallas, is imported when the kernel is traced: a 
 import functools
 from typing import Any
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.attention import AttentionBackend, FusedQKV, LatentQKV, PagedBatch, write_kv
@@ -21,7 +22,7 @@ _FUSED_FEATURES = frozenset(
         *("no q/k norm", "a q/k norm of all heads", "a q/k norm without a scale", "an offset q/k norm"),
         *("no rotary positions", "partial rotary positions", "interleaved rotary positions"),
         *("a norm after rotary positions", "a norm of all heads after rotary positions"),
-        *("a sliding window", "chunks", "sinks", "its own scale"),
+        *("a sliding window", "chunks", "sinks", "its own scale", "gated heads"),
     }
 )
 
@@ -165,7 +166,7 @@ def _prepare_and_attend(
     interpret: Any,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     from routed_experts.layers.tpu.attention import ragged_attention
-    from routed_experts.layers.tpu.qk_norm_rope import prepare
+    from routed_experts.layers.tpu.qk_norm_rope import gates_of, prepare
 
     first_page, head_dim = layer * num_pages, projected.head_dim or pool.shape[3]
     queries, pool = prepare(projected, pool, first_page, batch, interpret=interpret)
@@ -173,8 +174,8 @@ def _prepare_and_attend(
     features = AttentionFeatures(
         sinks=sinks, window=traits.window, chunk=traits.chunk, scale=traits.scale or head_dim**-0.5
     )
-    mixed = ragged_attention(queries, pool, first_page, batch, features, interpret=interpret)
-    return mixed[..., :head_dim], pool
+    mixed = ragged_attention(queries, pool, first_page, batch, features, interpret=interpret)[..., :head_dim]
+    return mixed * jax.nn.sigmoid(gates_of(projected, mixed.shape[1])) if traits.gated else mixed, pool
 
 
 TPU_KERNELS = tpu_kernels()

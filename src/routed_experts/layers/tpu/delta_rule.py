@@ -6,6 +6,7 @@ several tokens run chunk by chunk, in the kernel of delta_chunks.py; heads that 
 (layers/delta_rule.py). Dims: N tokens, B requests, L layers, S slots, Q channels of the convolution, W its width, H
 value heads, K key dim, V value dim, J heads of a grid step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -33,12 +34,14 @@ def recur(
     interpret: Any = False,
 ) -> tuple[Float[Array, "N H V"], DeltaState]:
     """`delta_ragged` on the states [L, S, ...] of a layer: what each token read, and all states. Requests that start
-    `fresh` read no state; those without a token keep theirs."""
+    `fresh` read no state; those without a token keep theirs. The numbers of a request's last inputs may have other
+    dims, which fill tiles."""
     assert not inputs.shape.by_channel, "a decay of each channel runs as array code"
     layer, num_tokens, shape = jnp.asarray(layer, jnp.int32), inputs.mixed.shape[0], inputs.shape
     lengths = query_starts[1:] - query_starts[:-1]
     single, at = lengths == 1, jnp.where(lengths == 1, query_starts[:-1], 0)
-    conv = jnp.where(fresh[:, None, None], 0, states.conv[layer, slots])
+    conv = states.conv[layer, slots].reshape(-1, shape.width - 1, shape.channels)
+    conv = jnp.where(fresh[:, None, None], 0, conv)
     window, queries, keys, values = convolve_step(inputs.mixed[at], conv, inputs.kernel, shape)
     decay, beta = inputs.decay[at], inputs.beta[at]
     read, recurrent = _step(
@@ -50,8 +53,8 @@ def recur(
     outputs = jnp.zeros((num_tokens, shape.value_heads, shape.value_dim), jnp.float32)
     outputs = outputs.at[jnp.where(single, at, num_tokens)].set(read, mode="drop")
     if not delta_chunks.takes_chunks(shape):
-        target_slots = jnp.where(single, slots, states.conv.shape[1])  # past the last slot: written nowhere
-        states = DeltaState(states.conv.at[layer, target_slots].set(window[:, 1:], mode="drop"), recurrent)
+        target_slots = jnp.where(single, slots, states.conv.shape[1])
+        states = DeltaState(_with_conv(states.conv, layer, target_slots, window[:, 1:]), recurrent)
         return _run_chunks_plainly(inputs, states, (layer, slots, fresh, query_starts), outputs)
     target_slots = jnp.where(lengths > 0, slots, states.conv.shape[1])
     last = _last_inputs(inputs.mixed, conv, query_starts)
@@ -61,7 +64,14 @@ def recur(
         return delta_chunks.run_chunks(inputs, conv, outputs, recurrent, requests, interpret=interpret)
 
     outputs, recurrent = lax.cond(jnp.any(lengths > 1), run, lambda *arrays: arrays, outputs, recurrent)
-    return outputs, DeltaState(states.conv.at[layer, target_slots].set(last, mode="drop"), recurrent)
+    return outputs, DeltaState(_with_conv(states.conv, layer, target_slots, last), recurrent)
+
+
+def _with_conv(
+    conv: Float[Array, "L S ..."], layer: Int[Array, ""], slots: Int[Array, " B"], rows: Float[Array, "B W1 Q"]
+) -> Float[Array, "L S ..."]:
+    """The last inputs of all requests, with these in their slots; a slot past the last is written nowhere."""
+    return conv.at[layer, slots].set(rows.reshape(-1, *conv.shape[2:]), mode="drop")
 
 
 def _last_inputs(
@@ -87,11 +97,14 @@ def _run_chunks_plainly(
     chunk = min(CHUNK, num_tokens)
 
     def read_slot(states: DeltaState, row: Int[Array, ""], number: Int[Array, ""]) -> DeltaState:
-        begins = fresh[row] & (number == 0)
-        return jax.tree.map(lambda leaf: jnp.where(begins, 0, leaf[layer, slots[row]]), states)
+        own, begins = jax.tree.map(lambda leaf: leaf[layer, slots[row]], states), fresh[row] & (number == 0)
+        own = dataclasses.replace(own, conv=own.conv.reshape(inputs.shape.width - 1, inputs.shape.channels))
+        return jax.tree.map(lambda leaf: jnp.where(begins, 0, leaf), own)
 
     def write_slot(states: DeltaState, row: Int[Array, ""], own: DeltaState) -> DeltaState:
-        return jax.tree.map(lambda leaf, part: leaf.at[layer, slots[row]].set(part), states, own)
+        return jax.tree.map(
+            lambda leaf, part: leaf.at[layer, slots[row]].set(part.reshape(leaf.shape[2:])), states, own
+        )
 
     padded = jnp.pad(outputs, ((0, chunk), (0, 0), (0, 0)))
     outputs, states = run_chunks(inputs, query_starts, padded, states, chunk=chunk, read=read_slot, write=write_slot)

@@ -2,11 +2,11 @@
 
 Queries and keys may be normalised, a head at a time or all of them, before or after they are rotated by position: whole
 heads or their first dims, in halves or in pairs of neighbours. They are rounded as `rms_norm` and the rotary forms
-round. A head that is narrower than the pool's rows is cut out of whole tiles of lanes, and has zeros beside it. Each
-token's keys and values are adjacent in VMEM as the pool holds them, and are copied out once a token; padding tokens
-write nothing. As array code it is twenty operations a layer. Dims: N tokens, B requests, W pages of a request, L
-layers, P pages, H query heads, G kv heads, C head dim, X width of the pool's rows, F frequencies, R layers of the
-stack, T tokens of a tile."""
+round. Where heads are gated, each query has its gate behind it, which is left to the caller. A head that is narrower
+than the pool's rows is cut out of whole tiles of lanes, and has zeros beside it. Each token's keys and values are
+adjacent in VMEM as the pool holds them, and are copied out once a token; padding tokens write nothing. As array code it
+is twenty operations a layer. Dims: N tokens, B requests, W pages of a request, L layers, P pages, H query heads, G kv
+heads, C head dim, X width of the pool's rows, F frequencies, R layers of the stack, T tokens of a tile."""
 
 import dataclasses
 import functools
@@ -41,6 +41,21 @@ class _Form:
     frequencies: int
     eps: float
     traits: StackTraits
+
+    @property
+    def query_heads(self) -> range:
+        """Where queries are in the projection, in heads; each has its gate behind it, where heads are gated."""
+        return range(0, self.heads * _heads_of_query(self.traits), _heads_of_query(self.traits))
+
+    @property
+    def key_heads(self) -> range:
+        """Where keys are."""
+        return range(self.query_heads.stop, self.query_heads.stop + self.groups)
+
+    @property
+    def value_heads(self) -> range:
+        """Where values are."""
+        return range(self.key_heads.stop, self.key_heads.stop + self.groups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +98,7 @@ def prepare(
     is_cut = head_dim != width and any(size % LANES for size in (columns, width, *_whole_widths(norms, traits)))
     if is_rare or is_cut:
         return prepare_plainly(projected, pool, first_page, batch)
-    heads, tile = columns // head_dim - rows, min(num_tokens, TOKEN_TILE)
+    heads, tile = (columns // head_dim - rows) // _heads_of_query(traits), min(num_tokens, TOKEN_TILE)
     angles = projected.cos.shape[1] if traits.rotary else 0
     form = _Form(
         heads=heads,
@@ -149,6 +164,7 @@ def prepare_plainly(
     head_dim = projected.head_dim or width
     mixed = projected.qkv.reshape(projected.qkv.shape[0], -1, head_dim)
     queries, keys, values = jnp.split(mixed, [mixed.shape[1] - 2 * groups, mixed.shape[1] - groups], axis=1)
+    queries = queries[:, :: _heads_of_query(traits)]
 
     def normed(part: Float[Array, "N H C"], norms: Float[Array, "R O"] | None) -> Float[Array, "N H C"]:
         if not traits.qk_norm:
@@ -172,6 +188,17 @@ def prepare_plainly(
     return jnp.pad(queries, ((0, 0), (0, 0), (0, width - head_dim))), write_kv(pool, keys, values, first_page, batch)
 
 
+def gates_of(projected: FusedQKV, num_heads: int) -> Float[Array, "N H C"]:
+    """The gates of a projection whose heads are gated."""
+    num_tokens, head_dim = projected.qkv.shape[0], projected.head_dim
+    return projected.qkv[:, : 2 * num_heads * head_dim].reshape(num_tokens, num_heads, 2, head_dim)[:, :, 1]
+
+
+def _heads_of_query(traits: StackTraits) -> int:
+    """A query, and its gate."""
+    return 2 if traits.gated else 1
+
+
 def _is_doubled(projected: FusedQKV, head_dim: int) -> bool:
     """Whether each angle is there twice: where whole heads are rotated in halves."""
     return not projected.traits.interleaved and projected.cos.shape[1] == head_dim
@@ -190,19 +217,18 @@ def _padded_norm(norm: Float[Array, "R O"], width: int, traits: StackTraits) -> 
 def _kernel(*refs: Any, form: _Form) -> None:
     """One tile of tokens."""
     arrays = _Refs(**dict(zip((field.name for field in dataclasses.fields(_Refs)), refs, strict=True)))
-    heads, groups = form.heads, form.groups
     angles = _wide_angles(arrays, form)
-    for first, count, norms in ((0, heads, arrays.q_norm), (heads, groups, arrays.k_norm)):
+    for heads, norms in ((form.query_heads, arrays.q_norm), (form.key_heads, arrays.k_norm)):
         scale = _row(norms[...], arrays.layer[0]) if form.traits.qk_norm not in ("", "bare") else None
-        parts = _heads_inverse(arrays, form, first, count) if form.traits.qk_norm == "whole" else None
-        for index in range(count):
-            value = _prepared(_head(arrays, first + index, form), index, scale, parts, angles, form)
-            if first:
+        parts = _heads_inverse(arrays, form, heads) if form.traits.qk_norm == "whole" else None
+        for index, head in enumerate(heads):
+            value = _prepared(_head(arrays, head, form), index, scale, parts, angles, form)
+            if heads == form.key_heads:
                 arrays.key_values[:, 2 * index, :] = value.astype(arrays.key_values.dtype)
             else:
                 arrays.queries[:, index, :] = value
-    for group in range(groups):
-        value = _head(arrays, heads + groups + group, form).astype(arrays.key_values.dtype)
+    for group, head in enumerate(form.value_heads):
+        value = _head(arrays, head, form).astype(arrays.key_values.dtype)
         arrays.key_values[:, 2 * group + 1, :] = value
     _write(arrays)
 
@@ -233,13 +259,13 @@ def _cut(source: Any, index: int, size: int, width: int) -> Float[Array, "T X"]:
     return jnp.where(lane < size, window[:, :width], 0.0).astype(source.dtype)
 
 
-def _heads_inverse(refs: _Refs, form: _Form, first: int, count: int) -> Float[Array, "T 1"]:
-    """The inverse root of the mean square of some neighbouring heads."""
+def _heads_inverse(refs: _Refs, form: _Form, heads: range) -> Float[Array, "T 1"]:
+    """The inverse root of the mean square of some heads."""
     total = jnp.zeros((refs.qkv.shape[0], 1), jnp.float32)
-    for head in range(first, first + count):
+    for head in heads:
         wide = _head(refs, head, form).astype(jnp.float32)
         total = total + jnp.sum(wide * wide, axis=1, keepdims=True)
-    return lax.rsqrt(total / (count * form.head_dim) + form.eps)
+    return lax.rsqrt(total / (len(heads) * form.head_dim) + form.eps)
 
 
 def _wide_angles(refs: _Refs, form: _Form) -> tuple[Float[Array, "T X"], Float[Array, "T X"]] | None:
