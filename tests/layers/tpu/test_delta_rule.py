@@ -1,6 +1,7 @@
 """The gated delta rule on TPU, interpreted, against a NumPy loop over tokens; states of other layers and slots stay as
 they were, NaN included."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ SHAPES = {
     "odd": DeltaShape(key_heads=1, value_heads=3, key_dim=5, value_dim=7, width=4),
     "two groups of heads": DeltaShape(key_heads=8, value_heads=16, key_dim=8, value_dim=8, width=3),
 }
+SHAPES |= {f"{name}, by channel": dataclasses.replace(shape, by_channel=True) for name, shape in SHAPES.items()}
 SLOTS, LAYER = 6, 1
 
 
@@ -38,7 +40,7 @@ def loop(inputs, lengths, states):
                 for part in (queries, keys)
             )
             queries, keys = (part / np.sqrt(np.sum(part**2, axis=1, keepdims=True) + 1e-6) for part in (queries, keys))
-            memory = memory * np.exp(decay[n])[:, None, None]
+            memory = memory * np.exp(decay[n]).reshape(shape.value_heads, -1, 1)
             for head, value in enumerate(values.reshape(shape.value_heads, -1)):
                 wrong = beta[n, head] * (value - memory[head].T @ keys[head])
                 memory[head] += np.outer(keys[head], wrong)
@@ -62,7 +64,7 @@ def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, len
     padded = total + 3
     inputs = DeltaInputs(
         jnp.asarray(rng.standard_normal((padded, shape.channels)), jnp.float32),
-        jnp.asarray(-rng.random((padded, shape.value_heads)), jnp.float32),
+        jnp.asarray(-rng.random((padded, shape.num_decays)), jnp.float32),
         jnp.asarray(rng.random((padded, shape.value_heads)), jnp.float32),
         jnp.asarray(rng.standard_normal((shape.channels, shape.width)), jnp.float32),
         shape,
