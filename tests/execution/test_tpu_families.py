@@ -44,6 +44,8 @@ GEMMA |= {"num_global_key_value_heads": 2, "num_experts": 128, "top_k_experts": 
 GEMMA |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2}
 DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
 DELTA |= {"linear_value_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+BAILING = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "kv_lora_rank": 512}
+BAILING |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "layer_group_size": 2}
 KEYS = {  # beside SIZES; pages of 64 tokens: the pool takes 130 to 256 MiB
     "DeepseekV3ForCausalLM": (MLA | GROUPS | {"routed_scaling_factor": 2.5}, 512),
     "Glm4MoeForCausalLM": (GLM | {"partial_rotary_factor": 0.5, "routed_scaling_factor": 1.0}, 320),
@@ -54,6 +56,10 @@ KEYS = {  # beside SIZES; pages of 64 tokens: the pool takes 130 to 256 MiB
         | {"num_experts": 64, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 256}
         | {"full_attention_interval": 2},
         550,
+    ),
+    "BailingHybridForCausalLM": (
+        BAILING | {"num_experts": 64, "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_shared_experts": 1},
+        1100,
     ),
 }
 
@@ -73,7 +79,9 @@ CHIPS = {
     "Gemma4ForCausalLM": "v5e",
     "GptOssForCausalLM": "v6e",
     "Qwen3NextForCausalLM": "v6e",
+    "BailingHybridForCausalLM": "v5e",
 }
+TEMPORARIES = {"BailingHybridForCausalLM": 10 * MIB}  # 4 of them a copy of weights with 4,128 columns
 
 
 def kernels_of_parts(config):
@@ -104,7 +112,7 @@ def test_a_decode_step_of_a_family_runs_the_kernels_of_its_path_in_place(archite
     leaves = jax.tree.leaves(own.pool)
     pages = leaves[0]
     assert pages.size * pages.dtype.itemsize > 128 * MIB, "a pool that fits in VMEM may be fetched whole"
-    assert_in_place(program, pages, max_temp_bytes=8 * MIB)
+    assert_in_place(program, pages, max_temp_bytes=TEMPORARIES.get(architecture, 8 * MIB))
     for leaf in leaves:
         if leaf.size * leaf.dtype.itemsize > 128 * MIB:  # pages, and states of the delta rule
             assert whole_pool_operations(program, leaf) == []

@@ -110,16 +110,16 @@ def latent_splits_case(seed, seqs: Sequences, splits: int) -> Case:
     return Case(kernel="latent", name=f"decode, {seqs.heads} heads, {splits} splits", run=run)
 
 
-def delta_inputs(rng, shape: DeltaShape, lengths, *, padding=0, layers=2, dtype=jnp.float32, like=0.0):
+def delta_inputs(rng, shape: DeltaShape, lengths, *, padding=0, layers=2, dtype=jnp.float32, like=0.0, forgets=0.3):
     """Random tokens of requests that have so many each, states of two more slots in every layer, and the slots. `like`:
-    how much the keys of a request resemble each other."""
+    how much the keys of a request resemble each other. `forgets`: the largest decay."""
     count, heads = sum(lengths) + padding, shape.value_heads
     channels, bound = shape.channels, 2 * shape.key_heads * shape.key_dim
     mixed = rng.standard_normal((count, channels))
     mixed[:, :bound] = (1 - like) * mixed[:, :bound] + 3 * like * rng.standard_normal(bound)
     inputs = DeltaInputs(
         mixed=jnp.asarray(mixed, dtype),
-        decay=jnp.asarray(-rng.random((count, heads)) * 0.3 * (1 - like), jnp.float32),
+        decay=jnp.asarray(-rng.random((count, shape.num_decays)) * forgets * (1 - like), jnp.float32),
         beta=jnp.asarray(rng.random((count, heads)) ** (1 - like), jnp.float32),
         kernel=jnp.asarray(rng.standard_normal((channels, shape.width)), dtype),
         shape=shape,
@@ -142,13 +142,17 @@ def plain_delta(inputs, states, layer, slots, fresh, starts):
     return read, jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), states, new)
 
 
-def delta_case(seed, shape: DeltaShape, lengths, *, padding=0, chunk=CHUNK, like=0.0, dtype=jnp.float32) -> Case:
+def delta_case(
+    seed, shape: DeltaShape, lengths, *, padding=0, chunk=CHUNK, like=0.0, forgets=0.3, dtype=jnp.float32
+) -> Case:
     """Half of the requests start anew, and their slots are NaN; the states of requests without a token, of other slots
     and of the other layer keep their bits."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
-        inputs, states, slots, starts = delta_inputs(rng, shape, lengths, padding=padding, dtype=dtype, like=like)
+        inputs, states, slots, starts = delta_inputs(
+            rng, shape, lengths, padding=padding, dtype=dtype, like=like, forgets=forgets
+        )
         fresh = jnp.asarray((np.arange(len(lengths)) % 2 == 0) & (np.array(lengths) > 0))
         broken = jax.tree.map(lambda leaf: leaf.at[1, slots[fresh]].set(jnp.nan), states)
         args = jnp.int32(1), slots, fresh, starts
@@ -170,7 +174,8 @@ def delta_case(seed, shape: DeltaShape, lengths, *, padding=0, chunk=CHUNK, like
 
     sizes = f"{shape.key_heads}/{shape.value_heads} heads of {shape.key_dim}, {shape.value_dim}"
     alike = ", like keys" if like else ""
-    name = f"{len(lengths)} requests, {sizes}, chunk {chunk}{alike}, {jnp.dtype(dtype)}"
+    decays = f", a decay of each channel up to {forgets}" if shape.by_channel else ""
+    name = f"{len(lengths)} requests, {sizes}, chunk {chunk}{alike}{decays}, {jnp.dtype(dtype)}"
     return Case(kernel="delta", name=name, run=run)
 
 
@@ -196,10 +201,16 @@ def small_mixer_cases() -> Iterator[Case]:
     wide = DeltaShape(key_heads=1, value_heads=2, key_dim=72, value_dim=6, width=4)  # several parts, the last ragged
     yield delta_case(15, wide, (37, 1, 2), padding=3, chunk=16)
     yield delta_case(10, narrow, (64, 33), padding=5, chunk=64, like=0.95, dtype=half)
+    shape, narrow, wide = (dataclasses.replace(own, by_channel=True) for own in (shape, narrow, wide))
+    yield delta_case(16, shape, (1, 1, 0, 1, 1), padding=1)
+    yield delta_case(17, narrow, (2, 0, 1), padding=0)
+    yield delta_case(18, wide, (37, 1, 2, 0, 16, 3), padding=3, chunk=16, forgets=5.0)
+    yield delta_case(19, shape, (70, 33), padding=2, forgets=40.0)
+    yield delta_case(20, narrow, (64, 33), padding=5, chunk=64, like=0.95, dtype=half)
 
 
 def large_mixer_cases() -> Iterator[Case]:
-    """DeepSeek-V2-Lite, DeepSeek-V3, GLM-4.7-Flash and Qwen3-Next."""
+    """DeepSeek-V2-Lite, DeepSeek-V3, GLM-4.7-Flash, Qwen3-Next and Ling 3.0."""
     half, rng = jnp.bfloat16, np.random.default_rng(0)
     decoded = tuple((int(before), 1) for before in rng.integers(0, 900, 20))
     prompts = ((0, 300), (200, 65), (0, 1), (90, 40))
@@ -211,3 +222,7 @@ def large_mixer_cases() -> Iterator[Case]:
     yield delta_case(12, shape, (1,) * 20, dtype=half)
     yield delta_case(13, shape, (300, 1, 64, 0, 129, 2), padding=16, dtype=half)
     yield delta_case(14, shape, (200, 65), like=0.9)
+    shape = DeltaShape(key_heads=32, value_heads=32, key_dim=128, value_dim=128, width=4, by_channel=True)
+    yield delta_case(21, shape, (1,) * 20, dtype=half, forgets=5.0)
+    yield delta_case(22, shape, (300, 1, 64, 0, 129, 2), padding=16, dtype=half, forgets=5.0)
+    yield delta_case(23, shape, (200, 65), like=0.9, forgets=40.0)

@@ -25,7 +25,7 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
     ) -> tuple[Float[Array, "N ..."], HybridPool]:
         starts, slots = batch.paged.query_starts, batch.request_slots
         fresh = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
-        if isinstance(inputs, DeltaInputs) and paged.backend.recur is not None and paged.backend.recurs(inputs.shape):
+        if paged.backend.recur is not None and isinstance(inputs, DeltaInputs):
             read, states = paged.backend.recur(inputs, cache.states, layer, slots, fresh, starts)
             return read, dataclasses.replace(cache, states=states)
         empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)

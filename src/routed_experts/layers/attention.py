@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 MASK_VALUE = -1e30  # masks a score; finite, because inf - inf is NaN
@@ -92,7 +92,7 @@ class AttentionBackend:
     as `write_kv` does, or latent rows (no values): (pool, keys, values, first page, batch) -> pool. `latent` runs
     latent attention between its projections: (projected, pool, layer, batch, pages of a layer) -> (values, pool).
     `recur` runs `delta_ragged` on states in place: (inputs, states [L, S, ...], layer, slot of each request, requests
-    that start anew, query starts) -> (what was read, states); with `recur_by_channel`, for decays of each channel, too.
+    that start anew, query starts) -> (what was read, states).
 
     `batch_invariant`: in programs of one shape, a token's bits depend on its own sequence alone, however that is cut
     into steps; deterministic mode takes no other."""
@@ -137,12 +137,7 @@ class AttentionBackend:
         ]
         | None
     ) = None
-    recur_by_channel: bool = False
     batch_invariant: bool = False
-
-    def recurs(self, shape: DeltaShape) -> bool:
-        """Whether `recur` runs layers of this shape."""
-        return self.recur is not None and (self.recur_by_channel or not shape.by_channel)
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a default for attention with features, unless it has its own."""

@@ -49,9 +49,11 @@ def test_logits_that_are_no_numbers_still_choose_distinct_experts(replays):
     assert np.isnan(np.asarray(routing.weights)[1]).all()
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("mixed", (40, 20, 33)), ("decay", (1, 1, 1))])
-def test_a_token_that_is_not_finite_spoils_its_request_from_there_on(name, lengths):
-    rng, shape = np.random.default_rng(9), DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize(("name", "lengths"), [("mixed", (40, 20, 33)), ("decay", (40, 20, 33)), ("decay", (1, 1, 1))])
+def test_a_token_that_is_not_finite_spoils_its_request_from_there_on(name, lengths, by_channel):
+    sizes = dict(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
+    rng, shape = np.random.default_rng(9), DeltaShape(**sizes, by_channel=by_channel)
     inputs, states, slots, starts = delta_inputs(rng, shape, lengths)
     run = jax.jit(lambda inputs: gpu_delta(inputs, states, 1, slots, slots < 0, starts, chunk=16, interpret=True))
     clean, after = run(inputs)

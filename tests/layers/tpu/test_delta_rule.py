@@ -20,6 +20,7 @@ SHAPES = {
     "two groups of heads": DeltaShape(key_heads=8, value_heads=16, key_dim=8, value_dim=8, width=3),
     "rows of lanes": DeltaShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4),
 }
+SHAPES |= {f"{name}, by channel": dataclasses.replace(shape, by_channel=True) for name, shape in SHAPES.items()}
 SLOTS, LAYER = 6, 1
 
 
@@ -40,7 +41,7 @@ def loop(inputs, lengths, states):
                 for part in (queries, keys)
             )
             queries, keys = (part / np.sqrt(np.sum(part**2, axis=1, keepdims=True) + 1e-6) for part in (queries, keys))
-            memory = memory * np.exp(decay[n])[:, None, None]
+            memory = memory * np.exp(decay[n]).reshape(shape.value_heads, -1, 1)
             for head, value in enumerate(values.reshape(shape.value_heads, -1)):
                 wrong = beta[n, head] * (value - memory[head].T @ keys[head])
                 memory[head] += np.outer(keys[head], wrong)
@@ -54,7 +55,7 @@ def loop(inputs, lengths, states):
 def random_inputs(rng, shape, num_tokens):
     return DeltaInputs(
         jnp.asarray(rng.standard_normal((num_tokens, shape.channels)), jnp.float32),
-        jnp.asarray(-rng.random((num_tokens, shape.value_heads)), jnp.float32),
+        jnp.asarray(-rng.random((num_tokens, shape.num_decays)), jnp.float32),
         jnp.asarray(rng.random((num_tokens, shape.value_heads)), jnp.float32),
         jnp.asarray(rng.standard_normal((shape.channels, shape.width)), jnp.float32),
         shape,

@@ -173,7 +173,7 @@ def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, atten
     """Raise ConfigError in deterministic mode for states that array code updates in chunks of a step: their last bits
     depend on where a prompt is cut."""
     shape = config.cache.recurrent
-    if args.deterministic and isinstance(shape, DeltaShape) and not attention.recurs(shape):
+    if args.deterministic and isinstance(shape, DeltaShape) and attention.recur is None:
         text = "deterministic=True with a delta rule that runs as array code: its sums depend on where a prompt is cut"
         raise ConfigError(f"{text}; leave deterministic out")
 

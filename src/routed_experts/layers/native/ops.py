@@ -338,6 +338,5 @@ NATIVE_ATTENTION = AttentionBackend(
     write=native_write,
     latent=native_latent,
     recur=native_delta,
-    recur_by_channel=True,
     batch_invariant=True,
 )

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaState, convolve_step, run_chunks
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState, convolve_step, run_chunks
 from routed_experts.layers.tpu import delta_chunks
 
 HEADS = 8  # of a grid step: whole tiles, where H is a multiple
@@ -36,7 +36,6 @@ def recur(
     """`delta_ragged` on the states [L, S, ...] of a layer: what each token read, and all states. Requests that start
     `fresh` read no state; those without a token keep theirs. The numbers of a request's last inputs may have other
     dims, which fill tiles."""
-    assert not inputs.shape.by_channel, "a decay of each channel runs as array code"
     layer, num_tokens, shape = jnp.asarray(layer, jnp.int32), inputs.mixed.shape[0], inputs.shape
     lengths = query_starts[1:] - query_starts[:-1]
     single, at = lengths == 1, jnp.where(lengths == 1, query_starts[:-1], 0)
@@ -45,7 +44,7 @@ def recur(
     window, queries, keys, values = convolve_step(inputs.mixed[at], conv, inputs.kernel, shape)
     decay, beta = inputs.decay[at], inputs.beta[at]
     read, recurrent = _step(
-        (queries, keys, values, jnp.exp(decay)[..., None], beta[..., None]),
+        (queries, keys, values, jnp.exp(decay).reshape(*beta.shape, -1), beta[..., None]),
         states.recurrent,
         (layer.reshape(1), slots, single.astype(jnp.int32), fresh.astype(jnp.int32)),
         interpret=interpret,
@@ -94,7 +93,7 @@ def _run_chunks_plainly(
     """Requests of several tokens as array code, each on its own state."""
     layer, slots, fresh, query_starts = requests
     num_tokens = outputs.shape[0]
-    chunk = min(CHUNK, num_tokens)
+    chunk = min(inputs.shape.chunk, num_tokens)
 
     def read_slot(states: DeltaState, row: Int[Array, ""], number: Int[Array, ""]) -> DeltaState:
         own, begins = jax.tree.map(lambda leaf: leaf[layer, slots[row]], states), fresh[row] & (number == 0)
@@ -119,7 +118,8 @@ def _step(
     interpret: Any,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "L S H K V"]]:
     """One token of each request: what it reads, and all states. `inputs`: queries, keys, values, what is left of the
-    state, and learning rates. `scalars`: layer, slots, whether a request has one token, whether it starts anew."""
+    state (one number of a head, or one of each key channel), and learning rates. `scalars`: layer, slots, whether a
+    request has one token, whether it starts anew."""
     _, _, heads, key_dim, value_dim = states.shape
     count = HEADS if heads % HEADS == 0 else heads
     requests = inputs[0].shape[0]
@@ -169,14 +169,15 @@ def _kernel(
     """Some heads of one request."""
     request = pl.program_id(0)
     is_single, is_fresh = single_ref[request] != 0, fresh_ref[request] != 0
-    columns = [ref[0].T for ref in (queries_ref, keys_ref)]  # [K J]
+    by_channel = left_ref.shape[2] > 1
+    queries, keys, *left = (ref[0].T for ref in (queries_ref, keys_ref, *((left_ref,) if by_channel else ())))  # [K J]
     reads = []
     for head in range(heads):
         before, row = before_ref[0, 0, head], slice(head, head + 1)
-        queries, keys = (part[:, row] for part in columns)
-        state = jnp.where(is_fresh, 0.0, before) * left_ref[0, row]
-        wrong = (values_ref[0, row] - jnp.sum(state * keys, axis=0, keepdims=True)) * rates_ref[0, row]
-        state = state + keys * wrong
-        reads.append(jnp.sum(state * queries, axis=0, keepdims=True))
+        query, key = queries[:, row], keys[:, row]
+        state = jnp.where(is_fresh, 0.0, before) * (left[0][:, row] if by_channel else left_ref[0, row])
+        wrong = (values_ref[0, row] - jnp.sum(state * key, axis=0, keepdims=True)) * rates_ref[0, row]
+        state = state + key * wrong
+        reads.append(jnp.sum(state * query, axis=0, keepdims=True))
         after_ref[0, 0, head] = jnp.where(is_single, state, before)
     read_ref[0] = jnp.concatenate(reads, axis=0)

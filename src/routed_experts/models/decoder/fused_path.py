@@ -100,7 +100,7 @@ def describe_path(config: FamilyConfig, kernels: Kernels, attention: AttentionBa
         "q/k norm": any(m.qk_norm and m.is_fused_by(attention) for m in mixers),
         "attention": attention.name not in ATTENTION_BACKENDS
         and (attention.latent is not None or not config.cache.latent),
-        "delta rule": isinstance(config.cache.recurrent, DeltaShape) and attention.recurs(config.cache.recurrent),
+        "delta rule": isinstance(config.cache.recurrent, DeltaShape) and attention.recur is not None,
         "router": router is not None and bool(feeds) and all(router.supports(feed.router) for feed in feeds),
         "experts": has_kernels and bool(feeds),
     }
