@@ -8,8 +8,8 @@ import pytest
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from routed_experts.models.base.weight_format import format_of, placed, shape_of, weight_format
 from routed_experts.models.loading.weight_loader import pieces_writer
-from routed_experts.models.weight_format import format_of, placed, shape_of, weight_format
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 from support.tpu_programs import reordered_weights
 

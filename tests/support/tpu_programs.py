@@ -24,9 +24,9 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.sampler import TokenCounts
 from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.base.weight_format import weight_format
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.weight_format import weight_format
 from support.qwen3_configs import qwen3_config
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 

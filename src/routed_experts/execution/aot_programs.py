@@ -16,7 +16,7 @@ from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, 
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.weight_format import shape_of
+from routed_experts.models.base.weight_format import shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from routed_experts.execution.sampler import PenaltyInputs
 from routed_experts.execution.spmd import REPLICATED, sharded_zeros
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
+from routed_experts.models.base.weight_format import format_of, shape_of
 from routed_experts.models.sharding import DonatedBuffers, buffer_pointers
-from routed_experts.models.weight_format import format_of, shape_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
+from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
@@ -28,7 +29,6 @@ from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.weight_loader import load
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
-from routed_experts.models.weight_format import placed
 
 LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another.

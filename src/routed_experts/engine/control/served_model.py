@@ -15,11 +15,11 @@ from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.weight_format import placed
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
-from routed_experts.models.weight_format import placed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ from routed_experts.execution.model_runner import ModelRunner, update_owned
 from routed_experts.execution.offload.offload_step import HostExperts, OffloadArrays, OffloadSpec, offload_step
 from routed_experts.execution.programs import ForwardOut
 from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.models.base.weight_format import format_of
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.offload.offloaded_model import OffloadedModel, gather_host_rows, write_rows
-from routed_experts.models.weight_format import format_of
 
 _IN_FLIGHT = 8  # steps whose slot counts stay on the device until their copy to the host has ended
 
