@@ -31,16 +31,18 @@ SHARE = 0.85  # of the memory for weights and caches; programs and their tempora
 TOKENS_MORE = 32  # that a request reserves beyond its prompt and answer
 
 
-def copy_rate(num_bytes: int, rounds: int = 5) -> float:
-    """Bytes a second that a copy reads and writes on the default device; the best of some rounds."""
+def copy_rate(num_bytes: int, rounds: int = 5, copies: int = 20) -> float:
+    """Bytes a second that copies, one after another, read and write on the default device; the best of some rounds."""
     array = jnp.zeros(num_bytes // 4, jnp.float32)
-    copy = jax.jit(lambda x: x + 1.0)
-    copy(array).block_until_ready()
+    copy = jax.jit(lambda x: x + 1.0, donate_argnums=0)
     seconds = []
     for _ in range(rounds):
+        array = copy(array).block_until_ready()
         start = time.perf_counter()
-        copy(array).block_until_ready()
-        seconds.append(time.perf_counter() - start)
+        for _ in range(copies):
+            array = copy(array)
+        array.block_until_ready()
+        seconds.append((time.perf_counter() - start) / copies)
     return 2 * array.nbytes / min(seconds)
 
 
