@@ -26,7 +26,16 @@ from routed_experts.engine.build.backends import ATTENTION, KERNELS
 from routed_experts.execution import aot_programs, programs, sampler
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.decoder import decoder, family_config, feed_forward, fused_path, layer_parts, sparse_block
+from routed_experts.models.decoder import (
+    decoder,
+    family_config,
+    feed_forward,
+    fused_layers,
+    fused_path,
+    layer_counts,
+    layer_parts,
+    sparse_block,
+)
 from routed_experts.models.families import common_config, qwen3_moe
 from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
@@ -37,6 +46,8 @@ MODEL_NAMES = {
     sparse_block: frozenset({"capture", "moe_layer", "block"}),
     feed_forward: LAYER_NAMES,
     family_config: frozenset(),
+    layer_counts: frozenset(),
+    fused_layers: frozenset({"capture", "id_block"}),
     fused_path: frozenset({"capture", "id_block"}),
     decoder: LAYER_NAMES,
     common_config: frozenset(),

@@ -134,7 +134,8 @@ class FamilyDecoder(nnx.Module):
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
-                    replay = ReplayInputs(first_moe + repeat * moe_stride, routed)
+                    moe_layer = first_moe + repeat * moe_stride
+                    replay = ReplayInputs(moe_layer, routed)
                     moe += 1
                 normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
                 y, capture = layer.feed.run(normed, params, step, replay, capture)

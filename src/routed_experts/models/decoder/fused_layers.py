@@ -113,10 +113,10 @@ class _FusedLayer:
         norm = self._norm(self._all("post_norm"), repeat)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
-        ids = None if capture is None else capture.ids
-        routing, ids = fused.route(logits, self._rows(moe_layer), ids, moe_layer, feed.router, biases)
-        if capture is not None and ids is not None:
-            capture = dataclasses.replace(capture, ids=ids)
+        id_block = None if capture is None else capture.ids
+        routing, id_block = fused.route(logits, self._rows(moe_layer), id_block, moe_layer, feed.router, biases)
+        if capture is not None and id_block is not None:
+            capture = dataclasses.replace(capture, ids=id_block)
         x, normed = fused.add_slots(
             x, self._experts(normed, routing, feed, repeat), self._norm(self.next_norms, repeat)
         )
