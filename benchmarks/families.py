@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, object]] = {  # class of the config in transformer
     "DeepseekV3": {**_LATENT, **_GROUPED, "head_dim": 32},
     "Glm4MoeLite": {**_LATENT, "n_routed_experts": 32, "head_dim": 32},
     "Dots1": dict(n_routed_experts=32, n_shared_experts=1, first_k_dense_replace=1, norm_topk_prob=True),
+    "ExaoneMoe": dict(num_shared_experts=1, first_k_dense_replace=1, sliding_window=64),
     "HunYuanMoEV1": dict(moe_topk=4, intermediate_size=256, moe_intermediate_size=256),
     "Qwen3Next": dict(
         num_hidden_layers=8,

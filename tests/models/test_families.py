@@ -81,7 +81,7 @@ def compare_ids(judged, rows, tally):
     expected = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
     reference = np.sort(judged.ids[: len(rows)], axis=-1)
     assert np.array_equal(np.sort(expected[decided], axis=-1), reference[decided]), (
-        "the margin rule does not speak of the oracle's choice"
+        "transformers chose other experts than those of the best scores; correct the `scoring_func` of the case"
     )
     assert np.array_equal(np.sort(rows[decided], axis=-1), reference[decided])
     assert np.array_equal(rows[ordered], expected[ordered])

@@ -105,6 +105,13 @@ REFUSED = {
         ["mlp_layer_types", "first 2 layers", "first_k_dense_replace"],
     ),
     "windows of dots.llm1": ("Dots1", dict(sliding_window=...), ["layer_types", "without sliding_window"]),
+    "full layers of K-EXAONE alone": ("ExaoneMoe", dict(sliding_window=None), ["sliding_window=None", "windows"]),
+    "layers of K-EXAONE": ("ExaoneMoe", dict(is_moe_layer=[True] * 4), ["is_moe_layer=[True", "dense, sparse"]),
+    "a pattern of K-EXAONE": (
+        "ExaoneMoe",
+        dict(layer_types=None, sliding_window_pattern="LLLG"),
+        ["sliding_window_pattern='LLLG'", "an integer"],
+    ),
     "experts of HunYuan's layers": ("HunYuanMoEV1", dict(moe_topk=[4, 4, 4, 2]), ["moe_topk=[4, 4, 4, 2]", "same"]),
     "a shared width of HunYuan": ("HunYuanMoEV1", dict(moe_intermediate_size=48), ["moe_intermediate_size=48", "24"]),
     "keys that HunYuan's layers share": ("HunYuanMoEV1", dict(use_cla=True), ["use_cla=True", "false"]),
@@ -200,6 +207,19 @@ def test_dots_files_that_name_their_scores_by_the_method_are_read(write_case, tm
         read(ConfigReader(values | {"scoring_func": scores}, "config.json")) for scores in ("sigmoid", "noaux_tc")
     )
     assert plain == published and plain.layers[1].feed.router.scoring_func == "sigmoid"
+
+
+def test_published_files_of_k_exaone_are_read(write_case, tmp_path):
+    folder = write_case("ExaoneMoe", tmp_path)
+    written = ModelFolder.open(folder).config
+    values = json.loads((folder / "config.json").read_text())
+    assert "first_k_dense_replace" in values
+    values["first_last_k_dense_replace"] = values.pop("first_k_dense_replace")
+    values |= dict(architectures=["ExaoneMoEForCausalLM"], mlp_layer_types=None, is_moe_layer=[False, True, True, True])
+    values |= dict(sliding_window_pattern="LLLG", scoring_func="sigmoid", topk_method="noaux_tc")
+    (folder / "config.json").write_text(json.dumps(values))
+    rewrite(folder, lambda tensors: tensors | {"mtp.layers.0.eh_proj.weight": np.zeros((2, 2), np.float32)})
+    assert ModelFolder.open(folder).config == written
 
 
 def test_hunyuan_files_that_give_a_number_to_each_layer_are_read(write_case, tmp_path):

@@ -33,7 +33,8 @@ SIZES = dict(
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One family: the oracle's classes are <name>Config and <name>ForCausalLM. `router` is the suffix of a router's
-    class. `vision`: config of a tower beside the text model, which `config` and the class `settings` are then of."""
+    class, `layer_ids` the layers with experts, `scoring_func` what makes scores of the logits that a router puts out.
+    `vision`: config of a tower beside the text model, which `config` and the class `settings` are then of."""
 
     name: str
     config: dict
@@ -95,7 +96,10 @@ class Oracle:
             for _, module in self.model.named_modules()
             if type(module).__name__.lower().endswith(case.router.lower())
         ]
-        assert len(self.routers) == len(case.layer_ids), (case.name, len(self.routers))
+        assert len(self.routers) == len(case.layer_ids), (
+            f"{case.title or case.name}: {len(self.routers)} modules of transformers have a class whose name ends in "
+            f"{case.router!r}, and layer_ids={case.layer_ids}; correct `router` or `layer_ids` of the case"
+        )
 
     def judge(self, tokens):
         """Score a whole sequence."""
@@ -415,6 +419,23 @@ CASES = {
                 attention_bias=True,
                 sliding_window=24,
                 max_window_layers=2,
+            ),
+            scoring_func="sigmoid",
+            layer_ids=(1, 2, 3),
+        ),
+        Case(
+            "ExaoneMoe",
+            dict(
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=24,
+                num_shared_experts=2,
+                first_k_dense_replace=1,
+                n_group=4,
+                topk_group=2,
+                routed_scaling_factor=1.7,
+                head_dim=24,
+                sliding_window=12,
             ),
             scoring_func="sigmoid",
             layer_ids=(1, 2, 3),

@@ -64,7 +64,10 @@ CHOICES = {
 }
 ALWAYS = ("rms_norm_eps", "tie_word_embeddings", "intermediate_size")
 ONLY_SOME = {
-    "norm_topk_prob": ("Qwen3Moe", "Qwen2Moe", "Olmoe", "Qwen3Next", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1")
+    "norm_topk_prob": (
+        *("Qwen3Moe", "Qwen2Moe", "Olmoe", "Qwen3Next", "DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1"),
+        "ExaoneMoe",
+    )
 }
 
 
@@ -185,6 +188,8 @@ def main(seconds=60.0, seed=0, *parts):
     """Draw and compare until the time is over; the number of cases that differ is the exit status."""
     begun, bad, count = time.perf_counter(), 0, 0
     names = [name for name in NAMES if not parts or any(part in name for part in parts)]
+    if not names:
+        sys.exit(f"no case's name holds {' or '.join(parts)}; expected a part of one of {', '.join(NAMES)}")
     while time.perf_counter() - begun < seconds:
         name, number = names[count % len(names)], seed + count // len(names)
         count += 1

@@ -115,6 +115,15 @@ VARIED = {
         (dict(attention_bias=False, sliding_window=None, norm_topk_prob=False, first_k_dense_replace=0), ALL_LAYERS),
         (dict(n_group=4, topk_group=2, max_window_layers=0, tie_word_embeddings=True), None),
     ],
+    "ExaoneMoe": [
+        (
+            dict(sliding_window_pattern=2, num_shared_experts=1, norm_topk_prob=False, first_k_dense_replace=0),
+            ALL_LAYERS,
+        ),
+        (dict(layer_types=["full_attention"] * 4, n_group=1, topk_group=1, tie_word_embeddings=True), None),
+        (dict(mlp_layer_types=["sparse", "dense"] * 2, sliding_window=1, num_attention_heads=6), (0, 2)),
+        (YARN | dict(sliding_window_pattern=3, num_key_value_heads=1, num_experts_per_tok=8), None),
+    ],
     "GptOss": [
         (dict(attention_bias=False, sliding_window=4, num_experts_per_tok=1), None),
         (dict(layer_types=["full_attention"] * 4, tie_word_embeddings=True), None),
@@ -300,6 +309,8 @@ def main(parts):
     """Run and print; the number of variations that differ is the exit status."""
     begun, bad = time.perf_counter(), 0
     chosen = {name: case for name, case in VARIATIONS.items() if not parts or any(part in name for part in parts)}
+    if not chosen:
+        sys.exit(f"no variation's name holds {' or '.join(parts)}; expected a part of one, as {', '.join(VARIED)}")
     for name, case in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -13,6 +13,7 @@ from routed_experts.models.families.deepseek import read_deepseek_v2, read_deeps
 from routed_experts.models.families.dense import read_llama, read_mistral, read_qwen2, read_qwen3
 from routed_experts.models.families.dots1 import read_dots1
 from routed_experts.models.families.ernie4_5_moe import read_ernie4_5_moe
+from routed_experts.models.families.exaone_moe import read_exaone_moe
 from routed_experts.models.families.gemma4 import read_gemma4, read_gemma4_text
 from routed_experts.models.families.glm4_moe import read_glm4_moe
 from routed_experts.models.families.glm4_moe_lite import read_glm4_moe_lite
@@ -149,6 +150,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="as DeepseekV3ForCausalLM, one group; renormalised if `norm_topk_prob`",
             refused="a `moe_layer_freq` other than 1",
             test="test_families.py[Dots1]",
+        ),
+        "ExaoneMoeForCausalLM": Family(
+            read_config=read_exaone_moe,
+            title="K-EXAONE",
+            checkpoints="as transformers writes it",
+            routing="as DeepseekV3ForCausalLM",
+            refused="models without windows; layers that predict further tokens are not run",
+            test="test_families.py[ExaoneMoe]",
+        ),
+        "ExaoneMoEForCausalLM": Family(
+            read_config=read_exaone_moe,
+            title="K-EXAONE",
+            checkpoints="K-EXAONE-236B-A23B",
+            routing="as DeepseekV3ForCausalLM",
+            refused="models without windows; layers that predict further tokens are not run",
+            test="test_families.py[ExaoneMoe]",
         ),
         "BailingMoeV2ForCausalLM": Family(
             read_config=read_bailing_moe_v2,
