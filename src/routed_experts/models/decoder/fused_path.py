@@ -126,7 +126,8 @@ def run_fused(
     if isinstance(kernel, FusedSteps):
         return run_fused_layers(kernel, config, block, arrays, next_norm, step, carry, replay, counts)
     (x, cache, capture), attend, spec = carry, step.attend, _router(block)
-    assert isinstance(attend, PagedAttend), attend
+    paged, pages = (attend.paged, cache.pages) if isinstance(attend, HybridAttend) else (attend, cache)
+    assert isinstance(paged, PagedAttend), attend
     pattern = tuple(
         _stack_weights(config, layer, own, next_norm) for layer, own in zip(block.pattern, arrays, strict=True)
     )
@@ -135,7 +136,8 @@ def run_fused(
         StackOffsets(first_layer=counts.attending, first_moe_layer=counts.moe),
     )
     id_block = None if capture is None else capture.ids
-    x, normed, cache, id_block = kernel.run(x, pattern, inputs, attend, cache, id_block, replay, offsets, spec)
+    x, normed, pages, id_block = kernel.run(x, pattern, inputs, paged, pages, id_block, replay, offsets, spec)
+    cache = dataclasses.replace(cache, pages=pages) if isinstance(attend, HybridAttend) else pages
     if capture is not None and id_block is not None:
         capture = dataclasses.replace(capture, ids=id_block)
     return (x, cache, capture), normed
