@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.layers.tpu.delta_chunks import takes_chunks
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.feed_forward import Sparse
@@ -98,7 +99,7 @@ def kernels_of_parts(config):
         fused_norm = "q/k norm" if isinstance(mixer, GroupedAttention) and mixer.qk_norm else "attention"
         parts[fused_norm]["prepare"] += isinstance(mixer, GroupedAttention) and not mixer.value_norm
         parts["attention"]["write_rows"] += isinstance(mixer, LatentAttention)
-        parts["delta rule"].update({"delta_step": recurs, "delta_chunks": recurs})
+        parts["delta rule"].update({"delta_step": recurs, "delta_chunks": recurs and takes_chunks(mixer.shape)})
         parts["router"]["fused_router"] += sparse
         parts["experts"].update({"grid_steps": sparse, "fused_experts": sparse})
     order = ("projections", "q/k norm", "attention", "delta rule", "router", "experts")
