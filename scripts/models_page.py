@@ -1,12 +1,24 @@
 """Write docs/models.md from the table of families: python scripts/models_page.py. A test holds the page to it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, Family
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results"
+_PUBLISHED = {  # the models of benchmarks/family_configs.py
+    "OLMoE-1B-7B": "OlmoeForCausalLM",
+    "Mixtral-8x7B": "MixtralForCausalLM",
+    "DeepSeek-V2-Lite": "DeepseekV2ForCausalLM",
+    "GLM-4.5-Air": "Glm4MoeForCausalLM",
+    "MiniMax-M2": "MiniMaxM2ForCausalLM",
+    "GPT-OSS-20b": "GptOssForCausalLM",
+    "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM",
+}
 _HEAD = """# Models
 
 `scripts/models_page.py` writes this page from `models/registry.py`. Every family is compared with an independent
@@ -32,11 +44,12 @@ weights, as it has with `experts=`.
 The kernels say which features they have, and the layers say which they need (`models/decoder/fused_path.py`). In a
 "fused run" neighbouring layers that follow one pattern and have equal sizes are one kernel. On CPU dense layers are
 part of it, before MoE layers or between them (`decoder_sparse_step` 2). On a GPU each MoE layer is a few kernels, for
-steps of up to 512 tokens; longer steps run layer by layer. "pieces" are the parts of a layer that have kernels of their
-own, where layers run one by one; `inspect` says "plain" where all is array code, which XLA compiles. On a TPU the delta
-rule has a kernel for requests of one token and a kernel for prompts, which needs heads of whole 128 numbers. The table
-is for one device, for `auto` backends, and for models as they are published; `routed-experts inspect MODEL` says it for
-a checkpoint.
+steps of up to 512 tokens; longer steps run layer by layer. Latent attention, states and gated heads run in pieces up to
+their last projection; where the rest of the layer is the same few kernels, it is a "fused feed-forward". "pieces" are
+the parts of a layer that have kernels of their own, where layers run one by one; `inspect` says "plain" where all is
+array code, which XLA compiles. On a TPU the delta rule has a kernel for requests of one token and a kernel for prompts,
+which needs heads of whole 128 numbers. The table is for one device, for `auto` backends, and for models as they are
+published; `routed-experts inspect MODEL` says it for a checkpoint.
 
 | architecture | CPU | GPU | TPU |
 |---|---|---|---|
@@ -51,6 +64,17 @@ before any memory is taken. An architecture that is not in the table is refused 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
 the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the
 prefix cache is off: `get_server_info()["prefix_cache"]` says so.
+"""
+_MEASURED = """
+## Measured
+
+CPU: two cores of an AMD EPYC, small models of one size, float32, all rows returned; throughput over transformers at
+batch 8 and 32, and the multiple of a decode step's floor at batch 8. GPU: an H200, published shapes, bfloat16; the
+multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md). A family without a row was
+not measured.
+
+| architecture | CPU: decode | CPU: prefill | CPU: step / floor | GPU: step / floor |
+|---|---|---|---|---|
 """
 _LAST = """
 To add one: [add a model family](add-a-family.md).
@@ -116,12 +140,44 @@ def layer_paths(architecture: str) -> dict[str, str]:
     return DEFAULT_BACKENDS.layer_paths(FAMILIES[architecture].read_config(ConfigReader(keys, architecture)))
 
 
+def measured() -> str:
+    """A row for each architecture that is in the results of benchmarks/families.py or families_gpu.py."""
+    cpu, gpu = (
+        json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in ("families_float32_cpu", "families_gpu")
+    )
+    ratios = {
+        (f"{row['family']}ForCausalLM", row["phase"], row["batch"]): f"{row['ratio']:.2f}"
+        for row in cpu
+        if row["peer"] == "transformers"
+    }
+    floors = {f"{row['family']}ForCausalLM": f"{row['step / floor']:.2f}" for row in cpu if _is_decode_of_8(row)}
+    steps: dict[str, list[str]] = {}
+    for row in gpu:
+        if row["capture"] == "on, asked" and row["batch"] > 1:
+            steps.setdefault(_PUBLISHED[row["family"]], []).append(f"{row['step/floor']:.2f}")
+
+    def pair(architecture: str, phase: str) -> str:
+        found = [ratios[key] for batch in (8, 32) if (key := (architecture, phase, batch)) in ratios]
+        return ", ".join(found) or "-"
+
+    return "".join(
+        f"| `{name}` | {pair(name, 'decode')} | {pair(name, 'prefill')} | {floors.get(name, '-')} "
+        f"| {', '.join(steps.get(name, ['-']))} |\n"
+        for name in FAMILIES
+        if name in floors or name in steps
+    )
+
+
+def _is_decode_of_8(row: dict[str, Any]) -> bool:
+    return row["peer"] == "transformers" and row["phase"] == "decode" and row["batch"] == 8
+
+
 def render() -> str:
     """The whole page."""
     rows = "".join(_row(architecture, family) for architecture, family in FAMILIES.items())
     paths = ((architecture, layer_paths(architecture)) for architecture in FAMILIES)
     layers = "".join(f"| `{name}` | {path['cpu']} | {path['gpu']} | {path['tpu']} |\n" for name, path in paths)
-    return f"{_HEAD}{rows}{_FOOT}{_PATHS}{layers}{_LAST}"
+    return f"{_HEAD}{rows}{_FOOT}{_PATHS}{layers}{_MEASURED}{measured()}{_LAST}"
 
 
 def _row(architecture: str, family: Family) -> str:
