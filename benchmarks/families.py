@@ -97,11 +97,12 @@ FAMILIES: dict[str, dict[str, object]] = {  # class of the config in transformer
         sliding_window=64,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     ),
-    "Qwen2Moe": dict(shared_expert_intermediate_size=256),
-    "GraniteMoe": dict(_LOCAL),
+    "Qwen2Moe": dict(shared_expert_intermediate_size=256, head_dim=64),  # vLLM divides the hidden size by the heads
+    "GraniteMoe": dict(_LOCAL, head_dim=64),
     "Ernie4_5_Moe": dict(moe_num_experts=32, moe_k=4, moe_num_shared_experts=1, moe_layer_start_index=1),
 }
 _CONFIGS = {"Gemma4": "Gemma4TextConfig"}
+_EXPERTS = (".experts.", ".input_linear.", ".output_linear.")  # in names of tensors; the last two are Granite's
 OFF = "capture off"
 SMALL: dict[str, object] = dict(num_hidden_layers=2, intermediate_size=64, moe_intermediate_size=32)
 
@@ -159,7 +160,7 @@ class StepBytes:
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "np") as tensors:
                 sizes |= {name: int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        experts = sum(size for name, size in sizes.items() if any(part in name for part in _EXPERTS))
         embedding = sum(size for name, size in sizes.items() if "embed_tokens" in name)
         capture = engine.components.capture
         assert capture is not None
