@@ -60,7 +60,8 @@ def measure_family(name: str, args: argparse.Namespace) -> list[dict[str, object
     else:
         cached = max(max(args.batches), args.prefill_batch) * (args.prompt + args.new + TOKENS_MORE)
         most = model.depth(SHARE * args.memory * 1e9, 2 * cached)
-        keys = model.cut(min(most, args.layers - args.layers % model.pattern) if args.layers else most)
+        asked = max(1, args.layers // model.pattern) * model.pattern if args.layers else most
+        keys = model.cut(min(most, asked))
     config = read_family(keys)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(keys))
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--prefill-batch", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=16_384)
     parser.add_argument("--memory", type=float, help="GB of the card")
-    parser.add_argument("--layers", type=int, help="at most so many, for a shorter run")
+    parser.add_argument("--layers", type=int, help="at most so many, for a shorter run; at least one pattern")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true", help="a small model on any machine")
     parser.add_argument("--name", default="families_gpu", help="of the result")

@@ -38,7 +38,7 @@ def pages_of(
     table: Any, first: Array, request: Array, start: Array, end: Array, keys: int, page_size: int
 ) -> Callable[[Array | int], Array]:
     """The pages [T] of a request's step of keys from `start` on; page `first` from `end` on. A loop loads the pages of
-    the step that follows, so that a step's keys wait for no table."""
+    the step that follows, so that the keys of a step depend on no load of the table in it."""
 
     def load(step: Array | int) -> Array:
         positions = start + step * keys + jnp.arange(keys)
