@@ -3,8 +3,8 @@
 A request of one token is a step of one kernel: some heads of its state are fetched by its slot, corrected, read and
 written back, once each. Heads are summed over in float32, without the matrix unit, which would round. Requests of
 several tokens run chunk by chunk, in the kernel of delta_chunks.py. Heads that are no whole rows of lanes, or have a
-decay for each key channel, run as array code (layers/delta_rule.py). Dims: N tokens, B requests, L layers, S slots, Q channels of the convolution, W its width, H
-value heads, K key dim, V value dim, J heads of a grid step."""
+decay for each key channel, run as array code (layers/delta_rule.py). Dims: N tokens, B requests, L layers, S
+slots, Q channels of the convolution, W its width, H value heads, K key dim, V value dim, J heads of a grid step."""
 
 import dataclasses
 import functools
