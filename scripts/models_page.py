@@ -34,9 +34,9 @@ v are the scores of the chosen experts.
 _PATHS = """
 On a CPU with the C++ kernels, bfloat16 and float16 are the dtype of weights, keys and values. The residual stream and
 all numbers between two products are float32, in a fused run and in pieces alike; `Kernels.stream_dtype`
-(`layers/kernels.py`) says what is rounded. With the stream in bfloat16, the mean error of logprobs of tiny models
-against float32 `transformers`, on the same weights and experts, is 1.7 to 3.6 times as large
-(`tests/models/test_half_precision.py`). On GPU and TPU, in array code and in training the stream has the dtype of the
+(`layers/kernels.py`) says what is rounded. `tests/models/test_half_precision.py` compares logprobs of tiny models with
+float32 `transformers`, on the same weights and experts. With a rounded stream their mean error is 1.7 to 3.6 times as
+large. On GPU and TPU, in array code and in training the stream has the dtype of the
 weights, as it has with `experts=`.
 
 ## How layers run
@@ -71,8 +71,8 @@ _MEASURED = """
 
 CPU: two cores of an AMD EPYC, small models of one size, float32, all rows returned; throughput over transformers at
 batch 8 and 32, and the multiple of a decode step's floor at batch 8. GPU: an H200, published shapes, bfloat16; the
-multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md), which also has Qwen3-MoE on
-a GPU and says which rows are of earlier code. A family without a row was not measured.
+multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md), which also has Qwen3-MoE
+on a GPU and says which rows are of earlier code. A family without a row was not measured.
 
 | architecture | CPU: decode | CPU: prefill | CPU: step / floor | GPU: step / floor |
 |---|---|---|---|---|

@@ -136,7 +136,7 @@ def add_visible_keys(
     *,
     has_first: bool,
 ) -> State:
-    """All steps over a tile's keys, each with its pages. `step` is told whether all rows see its keys; `has_first`:
+    """All steps over a tile's keys, each with its pages. `step` takes whether all rows see its keys; `has_first`:
     there may be keys that only the first rows see."""
     begin, full = (bounds[0] // keys, pl.cdiv(bounds[1], keys)) if has_first else (jnp.int32(0), jnp.int32(0))
     past = pl.cdiv(bounds[3], keys)
