@@ -2,7 +2,7 @@
 bytes that a step must read.
 
     python benchmarks/families_gpu.py [--families GPT-OSS-20b ...] [--batches 1 16 64 256] [--new 128] [--rounds 2]
-        [--memory GB] [--layers N]
+        [--memory GB] [--layers N] [--bandwidth 4.3e12]
     python benchmarks/families_gpu.py --small [--families ...]      # a CPU, a small model of a family: does it run
 
 A family is one of family_configs.py. Where its weights and the caches of two engines do not fit into --memory (the
@@ -11,8 +11,9 @@ Runs are those of step.py: two engine cores share the weights, one with capture 
 "off", "on, unasked" and "on, asked" take turns. Prompts have 1,024 tokens, for batch 1 128; prefill of batch 16 is 16 x
 1,024 tokens in one step.
 
-`floor` is the bytes that a step must read (of experts those that the recorded rows name) over the rate at which this
-device copies an array, measured first; `prefill tok/s` has no floor. A run whose logprobs are not finite fails."""
+`floor` is the bytes that a step must read (of experts those that the recorded rows name) over --bandwidth, unless
+given the rate at which this device copies an array, measured first; `prefill tok/s` has no floor. A run whose logprobs
+are not finite fails."""
 
 import argparse
 import gc
@@ -60,7 +61,8 @@ def measure_family(name: str, args: argparse.Namespace) -> list[dict[str, object
     else:
         cached = max(max(args.batches), args.prefill_batch) * (args.prompt + args.new + TOKENS_MORE)
         most = model.depth(SHARE * args.memory * 1e9, 2 * cached)
-        keys = model.cut(min(most, args.layers - args.layers % model.pattern) if args.layers else most)
+        asked = max(1, args.layers // model.pattern) * model.pattern if args.layers else most
+        keys = model.cut(min(most, asked))
     config = read_family(keys)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(keys))
@@ -87,7 +89,8 @@ def main() -> None:
     parser.add_argument("--prefill-batch", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=16_384)
     parser.add_argument("--memory", type=float, help="GB of the card")
-    parser.add_argument("--layers", type=int, help="at most so many, for a shorter run")
+    parser.add_argument("--layers", type=int, help="at most so many, for a shorter run; at least one pattern")
+    parser.add_argument("--bandwidth", type=float, help="bytes a second of the floor; measured, unless given")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true", help="a small model on any machine")
     parser.add_argument("--name", default="families_gpu", help="of the result")
@@ -95,7 +98,7 @@ def main() -> None:
     if args.small:
         vars(args).update(SMALL)
     args.memory = args.memory or device_bytes() / 1e9
-    args.bandwidth = copy_rate(1 << (24 if args.small else 31))
+    args.bandwidth = args.bandwidth or copy_rate(1 << (24 if args.small else 31))
     families = args.families or (["GPT-OSS-20b"] if args.small else list(PUBLISHED))
     rows: list[dict[str, object]] = []
     path: Path | str = ""

@@ -34,9 +34,9 @@ v are the scores of the chosen experts.
 _PATHS = """
 On a CPU with the C++ kernels, bfloat16 and float16 are the dtype of weights, keys and values. The residual stream and
 all numbers between two products are float32, in a fused run and in pieces alike; `Kernels.stream_dtype`
-(`layers/kernels.py`) says what is rounded. With the stream in bfloat16, the mean error of logprobs of tiny models
-against float32 `transformers`, on the same weights and experts, is 1.7 to 3.6 times as large
-(`tests/models/test_half_precision.py`). On GPU and TPU, in array code and in training the stream has the dtype of the
+(`layers/kernels.py`) says what is rounded. `tests/models/test_half_precision.py` compares logprobs of tiny models with
+float32 `transformers`, on the same weights and experts. With a rounded stream their mean error is 1.7 to 3.6 times as
+large. On GPU and TPU, in array code and in training the stream has the dtype of the
 weights, as it has with `experts=`.
 
 ## How layers run
@@ -47,9 +47,10 @@ part of it, before MoE layers or between them (`decoder_sparse_step` 2). On a GP
 steps of up to 512 tokens; longer steps run layer by layer. Latent attention, states and gated heads run in pieces up to
 their last projection; where the rest of the layer is the same few kernels, it is a "fused feed-forward". "pieces" are
 the parts of a layer that have kernels of their own, where layers run one by one; `inspect` says "plain" where all is
-array code, which XLA compiles. On a TPU the delta rule has a kernel for requests of one token and a kernel for prompts,
-which needs heads of whole 128 numbers. The table is for one device, for `auto` backends, and for models as they are
-published; `routed-experts inspect MODEL` says it for a checkpoint.
+array code, which XLA compiles. On a TPU the delta rule has a kernel for requests of one token and a kernel for prompts.
+The latter needs heads of whole 128 numbers and one decay a head: prompts of Ling 3.0 run array code. The table is for
+one device, for `auto` backends, and for models as they are published; `routed-experts inspect MODEL` says it for a
+checkpoint.
 
 | architecture | CPU | GPU | TPU |
 |---|---|---|---|
@@ -70,8 +71,8 @@ _MEASURED = """
 
 CPU: two cores of an AMD EPYC, small models of one size, float32, all rows returned; throughput over transformers at
 batch 8 and 32, and the multiple of a decode step's floor at batch 8. GPU: an H200, published shapes, bfloat16; the
-multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md). A family without a row was
-not measured.
+multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md), which also has Qwen3-MoE
+on a GPU and says which rows are of earlier code. A family without a row was not measured.
 
 | architecture | CPU: decode | CPU: prefill | CPU: step / floor | GPU: step / floor |
 |---|---|---|---|---|

@@ -100,9 +100,8 @@ def sample_tokens(
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
     top: list[Int32[Array, "B T"]] = []
     if spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None:
-        tokens, logprobs = spec.greedy_kernel(
-            logits
-        )  # nothing was processed: raw logprobs and processed ones are equal
+        # Nothing was processed: raw logprobs and processed ones are equal.
+        tokens, logprobs = spec.greedy_kernel(logits)
     else:
         tokens, processed = sample(logits, batch.sampling, spec.mode)
         source = raw if spec.raw_logprobs else processed

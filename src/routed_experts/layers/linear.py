@@ -28,8 +28,8 @@ class LinearBackend:
 def reference_linear(
     x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
-    """Slice and multiply; the oracle of every other backend. Differentiable. A float32 matrix, such as a router's,
-    keeps its precision on accelerators, which else round it."""
+    """Slice and multiply rows in the dtype of the matrix; the oracle of every other backend. Differentiable. A float32
+    matrix, such as a router's, keeps its precision on accelerators, which else round it."""
     matrix = weights[0] if weights.shape[0] == 1 else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
     precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
     return jnp.dot(x.astype(matrix.dtype), matrix, precision=precision, preferred_element_type=dtype)

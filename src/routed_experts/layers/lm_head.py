@@ -52,6 +52,7 @@ class LmHead:
 
     @property
     def vocab_size(self) -> int:
+        """V."""
         return self.matrix.shape[0 if self.tied else 1]
 
     def logits(self, hidden: Float[Array, "N D"], product: HeadProduct = REFERENCE_HEAD) -> Float[Array, "N V"]:

@@ -74,7 +74,7 @@ def prompt_logprobs(
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
     Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape for every N. Fewer
-    rows are a block of their own where the bits of the product and the kernel do not depend on how many they are."""
+    rows are a block of their own where the product is batch-invariant; the kernel then has to be so, too."""
     num_tokens, width = hidden.shape
     block_rows = min(num_tokens, _BLOCK_ROWS) if product.linear.batch_invariant else _BLOCK_ROWS
     padding = -num_tokens % block_rows

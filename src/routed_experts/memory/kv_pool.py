@@ -48,8 +48,8 @@ def tiled_state(shape: tuple[int, ...]) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
     """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding. `others`: layers
-    whose rows have another shape. `tiled_states`: states as `tiled_state` has them; who reads them restores their
-    dims."""
+    whose rows have another shape. `tiled_states`: states have the dims of `tiled_state`, which every read and
+    write converts."""
 
     num_layers: int
     num_pages: int

@@ -229,8 +229,8 @@ def _shapes(tree: Any) -> Any:
     of their own keep it."""
 
     def shape(array: Array) -> jax.ShapeDtypeStruct:
-        place = format_of(array)
-        own = place if isinstance(place, Format) else None
+        own_format = format_of(array)
+        own = own_format if isinstance(own_format, Format) else None
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=own)
 
     return jax.tree.map(shape, tree)

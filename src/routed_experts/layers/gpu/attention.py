@@ -101,14 +101,14 @@ def _decode(
     first, scale = first_page[0] * stride, features.scale or dim**-0.5
     start, end = split_range(lens[request], split, splits, keys, features)
 
+    load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
+
     def step(index: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
         state, pages = carry
         positions = start + index * keys + jnp.arange(keys)
         owned = positions < end
         k, v = _load_keys(pool, pages, positions, owned, group)
         return _add_keys(state, rotated, k, v, owned[None, :], scale), load_pages(index + 1)
-
-    load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
 
     scores = load_sinks(sinks, heads, head < share)
     scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)

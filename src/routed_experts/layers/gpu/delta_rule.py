@@ -273,7 +273,8 @@ def _weigh_channels(
 def _weigh_keys(
     queries_keys: Any, decay: Any, tokens: tuple[Array, Array, Array], head: Array, sizes: _Sizes
 ) -> tuple[Array, Array]:
-    """The same of all channels, where they have one decay: keys times keys, and what is left of each."""
+    """Keys times keys [C C] over all channels, and what is left at token t of what i adds [C C], where a head has one
+    decay."""
     (rows, valid, _), shape = tokens, sizes.shape
     sums, _ = _load_rates(decay, rows, valid, head)
     products = jnp.zeros((sizes.tile, sizes.tile), jnp.float32)

@@ -41,7 +41,7 @@ from routed_experts.layers.gpu.rotary import rotate
 
 HEAD_TILE = 64  # rows of a tile, at most, of two bytes a number: 64 rows of 512 sums are half of a block's registers
 KEYS, STAGES = 64, 2
-DECODE_BLOCKS = 160  # about one of each multiprocessor, whose shared memory it fills
+LATENT_BLOCKS = 160  # about one of each multiprocessor, whose shared memory it fills
 PRODUCT_TILE = 64  # tokens, and columns, of the products before and after attention
 
 
@@ -290,7 +290,7 @@ def latent_attention(
             name="latent_extend",
         )(first, queries, pool, batch.query_starts, batch.positions, batch.page_table)
     tiles = pl.cdiv(heads, tile)
-    splits = splits or choose_splits(num_tokens, tiles, most_visible(batch, pool.shape[1], features), DECODE_BLOCKS)
+    splits = splits or choose_splits(num_tokens, tiles, most_visible(batch, pool.shape[1], features), LATENT_BLOCKS)
     outs = pl.pallas_call(
         functools.partial(_decode, splits=splits, tile=tile, keys=keys, stride=stride, features=features),
         [out] if splits == 1 else part_shapes(num_tokens, splits, heads, rank),

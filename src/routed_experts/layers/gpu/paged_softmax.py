@@ -38,7 +38,7 @@ def pages_of(
     table: Any, first: Array, request: Array, start: Array, end: Array, keys: int, page_size: int
 ) -> Callable[[Array | int], Array]:
     """The pages [T] of a request's step of keys from `start` on; page `first` from `end` on. A loop loads the pages of
-    the step that follows, so that a step's keys wait for no table."""
+    the step that follows, so that the keys of a step depend on no load of the table in it."""
 
     def load(step: Array | int) -> Array:
         positions = start + step * keys + jnp.arange(keys)
@@ -136,7 +136,7 @@ def add_visible_keys(
     *,
     has_first: bool,
 ) -> State:
-    """All steps over a tile's keys, each with its pages. `step` is told whether all rows see its keys; `has_first`:
+    """All steps over a tile's keys, each with its pages. `step` takes whether all rows see its keys; `has_first`:
     there may be keys that only the first rows see."""
     begin, full = (bounds[0] // keys, pl.cdiv(bounds[1], keys)) if has_first else (jnp.int32(0), jnp.int32(0))
     past = pl.cdiv(bounds[3], keys)

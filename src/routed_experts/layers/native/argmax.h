@@ -1,5 +1,5 @@
 // Of each row of scores: the best token, and the logprobs of tokens. Passes over a row that stays in cache. All logprobs have one normaliser,
-// whose sums run in one order: a token's bits depend on its row alone, and not on which kernel was asked for it.
+// whose sums run in one order: a token's bits depend on its row alone, and not on the kernel.
 #pragma once
 #include <cmath>
 

@@ -1,6 +1,6 @@
 // A stack of pre-norm layers, attention and experts or a dense network, as one kernel: the same loops as the handlers of their parts, one after another,
 // by one team. Padding tokens, which are last, are left out. Values between the weights stay float32 whatever the weights' dtype is:
-// half precision would cost conversions and save no space. What is rounded besides is told in layers/kernels.py (`stream_dtype`).
+// half precision would cost conversions and save no space. `Kernels.stream_dtype` (layers/kernels.py) says what is rounded.
 // A stack repeats a pattern of one or more layers, each with traits and arrays of its own; arrays that a family has not are null.
 #pragma once
 #include <cmath>

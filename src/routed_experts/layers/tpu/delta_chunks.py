@@ -9,7 +9,7 @@ of A are not used: they grow with repeated keys, and would cancel. Products are 
 
 A nonfinite token is zeroed before, and NaN takes the place of what it and later tokens of its request read. Dims: N
 tokens, B requests, C tokens of a chunk, W width of the convolution, L layers, S slots, H value heads, J key heads, K
-key dim, V value dim, R heads of an array."""
+key dim, V value dim, R heads of an array, X its rows."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ _NEVER = -1e30  # exp of it is 0
 
 
 def takes_chunks(shape: DeltaShape) -> bool:
-    """Whether the kernel runs such heads: whole rows of lanes, and a decay for each."""
+    """Whether the kernel runs such heads: whole rows of lanes, and one decay a head."""
     return not shape.by_channel and shape.key_dim % LANES == 0 and shape.value_dim % LANES == 0
 
 
@@ -211,7 +211,7 @@ def _run_chunk(refs: _Refs, index: Int[Array, ""], shape: DeltaShape) -> None:
     """One chunk that is in VMEM: its request's memories are fetched before the first, and stored after the last."""
     half, row = lax.rem(index, 2), refs.rows[index]
     start, count = refs.starts[index], refs.counts[index]
-    place = refs.states.at[refs.layer[0], refs.slots[row]]
+    own_states = refs.states.at[refs.layer[0], refs.slots[row]]
 
     @pl.when(start == refs.bounds[row])
     def _() -> None:
@@ -225,7 +225,7 @@ def _run_chunk(refs: _Refs, index: Int[Array, ""], shape: DeltaShape) -> None:
 
         @pl.when(refs.fresh[row] == 0)
         def _() -> None:
-            _copy(place, refs.memory, refs.moved)
+            _copy(own_states, refs.memory, refs.moved)
 
     _convolve(refs, half, shape)
     _solve(refs, half, count, refs.spoiled[row] - start, shape)
@@ -252,7 +252,7 @@ def _run_chunk(refs: _Refs, index: Int[Array, ""], shape: DeltaShape) -> None:
 
     @pl.when(start + count == refs.bounds[row + 1])
     def _() -> None:
-        _copy(refs.memory, place, refs.moved)
+        _copy(refs.memory, own_states, refs.moved)
 
 
 def _convolve(refs: _Refs, half: Int[Array, ""], shape: DeltaShape) -> None:

@@ -2,9 +2,9 @@
 
 A request of one token is a step of one kernel: some heads of its state are fetched by its slot, corrected, read and
 written back, once each. Heads are summed over in float32, without the matrix unit, which would round. Requests of
-several tokens run chunk by chunk, in the kernel of delta_chunks.py; heads that are no whole rows of lanes as array code
-(layers/delta_rule.py). Dims: N tokens, B requests, L layers, S slots, Q channels of the convolution, W its width, H
-value heads, K key dim, V value dim, J heads of a grid step."""
+several tokens run chunk by chunk, in the kernel of delta_chunks.py. Heads that are no whole rows of lanes, or have a
+decay for each key channel, run as array code (layers/delta_rule.py). Dims: N tokens, B requests, L layers, S
+slots, Q channels of the convolution, W its width, H value heads, K key dim, V value dim, J heads of a grid step."""
 
 import dataclasses
 import functools
@@ -78,10 +78,10 @@ def _last_inputs(
 ) -> Float[Array, "B W1 Q"]:
     """The last inputs of the convolution of each request: of its tokens, and before them those that it had."""
     early = conv.shape[1]
-    place = (query_starts[1:] - query_starts[:-1])[:, None] + jnp.arange(early)  # among those it had, then its tokens
-    old = jnp.take_along_axis(conv, jnp.minimum(place, early - 1)[..., None], axis=1)
-    new = mixed[jnp.maximum(query_starts[:-1, None] + place - early, 0)].astype(conv.dtype)
-    return jnp.where((place < early)[..., None], old, new)
+    index = (query_starts[1:] - query_starts[:-1])[:, None] + jnp.arange(early)  # among those it had, then its tokens
+    old = jnp.take_along_axis(conv, jnp.minimum(index, early - 1)[..., None], axis=1)
+    new = mixed[jnp.maximum(query_starts[:-1, None] + index - early, 0)].astype(conv.dtype)
+    return jnp.where((index < early)[..., None], old, new)
 
 
 def _run_chunks_plainly(

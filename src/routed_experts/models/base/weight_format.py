@@ -24,13 +24,13 @@ def weight_format(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | Form
 
 
 def placed(array: Array) -> Array:
-    """The array in the order of `weight_format`: itself, where it has that or may keep its own."""
-    place = weight_format(array.sharding, array.shape)
-    return jax.device_put(array, place) if isinstance(place, Format) else array
+    """The array in the order of `weight_format`; the array itself, where that is the device's own choice."""
+    own_format = weight_format(array.sharding, array.shape)
+    return jax.device_put(array, own_format) if isinstance(own_format, Format) else array
 
 
 def format_of(leaf: Any) -> Any:
-    """Where an array is, or the shape of one, and in which order: of it the next weights and the programs are."""
+    """Where an array, or the shape of one, is placed, and on a TPU in which order."""
     return leaf.format if leaf.sharding is not None and _is_tpu(leaf.sharding) else leaf.sharding
 
 

@@ -131,10 +131,8 @@ def run_fused(
     pattern = tuple(
         _stack_weights(config, layer, own, next_norm) for layer, own in zip(block.pattern, arrays, strict=True)
     )
-    inputs, offsets = (
-        _stack_inputs(block, step),
-        StackOffsets(first_layer=counts.attending, first_moe_layer=counts.moe),
-    )
+    inputs = _stack_inputs(block, step)
+    offsets = StackOffsets(first_layer=counts.attending, first_moe_layer=counts.moe)
     id_block = None if capture is None else capture.ids
     x, normed, pages, id_block = kernel.run(x, pattern, inputs, paged, pages, id_block, replay, offsets, spec)
     cache = dataclasses.replace(cache, pages=pages) if isinstance(attend, HybridAttend) else pages

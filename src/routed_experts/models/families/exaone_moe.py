@@ -29,8 +29,8 @@ def read_exaone_moe(reader: ConfigReader) -> FamilyConfig:
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=2.5, key="num_experts")
     full = dataclasses.replace(sizes.attention(None), qk_norm="head")
     if not reader.has("sliding_window"):
-        silent = "sliding_window" not in reader.values
-        reader.require(silent, "sliding_window", "a number: positions of a model without windows are not known")
+        is_absent = "sliding_window" not in reader.values
+        reader.require(is_absent, "sliding_window", "a number: positions of a model without windows are not known")
         reader = dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096})
     sliding = dataclasses.replace(full, rotary=rotary.spec, window=read_window(reader, sizes))
     width = reader.int("moe_intermediate_size", minimum=1)

@@ -68,7 +68,7 @@ def load(
     loaded: dict[str, jax.Array] = {}
     for target, parts in plans.items():
         is_single = len(shardings[target].device_set) == 1
-        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype, is_single)]
+        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype, is_single=is_single)]
         shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
         loaded[target] = jax.make_array_from_single_device_arrays(shape, shardings[target], filled)
     return loaded
@@ -87,9 +87,9 @@ class _Loader:
     in_flight: int = 0
     pending_writes: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, part: ShardRead, dtype: np.dtype, is_single: bool) -> list[jax.Array]:
+    def fill(self, part: ShardRead, dtype: np.dtype, *, is_single: bool) -> list[jax.Array]:
         """Fill the part on each of its devices; a whole array of one device in the order of `weight_format`."""
-        places = [_place(device, part.shape) if is_single else device for device in part.devices]
+        formats = [_format_or_device(device, part.shape) if is_single else device for device in part.devices]
         size = math.prod(part.shape) * dtype.itemsize
         if size <= self.host_bytes:
             self._reserve(size)
@@ -99,10 +99,10 @@ class _Loader:
                 tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
                     filled[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
-            return [jax.device_put(filled, place) for place in places]
+            return [jax.device_put(filled, own_format) for own_format in formats]
         shards = [
-            _zeros(part.shape, _transfer_dtype(dtype, device), place)
-            for device, place in zip(part.devices, places, strict=True)
+            _zeros(part.shape, _transfer_dtype(dtype, device), own_format)
+            for device, own_format in zip(part.devices, formats, strict=True)
         ]
         by_shape: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
         for read in [chunk for tensor_read in part.reads for chunk in tensor_read.chunks(self.host_bytes // 2)]:
@@ -110,11 +110,11 @@ class _Loader:
         for reads in by_shape.values():
             depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
             for first in range(0, len(reads), depth):
-                shards = self._write(shards, places, reads[first : first + depth], depth, dtype)
+                shards = self._write(shards, formats, reads[first : first + depth], depth, dtype)
         return [_bitcast_back(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
     def _write(
-        self, shards: list[jax.Array], places: list[Any], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
+        self, shards: list[jax.Array], formats: list[Any], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
     ) -> list[jax.Array]:
         """Send one stack, always of `depth` rows so that it compiles once; rows past the last read are not looked
         at."""
@@ -124,9 +124,9 @@ class _Loader:
         for row, read in enumerate(reads):
             stack[row], starts[row] = self._read(read), read.start
         written: list[jax.Array] = []
-        for shard, place in zip(shards, places, strict=True):
+        for shard, own_format in zip(shards, formats, strict=True):
             layout = reads[0].transpose, reads[0].shape, dtype
-            write = pieces_writer(place) if isinstance(place, Format) else _write_pieces
+            write = pieces_writer(own_format) if isinstance(own_format, Format) else _write_pieces
             filled, written_marker = write(shard, stack, starts, np.int32(len(reads)), *layout)
             written.append(filled)
             self.pending_writes.append(written_marker)
@@ -146,16 +146,16 @@ class _Loader:
         self.in_flight += size
 
 
-def _place(device: Any, shape: tuple[int, ...]) -> Any:
-    """The device, or its place in an order that is not its own."""
-    place = weight_format(SingleDeviceSharding(device), shape)
-    return place if isinstance(place, Format) else device
+def _format_or_device(device: Any, shape: tuple[int, ...]) -> Any:
+    """The device, or its format in an order that is not its own."""
+    own_format = weight_format(SingleDeviceSharding(device), shape)
+    return own_format if isinstance(own_format, Format) else device
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, place: Any) -> jax.Array:
-    if not isinstance(place, Format):
-        return jnp.zeros(shape, dtype, device=place)
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, own_format: Any) -> jax.Array:
+    if not isinstance(own_format, Format):
+        return jnp.zeros(shape, dtype, device=own_format)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=own_format)()
 
 
 def _transfer_dtype(dtype: np.dtype, device: Any) -> np.dtype:
@@ -193,6 +193,6 @@ _write_pieces = jax.jit(_pieces_written, donate_argnums=0, static_argnums=(4, 5,
 
 
 @functools.cache
-def pieces_writer(place: Format) -> Any:
+def pieces_writer(own_format: Format) -> Any:
     """`_write_pieces` into a target in an order that is not the device's own: jitted, its result would not have it."""
-    return jax.jit(_pieces_written, donate_argnums=0, static_argnums=(4, 5, 6), out_shardings=(place, None))
+    return jax.jit(_pieces_written, donate_argnums=0, static_argnums=(4, 5, 6), out_shardings=(own_format, None))
