@@ -16,10 +16,12 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
+from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.feed_forward import Dense
 from routed_experts.models.decoder.fused_path import block_kernel
@@ -154,6 +156,24 @@ def test_layers_of_a_family_in_one_kernel_equal_plain_code(name, dtype):
         np.testing.assert_allclose(
             *(x[index * PAGES + 1 : (index + 1) * PAGES] for x in (pool, plain_pool)), atol=BOUNDS[dtype]
         )
+
+
+def test_attention_layers_of_a_model_with_states_run_in_one_kernel_on_its_pages():
+    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, width=4)
+    delta = dataclasses.replace(MOE, mixer=DeltaAttention(shape=shape, eps=1e-6, layout="key heads"))
+    model = random_model([delta, MOE, MOE, MOE], "float32")
+    paths = [block_kernel(model.config, block, NATIVE_KERNELS, NATIVE_ATTENTION) for block in model.config.blocks]
+    assert paths == [None, NATIVE_KERNELS.layer_stack]
+    (pool, outs), (plain_pool, expected) = (
+        run_steps(model, *kernels, capture=True)
+        for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
+    )
+    for (hidden, rows), (plain_hidden, plain_rows) in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(rows, plain_rows)
+        np.testing.assert_allclose(hidden, plain_hidden, atol=BOUNDS["float32"])
+    for index in range(3):  # page 0 of a layer takes padding
+        own = (each.pages[index * PAGES + 1 : (index + 1) * PAGES] for each in (pool, plain_pool))
+        np.testing.assert_allclose(*own, atol=BOUNDS["float32"])
 
 
 @pytest.mark.parametrize("name", ["GPT-OSS", "groups", DENSE_BETWEEN, "a pattern behind dense layers"])

@@ -24,7 +24,10 @@ def weight_format(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | Form
 
 
 def placed(array: Array) -> Array:
-    """The array in the order of `weight_format`; the array itself, where that is the device's own choice."""
+    """The array in the order of `weight_format`; the array itself, where that is the device's own choice, or where the
+    array is on no device."""
+    if not isinstance(array, jax.Array):
+        return array
     own_format = weight_format(array.sharding, array.shape)
     return jax.device_put(array, own_format) if isinstance(own_format, Format) else array
 
