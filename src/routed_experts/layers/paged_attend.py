@@ -93,3 +93,6 @@ class HybridAttend:
         """`PagedAttend.attend_latent`."""
         values, pages = self.paged.attend_latent(projected, cache.pages, layer)
         return values, dataclasses.replace(cache, pages=pages)
+
+
+AnyPagedAttend = PagedAttend | HybridAttend  # of a model without states, and of one with states

@@ -20,7 +20,7 @@ from routed_experts.layers.kernels import FusedSteps, RouterBiases, SharedExpert
 from routed_experts.layers.layer_stack import RunRouting
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.paged_attend import HybridAttend, PagedAttend
+from routed_experts.layers.paged_attend import AnyPagedAttend
 from routed_experts.layers.routing import LayerRouting, Routing
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
@@ -127,7 +127,7 @@ class _FusedLayer:
     ) -> tuple[Float[Array, "N H C"] | Float[Array, "N O"], Any]:
         """The values of the mixer, which its last projection takes."""
         mixer, attend = self.spec.mixer, self.step.attend
-        assert isinstance(attend, PagedAttend | HybridAttend), attend
+        assert isinstance(attend, AnyPagedAttend), attend
         if isinstance(mixer, GroupedAttention) and mixer.is_fused_by(attend.backend):
             parts = self.fused.product(normed, self._all("qkv"), repeat)
             return attend.attend_fused(self._projected(mixer, parts, repeat), cache, layer)

@@ -15,7 +15,7 @@ from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.layers.kernels import FusedSteps, Kernels
 from routed_experts.layers.layer_stack import LayerStackKernel, RunRouting, StackOffsets, StackWeights, StepInputs
 from routed_experts.layers.linear import REFERENCE_LINEAR
-from routed_experts.layers.paged_attend import HybridAttend, PagedAttend
+from routed_experts.layers.paged_attend import AnyPagedAttend, HybridAttend, PagedAttend
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.interface import TokenRouting, slice_layers
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, LayerSpec
@@ -41,7 +41,7 @@ def find_fused_path(
     """The fastest path for all layers of a block in this step: one kernel, or few. None: layer by layer, which
     replayed weights, attention without pages, and features that no kernel has need."""
     attend = step.attend
-    if not isinstance(attend, PagedAttend | HybridAttend) or (routed is not None and routed.weights is not None):
+    if not isinstance(attend, AnyPagedAttend) or (routed is not None and routed.weights is not None):
         return None
     kernel = block_kernel(config, block, step.kernels, attend.backend)
     if isinstance(kernel, FusedSteps) and step.valid.shape[0] > kernel.max_tokens:

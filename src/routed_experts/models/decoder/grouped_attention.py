@@ -14,7 +14,7 @@ from routed_experts.layers.attention import AttentionBackend, FusedQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.paged_attend import HybridAttend, PagedAttend
+from routed_experts.layers.paged_attend import AnyPagedAttend
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.rotary import RotarySpec, apply_rotary
 from routed_experts.layers.stack_traits import StackTraits
@@ -212,7 +212,7 @@ class GroupedAttention:
     ) -> tuple[Float[Array, "N HC"], Any]:
         """Project, normalise, rotate, attend."""
         mixed, attend = params.project(x, "qkv"), step.attend
-        if isinstance(attend, PagedAttend | HybridAttend) and self.is_fused_by(attend.backend, step.kernels.group):
+        if isinstance(attend, AnyPagedAttend) and self.is_fused_by(attend.backend, step.kernels.group):
             attended, cache = attend.attend_fused(self._fused_inputs(mixed, params, step), cache, layer)
         else:
             attended, cache = self._attend(mixed, params, step, cache, layer)

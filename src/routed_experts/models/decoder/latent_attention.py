@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.attention import LatentQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
-from routed_experts.layers.paged_attend import HybridAttend, PagedAttend
+from routed_experts.layers.paged_attend import AnyPagedAttend
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
 from routed_experts.models.base.weight_source import WeightSource
@@ -118,7 +118,7 @@ class LatentAttention:
         query_input = rms_norm(params.project(x, "q_down"), params.get("q_norm"), eps=_EPS) if self.query_rank else x
         queries = params.project(query_input, "q").reshape(x.shape[0], self.num_heads, -1)
         compressed = params.project(x, "kv_down")
-        if isinstance(step.attend, PagedAttend | HybridAttend) and step.attend.backend.latent is not None:
+        if isinstance(step.attend, AnyPagedAttend) and step.attend.backend.latent is not None:
             projected = LatentQKV(
                 queries=queries,
                 compressed=compressed,
