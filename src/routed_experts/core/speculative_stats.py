@@ -1,0 +1,61 @@
+"""Counts of speculative decoding: of one request, and of an engine since its start.
+
+A verify step feeds a request's last known token and its drafts; a draft is accepted where the model samples the same
+token, and kept where the request has not ended before it."""
+
+import collections
+import dataclasses
+from collections.abc import Counter
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeCounts:
+    """Counts of one request (one choice of n).
+
+    `verify_steps`: steps that fed at least one of its drafts; `proposed`: drafts fed; `accepted`: drafts that were kept
+    as tokens; `emitted`: tokens that these steps added, the sampled ones included; `histogram`: verify steps by number
+    of accepted drafts, index 0 to the longest draft of the engine."""
+
+    verify_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    histogram: tuple[int, ...] = ()
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted drafts over proposed ones; 0.0 where none was proposed."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verify step; 1.0 where there was none."""
+        return self.emitted / self.verify_steps if self.verify_steps else 1.0
+
+    def add(self, *, proposed: int, accepted: int, emitted: int, most: int) -> "SpeculativeCounts":
+        """The counts after one more verify step; `most`: the longest draft of the engine."""
+        histogram = list(self.histogram or (0,) * (most + 1))
+        histogram[accepted] += 1
+        return SpeculativeCounts(
+            verify_steps=self.verify_steps + 1,
+            proposed=self.proposed + proposed,
+            accepted=self.accepted + accepted,
+            emitted=self.emitted + emitted,
+            histogram=tuple(histogram),
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class SpeculativeTotals:
+    """Sums over all requests of an engine; the engine thread writes, any thread reads.
+
+    `requests`: the sums of SpeculativeCounts, a request's verify step counted once for each request; `steps`: verify
+    steps of the engine; `accepted_at`: accepted drafts by index in their draft; `skipped`: proposals that were not
+    made or not fed, by reason; `draft_s`: seconds spent in drafters; `store_bytes`: host memory of their indices."""
+
+    requests: SpeculativeCounts = SpeculativeCounts()
+    steps: int = 0
+    accepted_at: Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
+    skipped: Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+    draft_s: float = 0.0
+    store_bytes: int = 0
