@@ -3,9 +3,8 @@
 A verify step feeds a request's last known token and its drafts; a draft is accepted where the model samples the same
 token, and kept where the request has not ended before it."""
 
-import collections
 import dataclasses
-from collections.abc import Counter
+from collections import Counter
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class SpeculativeTotals:
 
     requests: SpeculativeCounts = SpeculativeCounts()
     steps: int = 0
-    accepted_at: Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
-    skipped: Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
+    accepted_at: Counter[int] = dataclasses.field(default_factory=Counter[int])
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter[str])
     draft_s: float = 0.0
     store_bytes: int = 0
