@@ -14,6 +14,7 @@ SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "_
 SMALLEST = {
     "capture": ["--small"],
     "cpu_parts": ["--small"],
+    "drafting": ["--small"],
     "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],
     "families_gpu": ["--small"],
     "host_work": ["--batch", "2", "--new", "8"],
@@ -21,6 +22,7 @@ SMALLEST = {
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
+    "speculative": ["--small"],
     "step": ["--small"],
 }
 NOT_RUN = {

@@ -13,8 +13,17 @@ import jax
 import pytest
 
 import routed_experts
-from routed_experts import Engine, ExpertOffloadConfig
-from routed_experts.cli import LoadBar, add_engine_flags, add_expert_flags, engine_args, expert_args, main
+from routed_experts import ConfigError, Engine, ExpertOffloadConfig, SpeculativeConfig
+from routed_experts.cli import (
+    LoadBar,
+    add_engine_flags,
+    add_expert_flags,
+    add_speculative_flags,
+    engine_args,
+    expert_args,
+    main,
+    speculative_args,
+)
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
@@ -92,6 +101,38 @@ def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
     argv = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
     parsed = dataclasses.asdict(expert_args(parser.parse_args(argv)))
     assert {name: str(parsed[name]) for name in values} == values
+
+
+def drafts(*argv):
+    parser = argparse.ArgumentParser()
+    add_speculative_flags(parser)
+    return speculative_args(parser.parse_args(argv))
+
+
+def test_drafts_are_asked_for_in_the_words_of_sglang_or_of_vllm():
+    assert drafts() is None
+    flags = "--speculative-algorithm ngram --speculative-num-draft-tokens 4 --no-speculative-adaptive"
+    windows = "--speculative-ngram-min-match-window-size 2 --speculative-ngram-max-match-window-size 6"
+    expected = SpeculativeConfig(
+        algorithm="ngram",
+        num_draft_tokens=4,
+        adaptive=False,
+        ngram_min_match_window_size=2,
+        ngram_max_match_window_size=6,
+    )
+    assert drafts(*flags.split(), *windows.split()) == expected
+    assert drafts("--speculative-algorithm", "NGRAM", "--speculative-adaptive") == SpeculativeConfig()
+    config = '{"method": "ngram", "num_speculative_tokens": 3}'
+    assert drafts("--speculative-config", config) == SpeculativeConfig(num_draft_tokens=4)
+    with pytest.raises(ConfigError, match="in two ways"):
+        drafts("--speculative-config", config, "--speculative-algorithm", "NGRAM")
+
+
+def test_every_field_of_drafts_has_a_flag():
+    parser = argparse.ArgumentParser()
+    add_speculative_flags(parser)
+    names = {f"speculative_{field.name}" for field in dataclasses.fields(SpeculativeConfig)}
+    assert {action.dest for action in parser._actions} - {"help", "speculative_config"} == names
 
 
 def test_spellings_of_vllm_and_sglang_are_known():

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-HOST_ONLY = ("core/", "scheduling/")
+HOST_ONLY = ("core/", "scheduling/", "speculation/")
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "torch", "transformers"}
 Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -193,6 +193,7 @@ RULES = {
         path="core/example.py",
     ),
     "scheduling without JAX": Rule(find_device_imports, ("from jax import Array\n",), path="scheduling/example.py"),
+    "speculation without JAX": Rule(find_device_imports, ("import jaxlib\n",), path="speculation/example.py"),
     "nothing unfinished": Rule(
         find_unfinished_code,
         ("raise NotImplementedError\n", "raise NotImplementedError('x')\n", "x = 1  # TO" + "DO: y\n"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from routed_experts.core.routing_stats import RoutingStats
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
+    from routed_experts.core.speculative_config import SpeculativeConfig
     from routed_experts.engine.control.score import ScoreOutput
     from routed_experts.engine.control.stats import EngineStats, PlacementStats
     from routed_experts.engine.engine import Engine
@@ -71,6 +72,7 @@ _HOMES = MappingProxyType(
         "ScoreOutput": "engine.control.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
+        "SpeculativeConfig": "core.speculative_config",
         "Violation": "core.integrity",
         "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
@@ -112,6 +114,7 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "ServerArgs",
+    "SpeculativeConfig",
     "Violation",
     "WeightsMismatchError",
     "WriteError",

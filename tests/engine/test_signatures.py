@@ -10,8 +10,10 @@ import pytest
 import routed_experts
 from routed_experts import LLM, ConfigError, Engine, ServerArgs
 from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.speculative_config import SpeculativeConfig
 
 OF_ENGINE_ALONE = {"model", "registry", "on_phase", "on_load", "load_format", "experts", "placement", "self_check"}
+OF_DRAFTS = "speculative"
 
 
 def keywords(function):
@@ -22,12 +24,22 @@ def keywords(function):
 
 def test_the_keywords_of_an_engine_are_the_fields_of_server_args_with_their_defaults():
     params, fields = keywords(Engine.__init__), {field.name: field for field in dataclasses.fields(ServerArgs)}
+    params = {name: parameter for name, parameter in params.items() if not name.startswith(OF_DRAFTS)}
     assert params.keys() - OF_ENGINE_ALONE == fields.keys() and params.keys() >= OF_ENGINE_ALONE
     for name, field in fields.items():
         assert params[name].default == field.default, name
     same = fields.keys() - {"model_path", "tokenizer_path", "precompile_bs_paddings", "precompile_token_paddings"}
     for name in same:  # these also take a path, or a list
         assert params[name].annotation == fields[name].type, name
+
+
+def test_the_keywords_of_drafts_are_fields_of_their_config_that_are_left_out_by_default():
+    params = {name: parameter for name, parameter in keywords(Engine.__init__).items() if name.startswith(OF_DRAFTS)}
+    assert params.pop(OF_DRAFTS).default is None
+    fields = {f"speculative_{field.name}": field for field in dataclasses.fields(SpeculativeConfig)}
+    trees = {name for name in fields if "bfs" in name or "threshold" in name}  # these have one value
+    assert params.keys() == fields.keys() - trees
+    assert all(parameter.default is None for parameter in params.values())
 
 
 @pytest.mark.parametrize("method", [Engine.generate, Engine.async_generate])

@@ -13,8 +13,10 @@ import numpy as np
 from oracles.moe_probe import PLAIN, MoeProbe
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import BackendEntry
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
@@ -63,7 +65,7 @@ class Bench:
     """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "probed" has
     a probe before `kernels`."""
 
-    def __init__(self, model, kernels=PLAIN, attention=None, **args):
+    def __init__(self, model, kernels=PLAIN, attention=None, *, num_draft_tokens=0, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
         self.spec = model.config.capture_spec
         self.probe = MoeProbe(self.spec.num_moe_layers, kernels)
@@ -72,18 +74,19 @@ class Bench:
             offers = {**registry.attention, attention.name: BackendEntry(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
         with lazy_compile.lazy_compilation():
-            self.assembly = build_engine(self.args, model=model, registry=registry)
+            speculative = SpeculativeConfig(num_draft_tokens=num_draft_tokens) if num_draft_tokens else None
+            self.assembly = build_engine(self.args, model=model, registry=registry, speculative=speculative)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
 
-    def drive(self, *, pages=None, **changed):
+    def drive(self, *, pages=None, speculation=None, **changed):
         """A fresh core over the compiled runner, with the first weights, `pages` to allocate and `changed` args."""
         if self.runner.weight_version > self._version:  # the last drive changed them
             self._version = self.runner.weight_version + 1
             self.runner.update_weights(self._weights, version=self._version)
         self.runner.overwrite_pool()
         self.probe.clear()
-        return Drive(self, dataclasses.replace(self.args, **changed), pages)
+        return Drive(self, dataclasses.replace(self.args, **changed), pages, speculation)
 
 
 @dataclasses.dataclass
@@ -105,6 +108,7 @@ class DispatchLog:
         self.forwards = []  # (batch, weight version)
         # rid -> {position: (forward, index in its tokens)}: the first pass, or the one that wrote the page
         self.rows = {}
+        self._in_flight = None  # the last forward, and request ids by slot
         self._writers = {}  # KV slot -> (forward, index) that wrote it last
 
     @property
@@ -126,16 +130,26 @@ class DispatchLog:
             ):  # in the pool already: by an earlier step, or by another request
                 if position not in rows:
                     rows[position] = self._writers[self._slot(batch, row, position)]
-            for index in range(first, end):
+            known = first + 1 if batch.mode is ForwardMode.TARGET_VERIFY else end  # drafts count once accepted
+            for index in range(first, known):
                 rows.setdefault(int(batch.positions[index]), (forward, int(index)))
         for row in range(batch.num_requests):
             for index in range(*batch.query_starts[row : row + 2]):
                 self._writers[self._slot(batch, row, int(batch.positions[index]))] = (forward, int(index))
         self.forwards.append((batch, self._runner.weight_version))
+        self._in_flight = forward, rids
         return self._runner.dispatch(batch)
 
     def read(self, pending):
-        return self._runner.read(pending)
+        result = self._runner.read(pending)
+        if result.accepted is not None:  # no step is in flight beside it
+            forward, rids = self._in_flight
+            for row, accepted in enumerate(result.accepted):
+                first = int(pending.batch.query_starts[row])
+                rows = self.rows[rids[int(pending.batch.request_slots[row])]]
+                for index in range(first, first + int(accepted) + 1):
+                    rows.setdefault(int(pending.batch.positions[index]), (forward, index))
+        return result
 
     def update_weights(self, state, *, version, donate=False):
         self._runner.update_weights(state, version=version, donate=donate)
@@ -155,7 +169,7 @@ class DispatchLog:
 class Drive:
     """A core and the outputs of its requests."""
 
-    def __init__(self, bench, args, pages):
+    def __init__(self, bench, args, pages, speculation=None):
         self.bench, self.args = bench, args
         num_pages = bench.assembly.plan.pool.num_pages if pages is None else pages + 1
         assert num_pages <= bench.assembly.plan.pool.num_pages, (num_pages, bench.assembly.plan.pool.num_pages)
@@ -164,7 +178,7 @@ class Drive:
         num_slots = num_pages * args.page_size
         capturer = RoutedExpertsCapturer.create(bench.spec, num_slots=num_slots, page_size=args.page_size, enable=True)
         self.log = DispatchLog(bench.runner, scheduler, args.page_size)
-        self.core = EngineCore(scheduler, self.log, capturer)
+        self.core = EngineCore(scheduler, self.log, capturer, speculation=speculation)
         self.outputs, self.reqs = {}, {}
         capturer.host_cache.overwrite_invalid_rows()
 

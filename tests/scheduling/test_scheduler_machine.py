@@ -1,5 +1,5 @@
 """Random schedules of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new
-weights.
+weights, drafts that are right, wrong or partly right.
 
 One step is in flight while the next is scheduled, as in the engine. The output of a request is known beforehand
 (numpy_device.expected_tokens): any page that is shared, lost or overwritten wrongly changes it. Every step is checked,
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import FinishReason
-from routed_experts.core.model_worker_batch import ALL_GENERATED
+from routed_experts.core.model_worker_batch import ALL_GENERATED, ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -35,6 +35,8 @@ class Life:
     chunk: int
     cache: bool
     deterministic: bool
+    num_drafts: int
+    draft_seed: int
     arrivals: list
     events: list
 
@@ -62,6 +64,8 @@ def lives(draw) -> Life:
         chunk=draw(st.integers(1, tokens)),
         cache=draw(st.booleans()),
         deterministic=draw(st.booleans()),
+        num_drafts=draw(st.sampled_from([0, 1, 3, 7])),
+        draft_seed=draw(st.integers(0, 99)),
         arrivals=draw(st.lists(arrival, min_size=2, max_size=10)),
         events=draw(
             st.lists(
@@ -85,7 +89,8 @@ class Machine:
             disable_radix_cache=not life.cache,
             deterministic=life.deterministic,
         )
-        self.buckets = Buckets.from_args(self.args, context_length=CONTEXT)
+        self.buckets = Buckets.from_args(self.args, context_length=CONTEXT, num_drafts=life.num_drafts)
+        self.num_drafts, self.noise = life.num_drafts, np.random.default_rng(life.draft_seed)
         self.scheduler = Scheduler(self.args, self.buckets, num_pages=life.pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
             num_slots=(life.pages + 1) * life.page_size, num_request_slots=life.requests + 1, page_size=life.page_size
@@ -100,7 +105,11 @@ class Machine:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def step(self) -> None:
-        batch = self.scheduler.schedule()
+        drafts = {}
+        if (self.num_drafts and self.noise.random() < 0.7) or self.verifies:
+            self.finish(None)
+            drafts = self.draft()
+        batch = self.scheduler.schedule(drafts)
         while batch is None and self.pending is None and (victim := self.scheduler.preemption_victim()) is not None:
             event("pages ran out")
             self.retract(victim)
@@ -112,10 +121,31 @@ class Machine:
             dispatched = (batch, self.device.run(batch))
         self.finish(dispatched)
 
+    @property
+    def verifies(self) -> bool:
+        """Whether the step in flight has drafts."""
+        return self.pending is not None and self.pending[0].mode is ForwardMode.TARGET_VERIFY
+
+    def draft(self) -> dict:
+        """Drafts of any length, for any request; each token is right with the odds of its request."""
+        drafts = {}
+        for req in self.scheduler.running:
+            count, odds = int(self.noise.integers(0, self.num_drafts + 3)), self.noise.random()
+            ahead = expected_tokens(req.tokens[: req.num_known].tolist(), count)
+            wrong = self.noise.random(count) > odds
+            drafts[req.rid] = np.where(wrong, self.noise.integers(0, VOCAB, count), ahead).astype(np.int32)
+        return drafts
+
     def finish(self, dispatched) -> None:
         done, self.pending = self.pending, dispatched
         if done is not None:
-            for req in self.scheduler.commit(*done):
+            batch, result = done
+            chunks = self.scheduler._in_flight[batch.step]
+            ended = {chunk.req.rid for chunk in chunks if chunk.req.state is ReqState.FINISHED}
+            committed = self.scheduler.commit(batch, result)
+            if batch.mode is ForwardMode.TARGET_VERIFY:
+                self.check_run(batch, chunks, committed, ended)
+            for req in committed.advanced:
                 if req.state is ReqState.FINISHED:
                     self.end(req)
         assert self.scheduler.check_integrity() == []
@@ -149,10 +179,16 @@ class Machine:
 
     def check(self, batch) -> None:
         """What must hold of any step."""
-        rows, _ = self.scheduler._in_flight[batch.step]
+        rows = self.scheduler._in_flight[batch.step]
         counts = [row.count for row in rows]
-        assert batch.num_tokens == sum(counts) <= self.buckets.extend[-1] <= self.args.token_paddings[-1]
-        assert sum(count for count in counts if count > 1) <= self.args.prefill_limit
+        assert batch.num_tokens == sum(counts)
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            event("drafts")
+            assert batch.num_tokens <= self.buckets.verify_capacity(len(rows)) and max(counts) <= 1 + self.num_drafts
+            assert all(row.start == row.req.num_known - 1 and row.req.is_prefilled for row in rows)
+        else:
+            assert batch.num_tokens <= self.buckets.extend[-1] <= self.args.token_paddings[-1]
+            assert sum(count for count in counts if count > 1) <= self.args.prefill_limit
         assert batch.num_requests == len(rows) <= self.args.running_limit
         slots = batch.request_slots[: batch.num_requests]
         assert (slots > 0).all() and np.unique(slots).size == slots.size
@@ -173,6 +209,18 @@ class Machine:
                     self.admitted.append(rid)
             assert start == self.fed[rid], f"{rid} feeds token {start} after {self.fed[rid]}"
             self.fed[rid] = start + row.count
+
+    def check_run(self, batch, chunks, committed, ended) -> None:
+        """What must hold after a step with drafts: rows are filed for the tokens that a request has, and no others."""
+        live = np.ones(batch.num_tokens, bool) if committed.live is None else committed.live
+        for chunk, filed in zip(chunks, np.split(live, batch.query_starts[1 : len(chunks)]), strict=True):
+            req = chunk.req
+            if req.rid in ended:
+                assert not filed.any()
+                continue
+            assert filed.tolist() == [position < req.num_known - 1 for position in chunk.start + np.arange(chunk.count)]
+            assert req.num_committed == req.num_dispatched == req.num_known - 1 and req.num_pending == 0
+            self.fed[req.rid] = req.num_dispatched
 
 
 def build_sources(index, arrival):
@@ -236,13 +284,13 @@ def test_every_request_ends_with_exactly_its_tokens(life):
     max_tokens=st.lists(st.integers(30, 40), min_size=16, max_size=16),
     cache=st.booleans(),
     page_size=st.sampled_from([1, 4]),
+    num_drafts=st.sampled_from([0, 3]),
 )
 @settings(max_examples=20)
-def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache, page_size):
-    pages = round(2.3 * CONTEXT) // page_size
-    life = Life(
-        page_size, pages, requests=8, tokens=16, chunk=16, cache=cache, deterministic=False, arrivals=[], events=[]
-    )
+def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache, page_size, num_drafts):
+    sizes = dict(page_size=page_size, pages=round(2.3 * CONTEXT) // page_size, requests=8, tokens=16, chunk=16)
+    plain = dict(deterministic=False, draft_seed=0, arrivals=[], events=[])
+    life = Life(**sizes, **plain, cache=cache, num_drafts=num_drafts)
     machine = Machine(life)
     prompts = [[index, *range(index % 8)] for index in range(16)]
     reqs = [Req(source(prompts[i], rid=f"{i:02}", max_tokens=max_tokens[i])) for i in range(16)]

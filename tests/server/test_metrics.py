@@ -4,8 +4,9 @@ import threading
 
 import httpx
 
-from support.engines import on_engine_thread
+from support.engines import on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 NAMES = """
 requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total
@@ -146,3 +147,40 @@ def test_a_stall_is_counted_once(engine):
                 blocker.join()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert metrics(server)["watchdog_trips_total"] == 1
+
+
+def test_drafts_are_counted_under_our_names_and_the_other_servers(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path)
+    body = {"input_ids": [3, 1, 4, 1, 5] * 4, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+    options = dict(speculative_algorithm="NGRAM", speculative_adaptive=False)
+    with open_engine(folder, **options) as engine:
+        for compat, name in (("vllm", "vllm:spec_decode_num_drafts_total"), ("sglang", "sglang:spec_accept_length")):
+            with running(engine, metrics_compat=compat) as server:
+                meta = server.post("/generate", body).json()["meta_info"]
+                found, text = metrics(server), server.client.get("/metrics").text
+                info = server.client.get("/get_server_info").json()
+                assert name in text
+        totals = engine.stats().speculative
+    assert found["spec_decode_num_drafts_total"] == totals.requests.verify_steps == 2 * meta["spec_verify_ct"] > 0
+    assert found["spec_decode_num_draft_tokens_total"] == totals.requests.proposed
+    assert found["spec_decode_num_accepted_tokens_total"] == totals.requests.accepted
+    by_index = 'spec_decode_num_accepted_tokens_per_pos_total{position="'
+    assert sum(value for key, value in found.items() if key.startswith(by_index)) == totals.requests.accepted
+    assert found["spec_decode_verify_steps_total"] == totals.steps
+    assert found["spec_accept_length"] == totals.requests.accept_length >= 1.0
+    assert info["internal_states"][0]["avg_spec_accept_length"] == totals.requests.accept_length
+
+
+def test_an_engine_without_drafts_has_no_metrics_of_them(server):
+    assert not [name for name in metrics(server) if name.startswith("spec_")]
+
+
+def test_a_request_says_whether_it_has_drafts_and_a_wrong_type_is_refused(server):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert server.post("/v1/chat/completions", chat | {"speculative": False}).status_code == 200
+    assert server.post("/generate", {"input_ids": [1], "sampling_params": {"speculative": False}}).status_code == 200
+    for path, body in (
+        ("/v1/chat/completions", chat | {"speculative": "no"}),
+        ("/generate", {"input_ids": [1], "sampling_params": {"speculative": 0}}),
+    ):
+        assert "speculative" in parse_error(server.post(path, body), 400)["param"]

@@ -15,7 +15,7 @@ import numpy as np
 from routed_experts.layers.attention import FusedQKV, PagedBatch, reference_attention, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant, write_latent
-from routed_experts.layers.gpu.attention import decode_attention, extend_attention
+from routed_experts.layers.gpu.attention import decode_attention, gpu_attention, verify_attention
 from routed_experts.layers.gpu.kv_write import gpu_write
 from routed_experts.layers.gpu.linear import LinearTile, linear_in_place
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, choose_tiles, slot_outputs
@@ -289,16 +289,27 @@ def attention_inputs(rng, seqs: Sequences, *, decode: bool, dtype):
 
 
 def attention_case(
-    seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.float32, features=None, sinks=False, stacked=False
+    seed,
+    seqs: Sequences,
+    *,
+    decode,
+    splits=None,
+    dtype=jnp.float32,
+    features=None,
+    sinks=False,
+    stacked=False,
+    max_queries=0,
 ) -> Case:
     """`features`: an AttentionFeatures without sinks, or none; `sinks`: random ones, of a stack of layers where
-    `stacked`."""
+    `stacked`; `max_queries`: the kernel of verify steps."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
-        attend = functools.partial(decode_attention, splits=splits) if decode else extend_attention
+        batch = dataclasses.replace(batch, max_queries=max_queries)
+        kernel = decode_attention if decode else verify_attention
+        attend = gpu_attention if splits is None else functools.partial(kernel, splits=splits)
         own, stack = features or AttentionFeatures(), jnp.asarray(2 * rng.standard_normal((3, seqs.heads)), dtype)
         expected = dataclasses.replace(own, sinks=stack[1]) if sinks else own
         if sinks and not stacked:
@@ -313,7 +324,8 @@ def attention_case(
             plain = jax.jit(lambda q, p, b: reference_variant(q, p, first, b, expected))(queries, pool, batch)
         return Outcome(distance=distance(actual[:num_tokens], plain[:num_tokens]), wrong_ids=0, bound=bound(dtype))
 
-    kind = f"decode, splits {splits or 'chosen'}" if decode else "extend"
+    kind = "decode" if decode else f"verify of {max_queries}" if max_queries else "extend"
+    kind += f", splits {splits or 'chosen'}" if decode or max_queries else ""
     sizes = f"{len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}"
     own = "" if features is None else f", window {features.window}, chunk {features.chunk}, scale {features.scale}"
     rest = f"{own}{', sinks' if sinks else ''}{', stacked' if stacked else ''}, page {seqs.page}, {jnp.dtype(dtype)}"
@@ -549,6 +561,20 @@ def small_cases() -> Iterator[Case]:
     yield prepare_case(13, spread, decode=True)
     yield prepare_case(14, dataclasses.replace(ragged, **odd), decode=False)
     yield from family_cases(ragged, spread)
+    yield from verify_cases()
+
+
+def verify_cases() -> Iterator[Case]:
+    """Attention of verify steps: up to 5 tokens a request, some at the start of their sequence, some without any."""
+    seqs = Sequences(spans=((3, 4), (0, 1), (90, 5), (17, 2), (40, 3)), padding=3, empty=2)
+    odd = dataclasses.replace(seqs, heads=6, groups=2, head_dim=12)
+    for splits in (1, 4):
+        yield attention_case(31, seqs, decode=False, max_queries=5, splits=splits)
+    yield attention_case(32, dataclasses.replace(odd, page=16), decode=False, max_queries=8)
+    for features in (AttentionFeatures(window=21, scale=0.3), AttentionFeatures(window=3), AttentionFeatures(chunk=20)):
+        yield attention_case(33, odd, decode=False, max_queries=5, features=features, splits=2)
+    yield attention_case(34, seqs, decode=False, max_queries=5, sinks=True, stacked=True, splits=4)
+    yield attention_case(37, seqs, decode=False, max_queries=5, sinks=True, dtype=jnp.bfloat16)
 
 
 def family_cases(ragged: Sequences, spread: Sequences) -> Iterator[Case]:
@@ -637,7 +663,19 @@ def large_cases() -> Iterator[Case]:
         decode=False,
         dtype=half,
     )
+    yield from large_verify_cases()
     yield from large_family_cases()
+
+
+def large_verify_cases() -> Iterator[Case]:
+    """Verify steps of Qwen3-30B-A3B's and Qwen3-Next's attention."""
+    rng = np.random.default_rng(0)
+    for heads, groups, head_dim in ((32, 4, 128), (16, 2, 256)):
+        for requests, longest in ((1, 3000), (16, 1100), (64, 600)):
+            spans = tuple((int(before), int(rng.integers(1, 9))) for before in rng.integers(0, longest, requests))
+            sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "page": 16}
+            seqs = Sequences(spans=spans, empty=2, padding=9, **sizes)
+            yield attention_case(requests, seqs, decode=False, max_queries=8, dtype=jnp.bfloat16)
 
 
 def large_family_cases() -> Iterator[Case]:

@@ -7,7 +7,7 @@ pages. Dims: N padded tokens, B padded requests, V vocabulary."""
 import numpy as np
 
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
-from routed_experts.core.model_worker_batch import FROM_DEVICE, StepResult
+from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, StepResult
 from routed_experts.core.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -75,6 +75,8 @@ class NumpyDevice:
         ids[unknown] = self.last[batch.request_slots[batch.token_rows[:real]]][unknown]
         assert (ids >= 0).all(), "a token was fed that was not sampled"
         self.tokens[batch.kv_slots], self.positions[batch.kv_slots] = ids, batch.positions[:real]
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            return self._verify(batch, ids)
         sampled = np.zeros(batch.request_slots.size, np.int32)
         logprobs = np.zeros(sampled.size, np.float32)
         scores = np.zeros(batch.token_ids.size, np.float32)
@@ -96,6 +98,32 @@ class NumpyDevice:
             prompt_logprobs=None if batch.prompt_targets is None else scores,
             rows=None,
             weight_version=0,
+        )
+
+    def _verify(self, batch, ids) -> StepResult:
+        """Sample after every token of a request, and count the leading drafts that are what was sampled before."""
+        sampled = np.zeros(batch.token_ids.size, np.int32)
+        logprobs, accepted = np.zeros(sampled.size, np.float32), np.zeros(batch.num_requests, np.int32)
+        for row in range(batch.num_requests):
+            first, last = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+            read = self.read(batch.page_table[row], int(batch.seq_lens[row]))
+            for at in range(first, last):
+                sampled[at] = next_token(read[: batch.positions[at] + 1])
+                logprobs[at] = expected_logprob(read[: batch.positions[at] + 1], sampled[at])
+            while first + accepted[row] + 1 < last and ids[first + accepted[row] + 1] == sampled[first + accepted[row]]:
+                accepted[row] += 1
+            self.last[batch.request_slots[row]] = sampled[first + accepted[row]]
+        return StepResult(
+            tokens=sampled,
+            logprobs=logprobs,
+            top_logprobs=None,
+            top_ids=None,
+            prompt_top_logprobs=None,
+            prompt_top_ids=None,
+            prompt_logprobs=None,
+            rows=None,
+            weight_version=0,
+            accepted=accepted,
         )
 
     def read(self, pages, length) -> np.ndarray:

@@ -25,7 +25,8 @@ from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 PAGE_SIZE, TABLE_WIDTH, NUM_PAGES, NUM_SLOTS = 4, 8, 40, 6
 EXTEND = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=TABLE_WIDTH)
 DECODE = dataclasses.replace(EXTEND, mode=ForwardMode.DECODE, num_tokens=4)
-SHAPES = {shape.mode: shape for shape in (EXTEND, DECODE)}
+VERIFY = dataclasses.replace(EXTEND, mode=ForwardMode.TARGET_VERIFY, num_tokens=16)
+SHAPES = {shape.mode: shape for shape in (EXTEND, DECODE, VERIFY)}
 NEUTRAL = {
     "temperature": 0.0,
     "top_k": 0,

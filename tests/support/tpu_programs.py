@@ -36,10 +36,11 @@ Jobs = Mapping[Key, Callable[[], jax.stages.Lowered]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
-    """A model and the static sizes of the runner that serves it, in bfloat16."""
+    """A model and the static sizes of the runner that serves it, in bfloat16. `num_drafts`: of a verify step."""
 
     config: FamilyConfig
     runner: RunnerConfig
+    num_drafts: int = 0
 
     @property
     def pool(self) -> jax.ShapeDtypeStruct:
@@ -130,6 +131,7 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
         attention=attention,
         num_pages=world.runner.pool.num_pages,
         raw_logprobs=False,
+        num_drafts=world.num_drafts,
     )
     return lowerings(weights, spec, world.runner)
 

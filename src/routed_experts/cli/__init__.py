@@ -5,9 +5,11 @@ from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
+    add_speculative_flags,
     engine_args,
     expert_args,
     placement_args,
+    speculative_args,
 )
 from routed_experts.cli.main import main, make_parser
 
@@ -16,9 +18,11 @@ __all__ = [
     "add_engine_flags",
     "add_expert_flags",
     "add_placement_flags",
+    "add_speculative_flags",
     "engine_args",
     "expert_args",
     "main",
     "make_parser",
     "placement_args",
+    "speculative_args",
 ]

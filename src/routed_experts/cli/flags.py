@@ -14,11 +14,15 @@ from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffload
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
 
 MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
 _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
     {
         "revision": "the main branch; of a Hugging Face id",
+        "speculative_num_draft_tokens": "8",
+        "speculative_num_steps": "one less than --speculative-num-draft-tokens",
+        "speculative_draft_model_path": "none; NGRAM needs none",
         "tokenizer_path": "the model's own",
         "precompile_bs_paddings": "1 8 32 up to --max-running-requests",
         "precompile_token_paddings": "64 256 1024 up to --max-prefill-tokens",
@@ -138,6 +142,28 @@ def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
         text = f"{flags} without --placement FILE.npz, the plan that is meant"
         raise ConfigError(f"{text}; make one with routed-experts placement --save")
     return PlacementConfig.create(PlacementConfig(**fields)) if fields else None
+
+
+def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag a field of SpeculativeConfig, and vLLM's --speculative-config."""
+    group = parser.add_argument_group("speculative decoding")
+    for field in dataclasses.fields(SpeculativeConfig):
+        name = f"speculative_{field.name}"
+        switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        keywords = switch if field.type is bool else _argument_keywords(field.type)
+        default = "none: nothing is drafted" if field.name == "algorithm" else field.default
+        default = _DEFAULTS.get(name, default)
+        group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords)
+    example = '{"method": "ngram", "num_speculative_tokens": 3}'
+    group.add_argument(
+        "--speculative-config", metavar="JSON", default=argparse.SUPPRESS, help=f"in vLLM's words: {example}"
+    )
+
+
+def speculative_args(options: argparse.Namespace) -> SpeculativeConfig | None:
+    """Speculative decoding; None without any of its flags. Raises ConfigError."""
+    fields = _given_fields(options, SpeculativeConfig, prefix="speculative_")
+    return SpeculativeConfig.create(None, fields, vars(options).get("speculative_config"))
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:

@@ -26,9 +26,11 @@ from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
+    add_speculative_flags,
     engine_args,
     expert_args,
     placement_args,
+    speculative_args,
 )
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.error_text import nearest_name, short_repr
@@ -64,11 +66,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
     add_placement_flags(parser)
+    add_speculative_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Generate for all prompts, in order."""
-    args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
+    args, experts = ServerArgs(**engine_args(options)), expert_args(options)
+    groups: dict[str, Any] = {
+        "experts": experts,
+        "placement": placement_args(options),
+        "speculative": speculative_args(options),
+    }
     prompts = (
         [_checked({"prompt": text}, "--prompt") for text in options.prompt]
         if options.prompt
@@ -85,9 +93,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         from routed_experts.engine.engine import Engine
 
         bar = LoadBar() if sys.stderr.isatty() else None
-        engine = stack.enter_context(
-            Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar)
-        )
+        engine = stack.enter_context(Engine(**dataclasses.asdict(args), **groups, on_load=bar))
         print(f"ready in {time.perf_counter() - start_time:.1f} s", file=sys.stderr)
         answers = _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts)
         if part is None:

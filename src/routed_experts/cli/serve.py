@@ -21,9 +21,11 @@ from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
+    add_speculative_flags,
     engine_args,
     expert_args,
     placement_args,
+    speculative_args,
 )
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
@@ -87,6 +89,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
     add_placement_flags(parser)
+    add_speculative_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
@@ -94,7 +97,11 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
     args = ServerArgs(**engine_args(options))
-    expert_groups = {"experts": expert_args(options), "placement": placement_args(options)}
+    groups = {
+        "experts": expert_args(options),
+        "placement": placement_args(options),
+        "speculative": speculative_args(options),
+    }
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
@@ -124,7 +131,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         server,
         listener,
         version=version(),
-        load=lambda: _load(args, expert_groups, server, start_time),
+        load=lambda: _load(args, groups, server, start_time),
         on_ready=print_ready,
     )
     code = process.run()
@@ -135,11 +142,11 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     return code
 
 
-def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState", start_time: float) -> "AsyncEngine":
-    """Start JAX and build the engine; print one line for each phase on standard error. `expert_groups`: the offload and
-    the placement of experts."""
+def _load(args: ServerArgs, groups: dict[str, Any], server: "ServerState", start_time: float) -> "AsyncEngine":
+    """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the offload and the
+    placement of experts, and speculative decoding."""
     start_jax(default_platform=None)
-    announce_compilation(args, offloads=expert_groups["experts"].num_resident is not None)
+    announce_compilation(args, offloads=groups["experts"].num_resident is not None)
     _log_phase(server, "import", time.perf_counter() - start_time, "Python and JAX")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
@@ -151,7 +158,7 @@ def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState"
 
     on_load = LoadBar() if sys.stderr.isatty() else None
     return AsyncEngine(
-        Engine(**dataclasses.asdict(args), **expert_groups, on_phase=on_phase, on_load=on_load, self_check=True)
+        Engine(**dataclasses.asdict(args), **groups, on_phase=on_phase, on_load=on_load, self_check=True)
     )
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
+from routed_experts.core.speculative_stats import SpeculativeCounts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,8 @@ class TokenIDOut:
     `text`: that of the new tokens, where the engine thread decodes it to find stop strings; None: the caller decodes
     it. `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were
     added a layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no
-    capacities. `queue_s`: seconds from acceptance to the first step, None for a request that never ran."""
+    capacities. `queue_s`: seconds from acceptance to the first step, None for a request that never ran. `speculative`:
+    what became of its drafts so far; None where the engine drafts nothing."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -129,6 +131,7 @@ class TokenIDOut:
     exact: bool = True
     rerouting: ReroutingCounts | None = None
     queue_s: float | None = None
+    speculative: SpeculativeCounts | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

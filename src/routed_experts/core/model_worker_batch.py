@@ -17,10 +17,12 @@ MAX_BIAS = 1088  # logit_bias entries (1,024) and stop ids masked by min_tokens 
 
 
 class ForwardMode(enum.Enum):
-    """DECODE: every request feeds one token. EXTEND: prompt chunks, alone or mixed with decode tokens."""
+    """DECODE: every request feeds one token. EXTEND: prompt chunks, alone or mixed with decode tokens. TARGET_VERIFY:
+    every request feeds its last known token and the drafts that are to follow it; all of them are sampled after."""
 
     EXTEND = "extend"
     DECODE = "decode"
+    TARGET_VERIFY = "target_verify"
 
 
 class SamplingMode(enum.IntEnum):
@@ -113,18 +115,20 @@ class ModelWorkerBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The outputs of a step, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last
-    columns are packed rows (CaptureSpec.row_words of them), real tokens first, or None without capture: any array
-    that np.asarray can read; the host cache reads it when it files them. `rerouting`: of each token, slots that
-    capacities moved to other experts and slots left empty; None without capacities."""
+    """The outputs of a step, on the host: a row is that of a request, in a verify step that of a token. `accepted`: of
+    each request of a verify step, the drafts that the model sampled itself. `rows` are its routed experts [N, M*K], or
+    an int32 table whose last columns are packed rows (CaptureSpec.row_words of them), real tokens first, or None
+    without capture: any array that np.asarray can read; the host cache reads it when it files them. `rerouting`: of
+    each token, slots that capacities moved to other experts and slots left empty; None without capacities."""
 
-    tokens: Int[np.ndarray, " B"]
-    logprobs: Float[np.ndarray, " B"]
-    top_logprobs: Float[np.ndarray, "B T"] | None
-    top_ids: Int[np.ndarray, "B T"] | None
+    tokens: Int[np.ndarray, " B"] | Int[np.ndarray, " N"]
+    logprobs: Float[np.ndarray, " B"] | Float[np.ndarray, " N"]
+    top_logprobs: Float[np.ndarray, "B T"] | Float[np.ndarray, "N T"] | None
+    top_ids: Int[np.ndarray, "B T"] | Int[np.ndarray, "N T"] | None
     prompt_logprobs: Float[np.ndarray, " N"] | None
     prompt_top_logprobs: Float[np.ndarray, "N T"] | None
     prompt_top_ids: Int[np.ndarray, "N T"] | None
     rows: Any
     weight_version: int
     rerouting: Int[np.ndarray, "N 2"] | None = None
+    accepted: Int[np.ndarray, " B"] | None = None

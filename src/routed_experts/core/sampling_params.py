@@ -61,6 +61,7 @@ class ResolvedSampling:
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     detokenize: bool
+    speculative: bool = True
 
     @property
     def is_greedy(self) -> bool:
@@ -107,6 +108,7 @@ class SamplingParams:
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
+    speculative: bool | None = None  # False: nothing is drafted for this request
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
@@ -145,6 +147,7 @@ class SamplingParams:
         _check_bool("skip_special_tokens", self.skip_special_tokens)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         _check_bool("detokenize", self.detokenize)
+        _check_bool("speculative", self.speculative)
         _check_bool("return_routed_experts", self.return_routed_experts)
         _check_bool("routed_experts_include_last", self.routed_experts_include_last)
         _check_int("routed_experts_start_len", self.routed_experts_start_len, 0, MAX_INT32, fix="0 gives every row")
@@ -202,6 +205,7 @@ class SamplingParams:
             skip_special_tokens=_either(self.skip_special_tokens, True),
             include_stop_str_in_output=_either(self.include_stop_str_in_output, False),
             detokenize=_either(self.detokenize, True),
+            speculative=_either(self.speculative, True),
         )
 
 

@@ -31,6 +31,10 @@ class SpeculativeCounts:
         """Tokens a verify step; 1.0 where there was none."""
         return self.emitted / self.verify_steps if self.verify_steps else 1.0
 
+    def padded(self, most: int) -> "SpeculativeCounts":
+        """The counts with a histogram for drafts of at most `most` tokens, also before the first verify step."""
+        return self if self.histogram else dataclasses.replace(self, histogram=(0,) * (most + 1))
+
     def add(self, *, proposed: int, accepted: int, emitted: int, most: int) -> "SpeculativeCounts":
         """The counts after one more verify step; `most`: the longest draft of the engine."""
         histogram = list(self.histogram or (0,) * (most + 1))
@@ -58,3 +62,7 @@ class SpeculativeTotals:
     skipped: Counter[str] = dataclasses.field(default_factory=Counter[str])
     draft_s: float = 0.0
     store_bytes: int = 0
+
+    def copy(self) -> "SpeculativeTotals":
+        """These sums, which no longer change."""
+        return dataclasses.replace(self, accepted_at=Counter(self.accepted_at), skipped=Counter(self.skipped))

@@ -27,6 +27,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.control.context import EngineContext
@@ -85,6 +86,15 @@ class Engine:
         load_format: str = "auto",
         experts: ExpertOffloadConfig | None = None,
         placement: ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None = None,
+        speculative: SpeculativeConfig | None = None,
+        speculative_algorithm: str | None = None,
+        speculative_draft_model_path: str | None = None,
+        speculative_num_steps: int | None = None,
+        speculative_eagle_topk: int | None = None,
+        speculative_num_draft_tokens: int | None = None,
+        speculative_ngram_min_match_window_size: int | None = None,
+        speculative_ngram_max_match_window_size: int | None = None,
+        speculative_adaptive: bool | None = None,
         self_check: bool = False,
         revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
@@ -115,6 +125,7 @@ class Engine:
         `model` serves a module instead of the folder `model_path` (its tokenizer from `tokenizer_path`).
         `load_format="dummy"` gives a folder's config random weights. `experts` keeps some experts on the host.
         `placement` distributes expert instances over `ep_size` devices: a plan, its file, or a PlacementConfig.
+        `speculative` drafts tokens, which changes speed alone: a SpeculativeConfig, or its fields by SGLang's names.
         `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
         `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
         ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
@@ -144,6 +155,17 @@ class Engine:
             deterministic=deterministic,
             skip_tokenizer_init=skip_tokenizer_init,
         )
+        flat = {
+            "algorithm": speculative_algorithm,
+            "draft_model_path": speculative_draft_model_path,
+            "num_steps": speculative_num_steps,
+            "eagle_topk": speculative_eagle_topk,
+            "num_draft_tokens": speculative_num_draft_tokens,
+            "ngram_min_match_window_size": speculative_ngram_min_match_window_size,
+            "ngram_max_match_window_size": speculative_ngram_max_match_window_size,
+            "adaptive": speculative_adaptive,
+        }
+        speculative = SpeculativeConfig.create(speculative, flat)
         args = with_local_model(self.server_args, weights=load_format != "dummy")
         clock = PhaseClock(on_phase)
         self._tokenizer = _load_tokenizer(args)
@@ -162,6 +184,7 @@ class Engine:
                 on_load=on_load,
                 experts=experts,
                 placement=PlacementConfig.create(placement),
+                speculative=speculative,
                 self_check=self_check,
             )
         except BaseException:

@@ -15,6 +15,7 @@ from routed_experts.core.keywords import refuse_unknown
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.requests.input_processor import is_nested
@@ -53,13 +54,18 @@ class LLM:
         enable_prefix_caching: bool = True,
         enable_return_routed_experts: bool = False,
         skip_tokenizer_init: bool = False,
+        speculative_config: Mapping[str, object] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """Build the engine. `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step. Code of a
+        """Build the engine. `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step;
+        `speculative_config` drafts tokens, as {"method": "ngram", "num_speculative_tokens": 3} does. Code of a
         checkpoint is never run: trust_remote_code=True is refused. Raises ConfigError, CheckpointError or
         CaptureUnsupportedError."""
         if trust_remote_code:
             raise ConfigError("trust_remote_code=True is refused: code of a checkpoint is never run; leave it out")
+        speculative = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.from_vllm(speculative_config, tp_size=tensor_parallel_size)
         usual = ServerArgs()
         self.engine = Engine(
             model,
@@ -74,6 +80,7 @@ class LLM:
             disable_radix_cache=not enable_prefix_caching,
             enable_return_routed_experts=enable_return_routed_experts,
             skip_tokenizer_init=skip_tokenizer_init,
+            speculative=speculative,
             precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),
             precompile_token_paddings=_paddings("max_num_batched_tokens", max_num_batched_tokens, usual.token_paddings),
         )

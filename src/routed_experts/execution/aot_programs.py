@@ -15,6 +15,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
+from routed_experts.execution.verify import VerifySpec, accept_program
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.weight_format import shape_of
 
@@ -66,15 +67,18 @@ def sampling_jobs(
     mesh = None if mesh_specs is None else mesh_specs.mesh
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
     at = leaves[0].sharding if mesh_specs is None else None  # of what runs there too, but has no weights
+    is_verify = shape.mode is ForwardMode.TARGET_VERIFY
     for mode in SamplingMode:
         full = None
         if mode is SamplingMode.FULL:
             bias, counts = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
             full = PenaltyInputs(counts, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-        run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
-        jobs[sampler_key(spec, shape, mode)] = functools.partial(
-            run.lower, *_with_sharding((out.logits, last_tokens, out.words, full), at)
-        )
+        inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
+        if is_verify:
+            run = accept_program(_verify_spec(spec, shape, mode), mesh)
+        else:
+            run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
+        jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *_with_sharding(inputs, at))
     slot_counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
     jobs["count", shape] = functools.partial(
         counting_program(shape, mesh).lower, *_with_sharding((slot_counts, out.tokens, shape.packed), at)
@@ -94,6 +98,8 @@ def sampling_jobs(
 
 def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
     """The key of a step's sampler in the table."""
+    if shape.mode is ForwardMode.TARGET_VERIFY:
+        return "accept", shape, mode
     return "sample", shape.num_requests, spec.row_words_in(shape), mode
 
 
@@ -107,6 +113,15 @@ def _sampler_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> S
         raw_logprobs=spec.raw_logprobs,
         greedy_kernel=greedy_kernel,
         logprobs=spec.kernels.logprobs,
+    )
+
+
+def _verify_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> VerifySpec:
+    return VerifySpec(
+        sampler=_sampler_spec(spec, shape, mode),
+        shape=shape,
+        num_drafts=spec.num_drafts,
+        block=shape.num_requests if spec.batch_invariant else spec.sampled_rows(shape),
     )
 
 

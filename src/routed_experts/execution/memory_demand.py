@@ -22,7 +22,7 @@ _MIN_PAGE = 16  # the smallest that is advised; smaller ones are slow, and some 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
     """Bytes that one device must hold. `model`: shapes of its pool, from `args`; `row_bytes`: rows of a token, 0 with
-    capture off; `device`: bytes of the device."""
+    capture off; `device`: bytes of the device; `num_drafts`: the longest draft, 0 without speculative decoding."""
 
     args: ServerArgs
     model: KVPoolSpec
@@ -31,6 +31,7 @@ class MemoryDemand:
     vocab_size: int
     context_length: int
     device: int
+    num_drafts: int = 0
 
     @property
     def limit(self) -> int:
@@ -50,8 +51,13 @@ class MemoryDemand:
     def capture_device(self) -> int:
         """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not
         included."""
-        shapes = Buckets.from_args(self.args, context_length=self.context_length).all_shapes()
-        return 2 * max(tokens for _, tokens, _ in shapes) * self.row_bytes
+        return 2 * max(tokens for _, tokens, _ in self._buckets.all_shapes()) * self.row_bytes
+
+    @property
+    def verify_scores(self) -> int:
+        """Bytes of the scores and the noise of the largest verify step, float32."""
+        rows = max((min(tokens, size * (self.num_drafts + 1)) for size, tokens in self._buckets.verify), default=0)
+        return 2 * rows * self.vocab_size * np.dtype(np.float32).itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -68,13 +74,17 @@ class MemoryDemand:
     @property
     def fitting_pages(self) -> int:
         """Pages that fit next to the padding page; below 1 if none does."""
-        left = self.limit - self.weights - self.penalties - self.capture_device - self.model.state_bytes
-        return left // self.page_bytes - 1
+        other = self.penalties + self.capture_device + self.verify_scores + self.model.state_bytes
+        return (self.limit - self.weights - other) // self.page_bytes - 1
 
     @property
     def fits(self) -> bool:
         """Whether the required pages fit."""
         return self.fitting_pages >= self.required_pages
+
+    @property
+    def _buckets(self) -> Buckets:
+        return Buckets.from_args(self.args, context_length=self.context_length, num_drafts=self.num_drafts)
 
     def with_flags(self, change: FlagChange) -> "MemoryDemand":
         """The same model with some arguments changed."""
@@ -156,6 +166,7 @@ def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
         "weights": demand.weights,
         "penalties": demand.penalties,
         "rows of two steps": demand.capture_device,
+        "scores of verify steps": demand.verify_scores,
         "states of requests": demand.model.state_bytes,
         f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1) * demand.page_bytes,
     }

@@ -26,7 +26,7 @@ _LISTED = 4  # names of each dtype in an error
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
-    `capture_host` the store by slot."""
+    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from."""
 
     pool: KVPoolSpec
     weights: int
@@ -37,6 +37,7 @@ class MemoryPlan:
     limit: int
     num_devices: int = 1
     experts_host: int = 0  # of the host's store of offloaded experts
+    verify_scores: int = 0
 
     @property
     def kv(self) -> int:
@@ -50,6 +51,7 @@ class MemoryPlan:
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
+        verify = f"verify scores   {format_size(self.verify_scores)}  scores and noise of the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",
@@ -57,6 +59,7 @@ class MemoryPlan:
             f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {format_size(self.capture_device)}  rows of two steps",
             f"capture, host   {format_size(self.capture_host)}  {rows}",
+            *([verify] if self.verify_scores else []),
             *([store] if self.experts_host else []),
             f"limit           {format_size(self.limit)}  mem_fraction_static of {device}",
         ]
@@ -70,9 +73,11 @@ def plan_memory(
     *,
     context_length: int,
     vocab_size: int,
+    num_drafts: int = 0,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and
-    `state` are what one holds. Raises MemoryPlanError, with the values that would fit, if it does not."""
+    `state` are what one holds. `num_drafts`: the longest draft, 0 without speculative decoding. Raises MemoryPlanError,
+    with the values that would fit, if it does not."""
     demand = MemoryDemand(
         args=args,
         model=model,
@@ -81,6 +86,7 @@ def plan_memory(
         vocab_size=vocab_size,
         context_length=context_length,
         device=device_bytes(args.tp_size),
+        num_drafts=num_drafts,
     )
     demand.require_fit()
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
@@ -95,6 +101,7 @@ def plan_memory(
         row_bytes=demand.row_bytes,
         limit=demand.limit,
         num_devices=args.tp_size,
+        verify_scores=demand.verify_scores,
     )
 
 

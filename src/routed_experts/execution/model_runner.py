@@ -15,12 +15,13 @@ from flax import nnx
 from jaxtyping import Array, Int32, UInt
 
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplingMode, StepResult
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
 from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs
 from routed_experts.execution.spmd import REPLICATED, sharded_zeros
+from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.base.weight_format import format_of, shape_of
@@ -95,7 +96,8 @@ class ModelRunner:
             self._token_counts, counts = self._programs["count", shape](self._token_counts, out.tokens, packed)
             full = PenaltyInputs(counts, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
-        self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, full)
+        drafts = (out.tokens,) if batch.mode is ForwardMode.TARGET_VERIFY else ()
+        self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, *drafts, full)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)
@@ -139,6 +141,8 @@ class ModelRunner:
         """Wait for a step's outputs and return them as host arrays."""
         sampled = np.asarray(pending.sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
+        is_verify = pending.batch.mode is ForwardMode.TARGET_VERIFY
+        first = ACCEPTED_COLUMN + is_verify  # of the top ids
         scored = None if pending.scored is None else np.asarray(pending.scored)
         rows = (
             np.asarray(pending.rows) if self._needs_d2h and pending.rows is not None else pending.rows
@@ -148,8 +152,9 @@ class ModelRunner:
         return StepResult(
             tokens=sampled[:, 0],
             logprobs=_floats(sampled[:, 1]),
-            top_ids=sampled[:, 2 : 2 + top] if full else None,
-            top_logprobs=_floats(sampled[:, 2 + top : 2 + 2 * top]) if full else None,
+            top_ids=sampled[:, first : first + top] if full else None,
+            top_logprobs=_floats(sampled[:, first + top : first + 2 * top]) if full else None,
+            accepted=sampled[: pending.batch.num_requests, ACCEPTED_COLUMN] if is_verify else None,
             prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
             prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),

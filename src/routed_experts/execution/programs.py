@@ -1,12 +1,13 @@
 """The jitted programs of a step, as pure functions of arrays.
 
 A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
-fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py). `score_prompt`
-follows where a prompt's logprobs are requested. Capture off is None at trace time: the program is the one without the
-feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T
-top logprobs."""
+fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py; of a verify step
+verify.py). `score_prompt` follows where a prompt's logprobs are requested. Capture off is None at trace time: the
+program is the one without the feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE
+layers, K experts per token, T top logprobs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
 from routed_experts.execution.recurrent_ops import hybrid_ops
+from routed_experts.execution.row_blocks import map_blocks
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
@@ -35,7 +37,9 @@ class ProgramSpec:
     mesh `graphdef` is one device's share of the model. `count_spec`: the experts of a step are counted on the device;
     None: they are not. `piggyback_row_words`: words of a packed row, where the rows of a decode step leave in the table
     of its tokens (0: in an array of their own). They follow the metadata that both programs read. This pays where the
-    host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed."""
+    host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed.
+    `num_drafts`: the longest draft of a verify step. `batch_invariant`: a verify step samples in blocks of as many rows
+    as other steps have, so that no product and no sum depends on the number of drafts."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -47,6 +51,8 @@ class ProgramSpec:
     count_spec: CaptureSpec | None = None
     piggyback_row_words: int = 0
     with_logits: bool = True
+    num_drafts: int = 0
+    batch_invariant: bool = False
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct | None:
@@ -59,8 +65,17 @@ class ProgramSpec:
         )
 
     def row_words_in(self, shape: BatchShape) -> int:
-        """Words of a packed row that leave with its token in a step of this shape."""
-        return self.piggyback_row_words if shape.mode is ForwardMode.DECODE else 0
+        """Words of a packed row that leave with its token in a step of this shape: one whose tokens are all sampled
+        after."""
+        each_token = shape.mode is not ForwardMode.EXTEND and self.sampled_rows(shape) == shape.num_tokens
+        return self.piggyback_row_words if each_token else 0
+
+    def sampled_rows(self, shape: BatchShape) -> int:
+        """Rows of a step's logits: one a request, or one a token where drafts are verified."""
+        if shape.mode is not ForwardMode.TARGET_VERIFY:
+            return shape.num_requests
+        rows = min(shape.num_tokens, shape.num_requests * (self.num_drafts + 1))
+        return rows - rows % shape.num_requests
 
 
 @jax.tree_util.register_dataclass
@@ -71,9 +86,9 @@ class ForwardOut:
     tokens follow the metadata in `words`."""
 
     hidden: Float[Array, "N D"]
-    logits: Float[Array, "B V"] | None  # None: nothing is sampled
+    logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
     tokens: Int[Array, " N"]
-    words: Int32[Array, " words"]  # the sampler's metadata, now on the device
+    words: Int32[Array, " words"]  # the sampler's metadata, of a verify step all of it, now on the device
     rows: UInt[Array, "N MK"] | None
     counts: Int32[Array, "F M E"] | None = None
     rerouting: Int32[Array, "N 2"] | None = None
@@ -96,24 +111,29 @@ def forward(
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
-    attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
+    is_verify = shape.mode is ForwardMode.TARGET_VERIFY
+    paged = dataclasses.replace(batch.paged, max_queries=spec.num_drafts + 1) if is_verify else batch.paged
+    attend = PagedAttend(backend=spec.attention, batch=paged, num_pages=spec.num_pages)
     capture = create_device_cache(
         spec.count_spec if spec.capture is None else spec.capture,
         shape.num_tokens,
         capacity_limited=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
-    paged = batch.paged
     hidden, pool, capture = model(
         tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed
     )
     rows = None if capture is None or spec.capture is None else capture.rows()
-    words = packed[: num_sampler_words(shape.num_requests)]
+    words = packed if is_verify else packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.row_words_in(shape):
         words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.count_experts(counts, paged.valid, batch.generated)
     rerouting = None if capture is None else capture.rerouting
-    logits = model.logits(batch.of_last_tokens(hidden), product=spec.kernels.lm_head) if spec.with_logits else None
+    logits = None
+    if spec.with_logits:
+        scored = hidden[: spec.sampled_rows(shape)] if is_verify else batch.of_last_tokens(hidden)
+        block = shape.num_requests if is_verify and spec.batch_invariant else scored.shape[0]
+        logits = map_blocks(functools.partial(model.logits, product=spec.kernels.lm_head), block, scored)
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from routed_experts.core.model_worker_batch import SamplingMode
-from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
+from routed_experts.execution.forward_batch import BatchShape, SamplerBatch, num_sampler_words, unpack, unpack_sampler
 from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
 from routed_experts.layers.logprobs import LogprobsKernel, bitcast_int32, ranked_logprobs, token_logprobs
 from routed_experts.layers.sampling import Penalties, penalize, sample
@@ -60,6 +60,16 @@ class PenaltyInputs:
     bias_values: Float[Array, "B X"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The chosen token of each row, its logprob, and in the FULL mode T top ids and the bits of T top logprobs."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]
+    top: tuple[Int32[Array, "B T"], ...]
+
+
 def update_token_counts(
     counts: TokenCounts, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
 ) -> tuple[TokenCounts, TokenCounts]:
@@ -88,7 +98,19 @@ def sample_tokens(
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob
     bits, and in the FULL mode T top ids and the bits of T top logprobs, and last the packed rows of experts where they
     leave with the tokens."""
-    batch, raw = unpack_sampler(words, spec.num_requests), logits
+    batch = unpack_sampler(words, spec.num_requests)
+    choices = choose_tokens(logits, batch, full, spec=spec)
+    columns = [choices.tokens[:, None], bitcast_int32(choices.logprobs)[:, None], *choices.top]
+    if spec.row_words:
+        columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.row_words, spec.num_requests).T)
+    return last_tokens.at[batch.request_slots].set(choices.tokens), jnp.concatenate(columns, axis=1)
+
+
+def choose_tokens(
+    raw: Float[Array, "B V"], batch: SamplerBatch, full: PenaltyInputs | None, *, spec: SamplerSpec
+) -> Choices:
+    """Choose the next token of every row."""
+    logits = raw
     if full is not None:
         penalties = Penalties(
             presence=batch.presence,
@@ -98,7 +120,7 @@ def sample_tokens(
             prompt_seen=full.counts.prompt,
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
-    top: list[Int32[Array, "B T"]] = []
+    top: tuple[Int32[Array, "B T"], ...] = ()
     if spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None:
         # Nothing was processed: raw logprobs and processed ones are equal.
         tokens, logprobs = spec.greedy_kernel(logits)
@@ -109,11 +131,8 @@ def sample_tokens(
             logprobs = token_logprobs(source, tokens, spec.logprobs)
         else:
             logprobs, values, ids = ranked_logprobs(source, tokens, kernel=spec.logprobs)
-            top = [ids, bitcast_int32(values)]
-    columns = [tokens[:, None], bitcast_int32(logprobs)[:, None], *top]
-    if spec.row_words:
-        columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.row_words, spec.num_requests).T)
-    return last_tokens.at[batch.request_slots].set(tokens), jnp.concatenate(columns, axis=1)
+            top = (ids, bitcast_int32(values))
+    return Choices(tokens, logprobs, top)
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,7 +140,7 @@ def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     """`sample_tokens`, jitted and cached; all engines of a process share its traces."""
     same = (REPLICATED,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    return jit_sharded(program, _without_model(mesh), in_specs=same * 4, out_specs=same * 2, donate_argnums=(1,))
+    return jit_sharded(program, without_model(mesh), in_specs=same * 4, out_specs=same * 2, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,8 +148,9 @@ def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`update_token_counts`, jitted in the same way."""
     same = (REPLICATED,)
     program = functools.wraps(update_token_counts)(functools.partial(update_token_counts, shape=shape))
-    return jit_sharded(program, _without_model(mesh), in_specs=same * 3, out_specs=same * 2, donate_argnums=(0,))
+    return jit_sharded(program, without_model(mesh), in_specs=same * 3, out_specs=same * 2, donate_argnums=(0,))
 
 
-def _without_model(mesh: Mesh | None) -> MeshSpecs | None:
+def without_model(mesh: Mesh | None) -> MeshSpecs | None:
+    """The mesh of a program that has no weights."""
     return None if mesh is None else MeshSpecs(mesh=mesh, weights=(), pool=REPLICATED)

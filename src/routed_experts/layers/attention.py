@@ -31,7 +31,8 @@ DECODE_BLOCK = 64  # of every request at once: the gathered keys and values shou
 class PagedBatch:
     """Positions and pages of a step's tokens. Tokens of one request are neighbours, in order of position.
 
-    `decode`: token n is the only token of request n; a hint that a backend may ignore."""
+    `decode`: token n is the only token of request n; `max_queries`: the most tokens of a request, 0 where any number
+    is possible; hints that a backend may ignore."""
 
     positions: Int[Array, " N"]
     token_rows: Int[Array, " N"]  # request of each token
@@ -40,6 +41,7 @@ class PagedBatch:
     seq_lens: Int[Array, " B"]  # keys of each request after this step, 0 for padding
     page_table: Int[Array, "B W"]
     decode: bool = dataclasses.field(metadata={"static": True})
+    max_queries: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -50,7 +50,8 @@ class BatchBuilder:
         self._seeds = np.zeros((num_request_slots, 2), np.uint32)
         self._columns = _to_columns(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
-        self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
+        most = max(buckets.max_requests, *buckets.extend, *(tokens for _, tokens in buckets.verify))
+        self._count = np.arange(most + 1, dtype=np.int32)
         self._cached_layout: _BatchLayout | None = None  # of the last step; None after a request was given a slot
 
     def register(self, req: Req) -> None:
@@ -68,9 +69,7 @@ class BatchBuilder:
         prompt."""
         counts = [chunk.count for chunk in chunks]
         total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, chunks))
-        mode, padded_tokens, padded_rows = self._buckets.shape(
-            total, len(chunks), all_decode=total == len(chunks) and not scored
-        )
+        mode, padded_tokens, padded_rows = self._shape(chunks, total, scored=scored)
         modes = [
             chunk.req.required_mode() for chunk in chunks
         ]  # also of chunks that sample nothing: FULL counts every token fed
@@ -109,6 +108,14 @@ class BatchBuilder:
             return_routed_experts=layout.return_routed_experts,
         )
 
+    def _shape(self, chunks: Sequence[ScheduledChunk], total: int, *, scored: bool) -> tuple[ForwardMode, int, int]:
+        """Return (mode, padded tokens, padded requests)."""
+        if any(chunk.drafts is not None for chunk in chunks):
+            verify = self._buckets.verify_shape(total, len(chunks))
+            assert verify is not None, (total, len(chunks), self._buckets.verify)
+            return ForwardMode.TARGET_VERIFY, *verify
+        return self._buckets.shape(total, len(chunks), all_decode=total == len(chunks) and not scored)
+
     def _layout(self, chunks: Sequence[ScheduledChunk], padded: int) -> _BatchLayout:
         """Return the layout of the last step where the same requests are in the same order, else a new one."""
         slots, last = [chunk.req.slot for chunk in chunks], self._cached_layout
@@ -136,10 +143,14 @@ class BatchBuilder:
             return ids
         first = 0
         for chunk in chunks:
-            known = chunk.start + chunk.count <= chunk.req.num_known
+            known = chunk.start + chunk.count - (0 if chunk.drafts is None else chunk.drafts.size)
             ids[first : first + chunk.count] = (
-                chunk.req.tokens[chunk.start : chunk.start + chunk.count] if known else FROM_DEVICE
+                chunk.req.tokens[chunk.start : chunk.start + chunk.count]
+                if known <= chunk.req.num_known
+                else FROM_DEVICE
             )
+            if chunk.drafts is not None:
+                ids[first + known - chunk.start : first + chunk.count] = chunk.drafts
             first += chunk.count
         return ids
 

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import SamplingMode
+from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.memory.prefix_cache import PrefixNode
 
 
@@ -51,6 +52,7 @@ class Req:
         self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
+        self.speculative = SpeculativeCounts()
         self.input_logprobs: dict[int, tuple[float, tuple[tuple[float, int], ...] | None]] = {}
 
     @property
@@ -81,6 +83,18 @@ class Req:
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of prompt tokens are requested."""
         return self.source.return_logprob and 0 <= self.source.logprob_start_len < self.prompt_len
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that the next step may verify, so that all of its rows share one set of sampling parameters and no
+        row is sampled past the end. 0: none; a request with penalties counts each token before the next."""
+        source = self.source
+        if not self.is_prefilled or self.num_pending or self.pending_finish is not None or source.sampling.is_penalized:
+            return 0
+        most = self.max_len - self.num_known - 1
+        if self.num_known < self.min_stop_len:  # stop ids are banned in all rows of a step, or in none
+            most = min(most, self.min_stop_len - self.num_known - 1)
+        return max(most, 0)
 
     def required_mode(self) -> SamplingMode:
         """Return the sampler mode that the next token needs."""
@@ -125,9 +139,11 @@ class Req:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """One request's part of a step: it feeds tokens [start, start + count), and samples the next one if `samples`."""
+    """One request's part of a step: it feeds tokens [start, start + count), and samples the next one if `samples`. The
+    last of these tokens are its drafts, if it has some; then one is sampled after each token."""
 
     req: Req
     start: int
     count: int
     samples: bool
+    drafts: Int32[np.ndarray, " k"] | None = None

@@ -3,13 +3,16 @@
 A step holds every request that can decode, then prompt chunks within the token budget: first of running requests,
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
-rows. At most one step is in flight when the next is scheduled."""
+rows. At most one step is in flight when the next is scheduled, none where that has drafts. A step with prompt chunks
+has no drafts."""
 
 import collections
-from collections.abc import Hashable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int32
 
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.buckets import Buckets
@@ -21,6 +24,25 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.batch_builder import BatchBuilder, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
 from routed_experts.scheduling.schedule_batch import Req, ReqState, ScheduledChunk
+
+Drafts = Mapping[str, Int32[np.ndarray, " k"]]  # by request id
+NO_DRAFTS: Drafts = MappingProxyType({})
+StopMatcher = Callable[[Req], str | None]  # the stop string that a request's newest token completes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step has changed. `advanced`: requests with a new token, or that finished; these keep their pages until
+    `release`. `live`: which of the step's tokens have rows to file: those of requests that had not finished, without
+    rejected drafts; None for all."""
+
+    advanced: list[Req]
+    live: Bool[np.ndarray, " num_tokens"] | None
+
+
+def no_stop_strings(_: Req) -> str | None:
+    """The matcher of requests without stop strings."""
+    return None
 
 
 class Scheduler:
@@ -43,9 +65,7 @@ class Scheduler:
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # by group: its first choice, while later choices may wait for it
-        # By step: its chunks, and how many requests had been released before.
-        self._in_flight: dict[int, tuple[tuple[ScheduledChunk, ...], int]] = {}
-        self._num_released = 0
+        self._in_flight: dict[int, tuple[ScheduledChunk, ...]] = {}  # by step
         self._step = 0
         self.num_retracted = 0
         self.accepts_new = True  # False while a pause lets running requests finish
@@ -72,8 +92,9 @@ class Scheduler:
                 self._leaders[req.source.group] = req
             self.waiting.append(req)
 
-    def schedule(self) -> ModelWorkerBatch | None:
-        """Build the batch of the next step; None when nothing can run now."""
+    def schedule(self, drafts: Drafts = NO_DRAFTS) -> ModelWorkerBatch | None:
+        """Build the batch of the next step; None when nothing can run now. `drafts` are cut to what a request may
+        verify, and dropped where the step has prompt chunks or pages are short."""
         chunks = [
             ScheduledChunk(req, req.num_dispatched, 1, True)
             for req in self.running
@@ -93,23 +114,36 @@ class Scheduler:
         budget = self._admit(chunks, budget)
         if not chunks:
             return None
+        if drafts and len(chunks) == decoding:
+            assert not self._in_flight, "drafts follow tokens that the host knows"
+            chunks = self._with_drafts(chunks, drafts)
         batch = self._batch_builder.build(chunks, step=self._step, all_generated=len(chunks) == decoding)
-        self._in_flight[self._step] = tuple(chunks), self._num_released
+        self._in_flight[self._step] = tuple(chunks)
         self._step += 1
         for chunk in chunks:
             chunk.req.num_dispatched = chunk.start + chunk.count
             chunk.req.num_pending += chunk.samples
         return batch
 
-    def commit(self, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
-        """Apply the result of a step. Returns the requests that advanced, including those that finished (they keep
-        their pages until `release`)."""
+    def commit(
+        self, batch: ModelWorkerBatch, result: StepResult, match_stop_string: StopMatcher = no_stop_strings
+    ) -> Committed:
+        """Apply the result of a step, token by token: a request ends at the first token that is a stop token, completes
+        a stop string or reaches its length, and gets no later one."""
         advanced: list[Req] = []
-        chunks, _ = self._in_flight.pop(batch.step)
+        chunks = self._in_flight.pop(batch.step)
+        rows = [chunk.count for chunk in chunks]  # to file
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         for index, chunk in enumerate(chunks):
             req = chunk.req
             if req.state is ReqState.FINISHED:
+                rows[index] = 0
+                continue
+            if result.accepted is not None:
+                first, accepted = int(batch.query_starts[index]), int(result.accepted[index])
+                run = _Run(range(first, first + accepted + 1), tokens, logprobs, result)
+                rows[index] = _commit_run(req, chunk, run, match_stop_string, most=self._buckets.num_drafts)
+                advanced.append(req)
                 continue
             req.num_committed = chunk.start + chunk.count
             if batch.prompt_targets is not None and has_scored_prompt_tokens(chunk):
@@ -124,22 +158,12 @@ class Scheduler:
             if req.pending_finish is not None:
                 req.finish(req.pending_finish)  # the token sampled after the last one is dropped
             else:
-                _append(req, tokens[index], logprobs[index], index, result)
-        return advanced
-
-    def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
-        """Return a mask of the tokens of a step in flight whose request has not finished; None for all."""
-        chunks, released = self._in_flight[batch.step]
-        if released == self._num_released:  # no request has finished since
-            return None
-        return np.repeat(
-            [chunk.req.state is not ReqState.FINISHED for chunk in chunks], [chunk.count for chunk in chunks]
-        )
+                _append(req, tokens[index], logprobs[index], index, result, match_stop_string)
+        return Committed(advanced, _live_tokens(chunks, rows))
 
     def release(self, req: Req) -> None:
         """Release a finished request: its pages go to the prefix cache or the free list."""
         assert req.state is ReqState.FINISHED, (req.rid, req.state)
-        self._num_released += 1
         if req in self.running:
             self.running.remove(req)
             self.pages.release(req, self.namespace(req), cache=True)
@@ -175,6 +199,18 @@ class Scheduler:
                 Violation(name="waiting_holds_pages", detail=f"waiting requests {stray[:8]} hold pages or a slot")
             )
         return violations
+
+    def _with_drafts(self, chunks: Sequence[ScheduledChunk], drafts: Drafts) -> list[ScheduledChunk]:
+        """The decoding chunks with the drafts that they may verify, as far as a step holds them."""
+        spare, following = self._buckets.verify_capacity(len(chunks)) - len(chunks), list[ScheduledChunk]()
+        for chunk in chunks:
+            req, own = chunk.req, drafts.get(chunk.req.rid)
+            count = 0 if own is None else min(own.size, req.max_drafts, self._buckets.num_drafts, spare)
+            if own is not None and count > 0 and self.pages.grow(req, chunk.start + 1 + count):
+                chunk = dataclasses.replace(chunk, count=1 + count, drafts=own[:count])
+                spare -= count
+            following.append(chunk)
+        return following
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int:
         """Admit waiting requests while tokens, slots and pages last; appends their first chunks to `chunks`."""
@@ -214,8 +250,54 @@ def _next_chunk(req: Req, budget: int) -> ScheduledChunk:
     return ScheduledChunk(req, req.num_dispatched, count, req.num_dispatched + count == req.num_known)
 
 
-def _append(req: Req, token: int, logprob: float, index: int, result: StepResult) -> None:
-    """Append a sampled token, and finish the request if it was its last."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """The tokens that a verify step adds to a request: rows of its result, accepted drafts first."""
+
+    rows: range
+    tokens: list[int]
+    logprobs: list[float]
+    result: StepResult
+
+
+def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: StopMatcher, *, most: int) -> int:
+    """Append a run; returns how many of the chunk's tokens have rows to file: those of the sequence that were fed. A
+    request that ends inside of the run is left as a step without drafts leaves it: its last token counts as fed where
+    its row is requested. `most`: the longest draft of the engine."""
+    req.num_pending -= 1
+    if req.pending_finish is not None:
+        req.num_committed = req.num_dispatched = chunk.start + chunk.count
+        req.finish(req.pending_finish)
+        return chunk.count
+    known = req.num_known
+    for row in run.rows:
+        _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
+        if req.state is ReqState.FINISHED or req.pending_finish is not None:
+            break
+    emitted, proposed = req.num_known - known, chunk.count - 1
+    num_fed = min(chunk.start + len(run.rows), req.num_known)  # of the tokens that the request has now
+    include_last = req.source.routed_experts.include_last
+    req.num_committed = req.num_dispatched = num_fed if include_last else min(num_fed, req.num_known - 1)
+    if proposed:
+        accepted = min(emitted, len(run.rows) - 1)
+        req.speculative = req.speculative.add(proposed=proposed, accepted=accepted, emitted=emitted, most=most)
+    if req.last_row_ready and req.pending_finish is not None:
+        req.finish(req.pending_finish)
+    return req.num_committed - chunk.start
+
+
+def _live_tokens(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> Bool[np.ndarray, " num_tokens"] | None:
+    """A mask of the first `rows` tokens of each chunk; None for all."""
+    if all(chunk.count == count for chunk, count in zip(chunks, rows, strict=True)):
+        return None
+    return np.concatenate([np.arange(chunk.count) < count for chunk, count in zip(chunks, rows, strict=True)])
+
+
+def _append(
+    req: Req, token: int, logprob: float, index: int, result: StepResult, match_stop_string: StopMatcher
+) -> None:
+    """Append a sampled token, and finish the request if it was its last. A stop string takes precedence over a
+    length."""
     req.tokens[req.num_known] = token
     req.num_known += 1
     if req.source.return_logprob:
@@ -225,6 +307,9 @@ def _append(req: Req, token: int, logprob: float, index: int, result: StepResult
         req.end(FinishReason(type="stop", matched=token))
     elif req.num_known == req.max_len:
         req.end(FinishReason(type="length", length=req.num_output))
+    matched = match_stop_string(req)
+    if matched is not None:
+        req.stop_at(matched)
 
 
 def _add_prompt_logprobs(req: Req, chunk: ScheduledChunk, first: int, result: StepResult) -> None:

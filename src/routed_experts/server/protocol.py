@@ -47,6 +47,7 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    speculative: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None

@@ -19,7 +19,9 @@ from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
+from routed_experts.engine.build.calibration import measure_costs
 from routed_experts.engine.build.memory_planning import EnginePlan, abstract_arrays, plan_engine
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
@@ -36,6 +38,7 @@ from routed_experts.engine.control.served_model import (
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
+from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.forward_batch import BatchShape
@@ -54,6 +57,8 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
 from routed_experts.scheduling.scheduler import Scheduler
+from routed_experts.speculation.draft_policy import DraftPolicy
+from routed_experts.speculation.ngram import NgramDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +100,20 @@ def build_engine(
     on_load: Callable[[int, int], None] | None = None,
     experts: ExpertOffloadConfig | None = None,
     placement: PlacementConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
     self_check: bool = False,
 ) -> EngineComponents:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `args.model_path` is a local
     folder, as `with_local_model` returns it. `on_load` is called with (bytes loaded, total bytes); `experts` may
-    offload experts to the host, `placement` places them on devices; `self_check` replays captured rows. Raises
-    ConfigError, CheckpointError or CaptureUnsupportedError."""
+    offload experts to the host, `placement` places them on devices, `speculative` drafts tokens; `self_check` replays
+    captured rows. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     skip_absent_tpu()
     check_single_process()
     offloads_experts = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format)
+    if speculative is not None:
+        _check_speculation(config, offloads_experts=offloads_experts, placement=placement)
     offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
     shards = create_sharding(args, config, placement)
     args = _disable_prefix_cache_if_recurrent(args, config)
@@ -117,14 +125,14 @@ def build_engine(
     if isinstance(config, FamilyConfig) and offload is None:
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
     clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
-    planned = (
-        None if offload is not None else _plan_memory(clock, args, config, abstract_arrays(source, args.dtype), shards)
-    )
+    num_drafts = 0 if speculative is None else speculative.num_drafts
+    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts)
+    planned = None if offload is not None else plan_memory(abstract_arrays(source, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     host_bytes = 0 if offloaded is None else offloaded.host_bytes  # known once the model is split
-    planned = planned or _plan_memory(clock, args, config, abstract_state(state), None, experts_host=host_bytes)
+    planned = planned or plan_memory(abstract_state(state), None, experts_host=host_bytes)
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
     mesh_specs = None if shards is None else MeshSpecs.create(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
@@ -137,15 +145,22 @@ def build_engine(
         mesh_specs=mesh_specs,
         count_spec=config.capture_spec if _should_count_experts(args, offload, placement) else None,
         piggyback_row_words=_piggyback_row_words(capture, one_program=mesh_specs is None and offload is None),
+        num_drafts=num_drafts,
+        batch_invariant=args.deterministic,
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
     runner = offload_runner or _create_runner(state, spec, sizes, config, placement)
     watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, offload, load_balancers)
-    core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     clock.done("compile", f"{runner.compile()} programs")
+    speculation = None
+    if speculative is not None:
+        sizes_of_pool = {"request": planned.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
+        speculation = _create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
+        clock.done("calibrate", f"{speculative.algorithm}, up to {num_drafts} drafts a request")
+    core = new_core(speculation)
     sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
@@ -178,6 +193,20 @@ def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, atten
         raise ConfigError(f"{text}; leave deterministic out")
 
 
+def _check_speculation(config: DecoderConfig, *, offloads_experts: bool, placement: PlacementConfig | None) -> None:
+    """Raise ConfigError for what drafts would change, or what has no verify step."""
+    reason = None
+    if offloads_experts:
+        reason = "experts on the host run one layer at a time; leave kt_num_gpu_experts out"
+    elif placement is not None and placement.capacity_limited:
+        reason = "drafts would take the places of real tokens in experts with capacities; choose mode='replicas'"
+    elif config.cache.recurrent is not None:
+        text = f"{config.cache.num_recurrent} layers of this model keep a state that cannot be cut back to"
+        reason = f"{text} the accepted tokens"
+    if reason is not None:
+        raise ConfigError(f"not with speculation: {reason}, or leave speculative decoding out")
+
+
 def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
     """Words of a row where rows leave in the sampler's output: on CPU, where a step is one program on one device."""
     return capture.row_words if capture is not None and one_program and jax.default_backend() == "cpu" else 0
@@ -190,10 +219,11 @@ def _plan_memory(
     arrays: nnx.State[Any, Any],
     shards: ModelSharding | None,
     *,
+    num_drafts: int,
     experts_host: int = 0,
 ) -> EnginePlan:
     """Plan memory and report it to the clock."""
-    planned = plan_engine(args, config, arrays, shards)
+    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     return dataclasses.replace(planned, memory=plan)
@@ -248,6 +278,7 @@ def _new_core(
     capture: CaptureSpec | None,
     offload: ExpertOffload | None,
     load_balancers: tuple[ExpertLoadMonitor | None, Rebalancer | None],
+    speculation: Speculation | None = None,
 ) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
@@ -266,7 +297,24 @@ def _new_core(
         capturer,
         after_step=after_step if callbacks else updater,
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
+        speculation=speculation,
     )
+
+
+def _create_speculation(
+    speculative: SpeculativeConfig,
+    new_core: Callable[[Speculation | None], EngineCore],
+    buckets: Buckets,
+    vocab_size: int,
+    *,
+    request: int,
+    total: int,
+) -> Speculation:
+    """Create the drafter and its policy; the policy's table of costs is measured first, if it needs one."""
+    limits = DraftLimits(num_drafts=speculative.num_drafts, vocab_size=vocab_size)
+    drafter = NgramDrafter(min_window=speculative.min_window, max_window=speculative.max_window)
+    costs = measure_costs(new_core, buckets, limits, request=request, total=total)
+    return Speculation(drafter, DraftPolicy(costs, adaptive=speculative.adaptive), limits, costs=costs)
 
 
 def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | Decoder, DecoderConfig]:

@@ -30,9 +30,15 @@ class EnginePlan:
 
 
 def plan_engine(
-    args: ServerArgs, config: DecoderConfig, arrays: nnx.State[Any, Any], shards: ModelSharding | None
+    args: ServerArgs,
+    config: DecoderConfig,
+    arrays: nnx.State[Any, Any],
+    shards: ModelSharding | None,
+    *,
+    num_drafts: int = 0,
 ) -> EnginePlan:
-    """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. Raises what plan_memory
+    """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. `num_drafts`: the longest
+    draft, 0 without speculative decoding. Raises what plan_memory
     raises, and ConfigError for a context_length above the model's."""
     part, per_device = (
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
@@ -40,8 +46,9 @@ def plan_engine(
     context_length = resolve_context_length(args, config.context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)
-    memory = plan_memory(args, shapes, per_device, capture, context_length=context_length, vocab_size=config.vocab_size)
-    buckets = Buckets.from_args(args, context_length=context_length)
+    sizes = {"context_length": context_length, "num_drafts": num_drafts}
+    memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, **sizes)
+    buckets = Buckets.from_args(args, **sizes)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 
 

@@ -147,7 +147,7 @@ class _ScoreRun:
             rows = np.asarray(out.rows)
             for index, request in enumerate(parts):
                 request.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
-        for req in self._scheduler.commit(batch, _result(batch, scored)):
+        for req in self._scheduler.commit(batch, _result(batch, scored)).advanced:
             self._scheduler.release(req)
         self._scheduler.pages.drain_changed_pages()
         return True

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from routed_experts.core.speculative_stats import SpeculativeTotals
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import DeviceBalance
 from routed_experts.execution.offload.offload_runner import OffloadRunner
@@ -82,6 +83,7 @@ class EngineStats:
     host_experts_s: float  # seconds in which host threads ran experts
     resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed
+    speculative: SpeculativeTotals | None  # None: nothing is drafted
 
 
 def engine_stats(components: EngineComponents) -> EngineStats:
@@ -111,4 +113,5 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         resident_swaps=0 if split is None else split.num_swapped,
         resident_failures=0 if split is None else split.num_failed,
         placement=placement_stats(components, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
+        speculative=None if core.speculation is None else core.speculation.totals.copy(),
     )

@@ -1,10 +1,11 @@
 """EngineCore: the step loop, without a thread. It ties the scheduler, the model runner and the routing capturer
 together.
 
-    schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> collect rows of finished requests -> release
+    schedule n+1 -> dispatch n+1 -> read n -> commit n -> file its rows -> collect rows of finished requests -> release
     their pages
-All host work of step n happens while the device runs step n+1. Engine thread only. The only text that it handles is
-that of requests with stop strings. Dims: S tokens of a sequence."""
+All host work of step n happens while the device runs step n+1 (overlapped). Drafts follow tokens that the host knows:
+while requests are drafted for, step n is read and committed before step n+1 is scheduled (joined). Engine thread only.
+The only text that it handles is that of requests with stop strings. Dims: S tokens of a sequence."""
 
 import enum
 import time
@@ -20,13 +21,14 @@ from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, ReroutingCounts, TokenIDOut
-from routed_experts.core.model_worker_batch import ModelWorkerBatch
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.loop.request_table import RequestTable, StopDetokenizer
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
+from routed_experts.engine.loop.speculation import Speculation
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.scheduling.schedule_batch import Req, ReqState
-from routed_experts.scheduling.scheduler import Scheduler
+from routed_experts.scheduling.scheduler import NO_DRAFTS, Drafts, Scheduler
 
 ABORTED = FinishReason(type="abort", message="aborted by the caller")
 AfterStep = Callable[[float], None]  # receives the seconds since the step before, or since work arrived
@@ -53,16 +55,19 @@ class EngineCore:
         *,
         after_step: AfterStep | None = None,
         rerouting: ReroutingStats | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
         self.after_step = after_step
         self.rerouting = rerouting  # None: expert instances have no capacities
+        self.speculation = speculation  # None: nothing is drafted
         self.request_table = RequestTable()
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work arrived at an idle core
         self.pause_mode: PauseMode | None = None
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
+        self._dispatched_at = 0.0  # the last step that did not overlap another
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
     @property
@@ -106,7 +111,10 @@ class EngineCore:
         return True
 
     def step(self) -> BatchTokenIDOut:
-        """Dispatch the next step, then process the result of the one before it."""
+        """Dispatch the next step and process the result of the one before it, in this order unless the next one has
+        drafts."""
+        if self.speculation is not None and self._is_joined(self.speculation):
+            return self._joined_step(self.speculation)
         batch = self._schedule()
         dispatched = None if batch is None else self.runner.dispatch(batch)
         return self._process_result(dispatched)
@@ -183,15 +191,32 @@ class EngineCore:
             *self.request_table.check_integrity(),
         ]
 
-    def _schedule(self) -> ModelWorkerBatch | None:
+    def _is_joined(self, speculation: Speculation) -> bool:
+        """Whether the step in flight is read before the next is scheduled: it has drafts, or the next may have some."""
+        pending = self._pending
+        in_flight = pending is not None and pending.batch.mode is ForwardMode.TARGET_VERIFY
+        return in_flight or speculation.may_draft(self.scheduler.running, self.num_steps)
+
+    def _joined_step(self, speculation: Speculation) -> BatchTokenIDOut:
+        """Process the step in flight, then dispatch the next, with drafts where they pay. Indices take in new tokens
+        while it runs."""
+        outs, running = self._process_result(None), self.scheduler.running
+        may_draft = speculation.may_draft(running, self.num_steps)
+        batch = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
+        self._dispatched_at = time.monotonic()
+        self._pending = None if batch is None else self.runner.dispatch(batch)
+        speculation.catch_up(self.scheduler.running)
+        return outs
+
+    def _schedule(self, drafts: Drafts = NO_DRAFTS) -> ModelWorkerBatch | None:
         """The next batch. When pages have run out and no step is in flight, requests return to the queue until one can
         run."""
         if self.released or self.pause_mode not in (None, PauseMode.WAIT):
             return None
-        batch = self._next_batch()
+        batch = self._next_batch(drafts)
         while batch is None and self._pending is None and (victim := self.scheduler.preemption_victim()) is not None:
             self.retract(victim)
-            batch = self._next_batch()
+            batch = self._next_batch(NO_DRAFTS)
         if batch is None and self._pending is None:
             num_live = self.request_table.num_live
             stuck = num_live > 0 if self.pause_mode is None else self.scheduler.has_started
@@ -199,35 +224,39 @@ class EngineCore:
         self._invalidate_recycled_rows()
         return batch
 
-    def _next_batch(self) -> ModelWorkerBatch | None:
+    def _next_batch(self, drafts: Drafts) -> ModelWorkerBatch | None:
         """Schedule, and mark the requests that left the queue."""
         num_running = len(self.scheduler.running)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(drafts)
         self.request_table.mark_scheduled(self.scheduler.running[num_running:])
         return batch
 
     def _process_result(self, dispatched: PendingStep | None) -> BatchTokenIDOut:
-        """Read the step in flight, file its rows and commit its tokens; `dispatched` is in flight from now on."""
+        """Read the step in flight, commit its tokens and file its rows; `dispatched` is in flight from now on."""
         finished, self._pending = self._pending, dispatched
         outs, self._finished = self._finished, []
         if finished is not None:
             batch, result = finished.batch, self.runner.read(finished)
+            step_s = time.monotonic() - self._dispatched_at
+            committed = self.scheduler.commit(batch, result, self.request_table.match_stop_string)
+            live = committed.live
             if result.rows is not None:
-                live = self.scheduler.live_tokens(batch)
                 self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
             if self.rerouting is not None and result.rerouting is not None:
-                self.rerouting.file(batch, result.rerouting, self.scheduler.live_tokens(batch), self.scheduler.running)
+                self.rerouting.file(batch, result.rerouting, live, self.scheduler.running)
+            if self.speculation is not None:
+                self.speculation.observe(batch, result, committed.advanced)
             now = time.monotonic()
-            for req in self.scheduler.commit(batch, result):
-                matched = None if req.last_row_ready else self.request_table.match_stop_string(req)
-                if matched is not None:
-                    req.stop_at(matched)
+            for req in committed.advanced:
                 streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
                 if req.state is ReqState.FINISHED or (streams and self.request_table.should_emit(req, now)):
                     outs.append(self._make_output(req))
             self.num_steps += 1
             elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
+            if self.speculation is not None:
+                overlaps = dispatched is not None or batch.mode is ForwardMode.TARGET_VERIFY
+                self.speculation.time_step(batch, elapsed_s if overlaps else step_s)
             if self.after_step is not None:
                 self.after_step(elapsed_s)
         self._invalidate_recycled_rows()
@@ -250,6 +279,8 @@ class EngineCore:
             rerouting = self.rerouting.counts_for(req, self._prefix_slots(req), ended=is_finished)
         if is_finished:
             self.scheduler.release(req)
+            if self.speculation is not None:
+                self.speculation.close(req)
         return self.request_table.make_output(
             req,
             record=record,
@@ -257,6 +288,7 @@ class EngineCore:
             weight_version=self.runner.weight_version,
             exact=self.runner.exact,
             rerouting=rerouting,
+            speculative=None if self.speculation is None else self.speculation.counts_of(req),
         )
 
     def _collect_rows(self, req: Req, *, start: int) -> RoutedExperts | None:

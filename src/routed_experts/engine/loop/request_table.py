@@ -12,6 +12,7 @@ from typing import Protocol
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import Logprobs, ReroutingCounts, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
 # Above 16 streams the interval of each grows, so that all together emit at most as often as 16; up to 4 times.
@@ -134,6 +135,7 @@ class RequestTable:
         weight_version: int,
         exact: bool = True,
         rerouting: ReroutingCounts | None = None,
+        speculative: SpeculativeCounts | None = None,
     ) -> TokenIDOut:
         """What a request has gained since its last output; a finished one leaves the table."""
         entry = self._live[req.rid]
@@ -171,6 +173,7 @@ class RequestTable:
             exact=exact and rerouting in (None, ReroutingCounts(rerouted_slots=0, dropped_slots=0)),
             rerouting=rerouting,
             queue_s=entry.queue_s,
+            speculative=speculative,
         )
 
     def check_integrity(self) -> list[Violation]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 from routed_experts.formats.wire import START_KEY, encode_rows
 
@@ -31,6 +32,8 @@ def sglang_output(
         meta["exact"] = False
     if out.rerouting is not None:
         meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
+    if out.speculative is not None and out.finish_reason is not None:
+        meta |= _speculative_fields(out.speculative)
     if state.request.return_logprob:
         for name, entries in _logprobs(state).items():
             meta[name] = entries if to_encode else _to_lists(entries)
@@ -45,6 +48,22 @@ def sglang_output(
     if out.finish_reason is not None and out.finish_reason.type in ("stop", "length"):
         meta["finish_reason"] = dict(_NOTHING_GENERATED)
     return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _speculative_fields(counts: SpeculativeCounts) -> dict[str, object]:
+    """What became of the drafts of a choice: SGLang's names, and those of older versions that trainers read."""
+    return {
+        "spec_verify_ct": counts.verify_steps,
+        "spec_num_proposed_drafts": counts.proposed,
+        "spec_num_correct_drafts": counts.accepted,
+        "spec_accept_rate": counts.accept_rate,
+        "spec_accept_length": counts.accept_length,
+        "spec_correct_drafts_histogram": list(counts.histogram),
+        "spec_accept_token_num": counts.accepted,
+        "spec_draft_token_num": counts.proposed,
+        "spec_accepted_drafts": counts.accepted,
+        "spec_proposed_drafts": counts.proposed,
+    }
 
 
 def _logprobs(state: SequenceState) -> dict[str, Sequence[TokenLogprob | TopLogprobs]]:

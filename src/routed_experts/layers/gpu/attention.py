@@ -1,5 +1,5 @@
-"""Attention to the paged pool on a GPU: decode splits each request's keys over blocks, extend walks tiles of query
-rows. Keys outside of a window or chunk are not read.
+"""Attention to the paged pool on a GPU: decode and verify split each request's keys over blocks, extend walks tiles of
+query rows. Keys outside of a window or chunk are not read.
 
 Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. A second
 kernel combines the splits of a request in their order: no result depends on the order in which blocks run. Slots
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import MASK_VALUE, AttentionBackend, FusedQKV, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
-from routed_experts.layers.attention_variants import visibility_mask
+from routed_experts.layers.attention_variants import first_visible, visibility_mask
 from routed_experts.layers.gpu.blocks import power_of_two, scaled_step
 from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.kv_write import gpu_write
@@ -45,6 +45,8 @@ from routed_experts.layers.gpu.ragged import find_tile, most_tiles
 EXTEND_STEPS = ((64, 128, 64, 8, 3), (128, 64, 32, 4, 2), (256, 128, 64, 8, 2), (2**31, 64, 32, 8, 2))
 # (requests up to, keys of a step, warps, stages): measured best on an H200 at 32/4 heads of 128
 DECODE_STEPS = ((8, 32, 4, 3), (32, 64, 4, 3), (128, 128, 4, 2), (2**31, 64, 2, 2))
+VERIFY_STEP = (64, 4, 2)  # keys of a step, warps, stages
+MIN_ROWS, MAX_VERIFY_ROWS = 16, 128  # of a tile: the narrowest product, and what its registers hold
 WIDE_KEYS = 32  # at most, of heads of more than 256 dims: shared memory holds the keys and values of all stages
 Sinks = tuple[Float[Array, "R H"], Int[Array, ""]]  # of all layers of the stack, and the layer
 PLAIN = AttentionFeatures()
@@ -99,7 +101,8 @@ def _decode(
     heads = jnp.where(head < share, group * share + head, queries.shape[1])
     rotated = plgpu.load(queries.at[request, heads[:, None], lanes[None, :]], mask=mask, other=0.0)
     first, scale = first_page[0] * stride, features.scale or dim**-0.5
-    start, end = split_range(lens[request], split, splits, keys, features)
+    visible = first_visible(jnp.maximum(lens[request] - 1, 0), features)
+    start, end = split_range(visible, lens[request], split, splits, keys)
 
     load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
 
@@ -266,6 +269,111 @@ def extend_attention(
     )
 
 
+def _verify(
+    first_page: Any,
+    queries: Any,
+    pool: Any,
+    starts: Any,
+    positions: Any,
+    table: Any,
+    *rest: Any,
+    share: int,
+    splits: int,
+    tile: int,
+    keys: int,
+    stride: int,
+    features: AttentionFeatures,
+) -> None:
+    """Block (group, request, split): the split's part of the softmax of all tokens of the request, at most Q, times the
+    heads of the group."""
+    sinks, (parts, tops, totals) = list(rest[:-3]), rest[-3:]
+    group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    dim, num_tokens, padded = pool.shape[3], queries.shape[0], power_of_two(share)
+    token, last = starts[request], starts[request + 1]
+
+    @pl.when(token < last)
+    def _() -> None:
+        rows, lanes = jnp.arange(tile * padded), jnp.arange(power_of_two(dim))
+        tokens, head = token + rows // padded, rows % padded
+        is_row = (tokens < last) & (head < share)
+        mask = is_row[:, None] & (lanes < dim)[None, :]
+        tokens, heads = jnp.where(is_row, tokens, num_tokens), group * share + head
+        rotated = plgpu.load(queries.at[tokens[:, None], heads[:, None], lanes[None, :]], mask=mask, other=0.0)
+        row_positions = plgpu.load(positions.at[tokens], mask=is_row, other=0)
+        visible, length = first_visible(positions[token], features), positions[last - 1] + 1
+        start, end = split_range(visible, length, split, splits, keys)
+        first, scale = first_page[0] * stride, features.scale or dim**-0.5
+        load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
+
+        def step(index: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+            (state, pages), key_positions = carry, start + index * keys + jnp.arange(keys)
+            owned = key_positions < end
+            seen = visibility_mask(row_positions[:, None], key_positions[None, :], features) & owned[None, :]
+            k, v = _load_keys(pool, pages, key_positions, owned, group)
+            return _add_keys(state, rotated, k, v, seen, scale), load_pages(index + 1)
+
+        scores = load_sinks(sinks, heads, head < share)
+        scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)
+        state, steps = empty_state(tile * padded, lanes.shape[0], scores), pl.cdiv(jnp.maximum(end - start, 0), keys)
+        (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
+        plgpu.store(parts.at[tokens[:, None], split, heads[:, None], lanes[None, :]], mixed, mask=mask)
+        plgpu.store(tops.at[tokens, split, heads], top, mask=is_row)
+        plgpu.store(totals.at[tokens, split, heads], total, mask=is_row)
+
+
+def verify_attention(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page 2G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    features: AttentionFeatures = PLAIN,
+    *,
+    sinks: Sinks | None = None,
+    splits: int | None = None,
+    stride: int = 1,
+    interpret: bool = False,
+) -> Float[Array, "N H C"]:
+    """At most `batch.max_queries` tokens a request: the keys of a request are split as in decode, and read once for all
+    of its tokens. Rows of padding are not defined. `sinks`: in a stack; else those of `features`."""
+    (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
+    share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _sink_arrays(features, sinks)
+    splits = splits or choose_splits(num_requests, groups, most_visible(batch, pool.shape[1], features))
+    tile = power_of_two(max(batch.max_queries, MIN_ROWS // power_of_two(share)))
+    keys, warps, stages = VERIFY_STEP
+    kernel = functools.partial(
+        _verify,
+        share=share,
+        splits=splits,
+        tile=tile,
+        keys=scaled_step(min(keys, WIDE_KEYS) if dim > 256 else keys, pool.dtype),
+        stride=stride,
+        features=dataclasses.replace(features, sinks=None),
+    )
+    parts = pl.pallas_call(
+        kernel,
+        part_shapes(num_tokens, splits, heads, dim),
+        grid=(groups, num_requests, splits),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="verify_attention",
+    )(
+        jnp.asarray(first_page, jnp.int32).reshape(1),
+        queries,
+        pool,
+        batch.query_starts,
+        batch.positions,
+        batch.page_table,
+        *extra,
+    )
+    out = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
+    return combine_splits(parts, out, splits, interpret=interpret)
+
+
+def _fits_verify(batch: PagedBatch, share: int) -> bool:
+    """Whether the tokens of a request, times the heads of a group, are one tile."""
+    return batch.max_queries > 0 and power_of_two(batch.max_queries) * power_of_two(share) <= MAX_VERIFY_ROWS
+
+
 def gpu_attention(
     queries: Float[Array, "N H C"],
     pool: Float[Array, "LP page 2G C"],
@@ -280,7 +388,8 @@ def gpu_attention(
     """Attention of a step's tokens to the pool."""
     if features.latent:
         return latent_attention(queries, pool, first_page, batch, features, stride=stride, interpret=interpret)
-    attend = decode_attention if batch.decode else extend_attention
+    share = queries.shape[1] // (pool.shape[2] // 2)
+    attend = decode_attention if batch.decode else verify_attention if _fits_verify(batch, share) else extend_attention
     return attend(queries, pool, first_page, batch, features, sinks=sinks, stride=stride, interpret=interpret)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import LatentQKV, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
-from routed_experts.layers.attention_variants import visibility_mask
+from routed_experts.layers.attention_variants import first_visible, visibility_mask
 from routed_experts.layers.gpu.blocks import NARROWEST_PRODUCT, power_of_two, product_width, scaled_step
 from routed_experts.layers.gpu.kv_write import batch_arrays, store_rows
 from routed_experts.layers.gpu.paged_softmax import (
@@ -192,7 +192,8 @@ def _decode(
     mask = is_head[:, None] & (lanes < features.latent)[None, :]
     rotated = _load_queries(queries, jnp.full(tile, request), heads, is_head, features.latent)
     first = first_page[0] * stride
-    start, end = split_range(lens[request], split, splits, keys, features)
+    visible = first_visible(jnp.maximum(lens[request] - 1, 0), features)
+    start, end = split_range(visible, lens[request], split, splits, keys)
 
     load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
 

@@ -60,11 +60,8 @@ def add_scores(state: State, products: Array, values: Array, mask: Array | None,
     return new_top, total * shrink + jnp.sum(weights, axis=1), mixed
 
 
-def split_range(
-    length: Array, split: Array, splits: int, keys: int, features: AttentionFeatures
-) -> tuple[Array, Array]:
-    """The first key of a split of the visible keys, and the end of its last."""
-    visible = first_visible(jnp.maximum(length - 1, 0), features)
+def split_range(visible: Array, length: Array, split: Array, splits: int, keys: int) -> tuple[Array, Array]:
+    """The first key of a split of the keys from `visible` to `length`, and the end of its last."""
     size = pl.cdiv(pl.cdiv(length - visible, splits), keys) * keys
     start = visible + split * size
     return start, jnp.minimum(start + size, length)

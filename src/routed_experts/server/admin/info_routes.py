@@ -72,6 +72,8 @@ async def server_info(request: Request, server: ServerState) -> Response:
         "last_step_age_s": stats.last_step_age_s,
         "weight_version": str(stats.weight_version),
     }
+    if stats.speculative is not None:
+        state["avg_spec_accept_length"] = stats.speculative.requests.accept_length
     allowed = {name: info[name] for name in _SERVER_INFO_FIELDS if name in info}
     head = {"model_path": server.model_name, "served_model_name": server.model_name, "status": server.health().state}
     return json_response({**head, **allowed, "internal_states": [state]})

@@ -14,6 +14,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.integrity import Violation
 from routed_experts.core.load_metrics import load_entropy, load_imbalance, num_unused
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.core.speculative_stats import SpeculativeTotals
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.control.stats import EngineStats, PlacementStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
@@ -155,6 +156,7 @@ class _EngineCollector(Collector):
             ("compile_cache_hits", "Programs read from the compilation cache by this process", compiles.cache_hits),
         )
         yield from _placement(stats.placement)
+        yield from _speculative(stats.speculative, self._compat)
         hits = {str(layer): ratio for layer, ratio in stats.resident_hits.items()}
         text = "Fraction of a MoE layer's slots computed on the accelerator, with experts on the host"
         yield _by_label(GaugeMetricFamily, "resident_hit_ratio", text, "layer", hits)
@@ -211,6 +213,45 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
         ("rerouted_slots", rerouted, stats.rerouted_slots),
         ("dropped_slots", "Slots that a capacity left without an expert", stats.dropped_slots),
     )
+
+
+def _speculative(totals: SpeculativeTotals | None, compat: Compat) -> Iterator[Metric]:
+    """Return the metrics of speculative decoding; with `compat` also under the other server's names."""
+    if totals is None:
+        return
+    requests = totals.requests
+    counts = (
+        ("spec_decode_num_drafts", "Drafts that requests verified", requests.verify_steps),
+        ("spec_decode_num_draft_tokens", "Tokens of these drafts", requests.proposed),
+        ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted and kept", requests.accepted),
+    )
+    yield from _counters(*counts, ("spec_decode_verify_steps", "Steps that verified drafts", totals.steps))
+    text = "Accepted tokens by index in their draft"
+    by_index = {str(index): count for index, count in sorted(totals.accepted_at.items())}
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    yield _by_label(CounterMetricFamily, name, text, "position", by_index)
+    text = "Proposals that were not made, by reason"
+    yield _by_label(CounterMetricFamily, "spec_decode_skipped", text, "reason", dict(totals.skipped))
+    gauges = (
+        ("spec_accept_length", "Tokens that a request gained in a verify step, mean", requests.accept_length),
+        ("spec_accept_rate", "Accepted over proposed tokens of drafts", requests.accept_rate),
+    )
+    yield from _gauges(
+        *gauges,
+        ("spec_decode_draft_seconds", "Time spent in the drafter", totals.draft_s),
+        ("spec_decode_store_bytes", "Host memory of the drafter", totals.store_bytes),
+    )
+    same = "The same value under the name of the other server"
+    if compat == "vllm":
+        for counter, _, value in counts:
+            yield CounterMetricFamily(f"vllm:{counter}", same, value=float(value))
+        family = CounterMetricFamily(f"vllm:{name}", same, labels=["position"])
+        for index, count in by_index.items():
+            family.add_metric([index], float(count))
+        yield family
+    if compat == "sglang":
+        for gauge, _, value in gauges:
+            yield GaugeMetricFamily(f"sglang:{gauge}", same, value=float(value))
 
 
 def _balance(stats: PlacementStats) -> Iterator[Metric]:

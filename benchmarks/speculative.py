@@ -1,0 +1,280 @@
+"""Throughput with speculative decoding over that without it, for texts of known predictability.
+
+    python benchmarks/speculative.py [--batches 1 8] [--rounds 7] [--new 192] [--prompt 256]
+    python benchmarks/speculative.py --dummy --batches 1 16 64 --rounds 3 --name speculative_h200       # a GPU
+    python benchmarks/speculative.py --small                   # does it run
+
+The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights. A model with random weights
+copies nothing, so the text of an answer is given: what a step samples is replaced on the host, and the step feeds it,
+drafts included. Costs are those of the real steps. Engine cores over the same weights answer the same prompts in turn;
+a figure is the median over rounds of the ratio of neighbouring runs, with their quartiles. A run is timed from its last
+prompt token to its last answer, capture on and asked in all but "capture off".
+
+random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
+between two. oracle: a drafter that is right with probability 0.8, three drafts. `tokens a step` is of a request, and
+`bound` is that over the cost of a step with so many tokens, by the table that the engine measured at start."""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from common import Prompts, benchmark_model, print_table, progress, write_result
+
+from capture import dummy_model
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.control.components import EngineComponents
+from routed_experts.engine.loop.core import EngineCore
+from routed_experts.engine.loop.speculation import DraftLimits, Speculation
+from routed_experts.scheduling.schedule_batch import Req
+from routed_experts.speculation.draft_policy import DraftPolicy
+from routed_experts.speculation.drafter import Draft
+
+COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
+ALPHA, ORACLE_DRAFTS = 0.8, 3
+LOADS = ("random", "copy and edit", "oracle")
+
+
+class GivenText:
+    """A runner whose steps sample the answers that are given: the others of a step's results stay."""
+
+    def __init__(self, core: EngineCore, width: int) -> None:
+        self._inner: Any = core.runner
+        self._core = core
+        slots = core.runner.config.num_request_slots
+        self._texts = np.zeros((slots, width), np.int32)
+        self._owners: list[Req | None] = [None] * slots
+        self.answers: dict[str, np.ndarray] = {}  # by request id: prompt and answer
+        core.runner = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def dispatch(self, batch: ModelWorkerBatch) -> Any:
+        """Note the texts of new requests, then dispatch."""
+        for req in self._core.scheduler.running:
+            if self._owners[req.slot] is not req:
+                self._owners[req.slot] = req
+                text = self.answers[req.rid]
+                self._texts[req.slot, : text.size] = text
+        return self._inner.dispatch(batch)
+
+    def read(self, pending: Any) -> StepResult:
+        """The results, with the tokens of the texts."""
+        result, batch = self._inner.read(pending), pending.batch
+        if batch.mode is not ForwardMode.TARGET_VERIFY:
+            return dataclasses.replace(result, tokens=self._texts[batch.request_slots, batch.seq_lens])
+        count, starts = result.tokens.size, batch.query_starts
+        tokens = self._texts[batch.request_slots[batch.token_rows[:count]], batch.positions[:count] + 1]
+        matches = np.append(tokens[:-1] == batch.token_ids[1:count], False)
+        accepted = np.zeros(batch.num_requests, np.int32)
+        for row in range(batch.num_requests):
+            run = matches[starts[row] : starts[row + 1] - 1]
+            accepted[row] = run.size if run.all() else int(run.argmin())
+        return dataclasses.replace(result, tokens=tokens, accepted=accepted)
+
+
+class Oracle:
+    """Knows the answers, and is right with probability ALPHA; claims no more."""
+
+    nbytes = 0
+
+    def __init__(self, vocabulary: int) -> None:
+        self.answers: dict[str, np.ndarray] = {}
+        self._known: dict[str, int] = {}
+        self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
+
+    def open(self, key: str, tokens: np.ndarray) -> None:
+        self._known[key] = tokens.size
+
+    def extend(self, key: str, tokens: np.ndarray) -> None:
+        self._known[key] += tokens.size
+
+    def close(self, key: str) -> None:
+        self._known.pop(key, None)
+
+    def propose(self, key: str, most: int) -> Draft:
+        ahead = self.answers[key][self._known[key] :][:most].copy()
+        wrong = self._noise.random(ahead.size) >= ALPHA
+        ahead[wrong] = self._noise.integers(0, self._vocabulary, int(wrong.sum()))
+        return Draft(ahead, ALPHA ** np.arange(1, ahead.size + 1))
+
+
+def text_of(load: str, prompt: np.ndarray, new: int, noise: np.random.Generator, vocabulary: int) -> np.ndarray:
+    """The answer to a prompt."""
+    drawn = noise.integers(0, vocabulary, new).astype(np.int32)
+    if load != "copy and edit":
+        return drawn
+    pieces, start = list[np.ndarray](), 0
+    while sum(piece.size for piece in pieces) < new:
+        pieces += [prompt[start : start + COPIED], drawn[len(pieces) * EDITED :][:EDITED]]
+        start = (start + COPIED + EDITED) % (prompt.size - COPIED)
+    return np.concatenate(pieces)[:new]
+
+
+class Runner:
+    """One engine of a comparison."""
+
+    def __init__(self, components: EngineComponents, width: int, oracle: Oracle | None = None) -> None:
+        self.core, self.oracle = components.core, oracle
+        self.costs = None if self.core.speculation is None else self.core.speculation.costs
+        if oracle is not None:
+            limits = DraftLimits(num_drafts=ORACLE_DRAFTS, vocab_size=components.vocab_size)
+            assert self.costs is not None
+            self.core.speculation = Speculation(oracle, DraftPolicy(self.costs), limits, costs=self.costs)  # type: ignore[arg-type]
+        self._text = GivenText(self.core, width)
+
+    def run(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
+        """Seconds from the first to the last step without prompt tokens, and seconds of the steps before."""
+        for req, answer in zip(requests, answers, strict=True):
+            self._text.answers[req.rid] = np.concatenate([req.tokens[: req.prompt_len], answer])
+            if self.oracle is not None:
+                self.oracle.answers[req.rid] = self._text.answers[req.rid]
+        self.core.flush_cache()
+        began = time.perf_counter()
+        self.core.add(requests)
+        while not all(req.is_prefilled for req in requests):
+            self.core.step()
+        start = time.perf_counter()
+        while not self.core.is_idle:
+            self.core.step()
+        end = time.perf_counter()
+        for req, answer in zip(requests, answers, strict=True):
+            assert req.output_ids.tolist() == answer.tolist(), "an engine did not say the given text"
+        return end - start, start - began
+
+
+def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Runner]:
+    """The engines over one model."""
+    width = args.prompt + args.new + 1
+    sizes = dict(
+        precompile_bs_paddings=tuple(sorted({1, batch})),
+        precompile_token_paddings=(max(256, batch * args.prompt),),
+        context_length=width + 15,
+        max_total_tokens=batch * (width + 32) + 512,
+        skip_tokenizer_init=True,
+    )
+
+    def make(*, capture: bool, drafts: int) -> EngineComponents:
+        speculative = SpeculativeConfig(num_draft_tokens=drafts + 1) if drafts else None
+        server = ServerArgs(enable_return_routed_experts=capture, **sizes)
+        return build_engine(server, model=model, speculative=speculative)
+
+    engines = {
+        "off": Runner(make(capture=True, drafts=0), width),
+        "ngram": Runner(make(capture=True, drafts=args.drafts), width),
+    }
+    oracle = make(capture=True, drafts=ORACLE_DRAFTS)
+    engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
+    engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
+    return engines
+
+
+def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, load: str) -> list[dict[str, object]]:
+    """One row for each engine beside "off"."""
+    vocabulary = engines["off"].core.runner.config.vocab_size
+    names = ["off", "oracle"] if load == "oracle" else ["off", "ngram", "ngram, capture off"]
+    noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
+    before = {name: counts_of(engines[name]) for name in names}
+    for turn in range(-1, args.rounds):
+        progress(f"batch {batch}, {load}, round {turn + 1} of {args.rounds}")
+        prompts = [noise.integers(0, vocabulary, args.prompt).astype(np.int32) for _ in range(batch)]
+        answers = [text_of(load, prompt, args.new, noise, vocabulary) for prompt in prompts]
+        if turn == 0:
+            before = {name: counts_of(engines[name]) for name in names}
+        for name in names if turn % 2 else names[::-1]:
+            ask = name != "ngram, capture off"
+            requests = Prompts(turn + 1).build_requests(prompts, new=args.new, ask=ask)
+            took = engines[name].run(requests, answers)
+            if turn >= 0:
+                seconds[name].append(took)
+    decode = {name: [took for took, _ in runs] for name, runs in seconds.items()}
+    prefill = {name: [took for _, took in runs] for name, runs in seconds.items()}
+    rows = list[dict[str, object]]()
+    for name in names[1:]:
+        ratios = sorted(ratios_of(decode["off"], decode[name]))
+        verify, proposed, accepted, emitted, draft_s = counts_of(engines[name], before[name])
+        tokens, drafts = args.rounds * batch * args.new, proposed / verify if verify else 0.0
+        steps = verify + tokens - emitted  # of all requests
+        with_capture_off = decode.get("ngram, capture off") if name == "ngram" else None
+        rows.append(
+            {
+                "batch": batch,
+                "text": load,
+                "engine": name,
+                "tokens/s off": batch * args.new / statistics.median(decode["off"]),
+                "on / off": statistics.median(ratios),
+                "quartiles": f"{ratios[len(ratios) // 4]:.3f}..{ratios[-1 - len(ratios) // 4]:.3f}",
+                "prefill on / off": statistics.median(ratios_of(prefill["off"], prefill[name])),
+                "capture on / off": statistics.median(ratios_of(with_capture_off, decode[name]))
+                if with_capture_off
+                else "-",
+                "accept rate": accepted / proposed if proposed else 0.0,
+                "tokens a step": tokens / steps,
+                "drafts a verify": drafts,
+                "bound": bound(engines[name], batch, drafts, tokens / steps),
+                "draft us a request": draft_s / steps * 1e6,
+            }
+        )
+    return rows
+
+
+def ratios_of(base: list[float], measured: list[float]) -> list[float]:
+    """Throughput over that of neighbouring runs."""
+    return [old / new for old, new in zip(base, measured, strict=True)]
+
+
+def counts_of(engine: Runner, before: tuple[float, ...] = (0, 0, 0, 0, 0.0)) -> tuple[Any, ...]:
+    """Verify steps of requests, drafts, accepted ones, tokens of these steps, seconds of drafting; since `before`."""
+    if engine.core.speculation is None:
+        return before
+    totals = engine.core.speculation.totals
+    requests = totals.requests
+    now = (requests.verify_steps, requests.proposed, requests.accepted, requests.emitted, totals.draft_s)
+    return tuple(new - old for new, old in zip(now, before, strict=True))
+
+
+def bound(engine: Runner, batch: int, drafts: float, a_step: float) -> float:
+    """Gain if a step cost what its forward pass costs: tokens a step over the measured cost of a verify step."""
+    assert engine.costs is not None
+    _, plain = engine.costs.seconds(batch, batch)
+    _, verify = engine.costs.seconds(batch, round(batch * (1 + drafts)))
+    return a_step * plain / verify if drafts else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=192)
+    parser.add_argument("--drafts", type=int, default=7, help="of a request, by n-grams")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
+    parser.add_argument("--small", action="store_true", help="one short round")
+    parser.add_argument("--name", default="speculative_cpu", help="of the result")
+    args = parser.parse_args()
+    if args.small:
+        args.batches, args.rounds, args.prompt, args.new = [2], 1, 64, 24
+    model = dummy_model() if args.dummy else benchmark_model(jnp.dtype("float32"))
+    rows, costs = list[dict[str, object]](), dict[str, object]()
+    for batch in args.batches:
+        engines = make_engines(args, model, batch)
+        measured = engines["ngram"].costs
+        assert measured is not None
+        points = sorted({batch, *(batch * (1 + drafts) for drafts in (1, 3, args.drafts))})
+        costs[str(batch)] = {str(tokens): measured.seconds(batch, tokens)[1] * 1e3 for tokens in points}
+        for load in args.loads:
+            rows += compare(engines, args, batch, load)
+            print_table(rows)
+    print(write_result(args.name, rows, costs_ms=costs))
+
+
+if __name__ == "__main__":
+    main()

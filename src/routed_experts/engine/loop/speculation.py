@@ -1,0 +1,216 @@
+"""Speculation: what an engine does between two steps to draft: which requests, how many tokens, what came of it.
+
+A drafter proposes, the policy decides how many of the proposed tokens a step verifies, and the scheduler cuts them to
+what a request may verify. None of them changes a token: the model samples every one itself. Engine thread only."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float64, Int32
+
+from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
+from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
+from routed_experts.speculation.cost_table import CostTable
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter
+
+logger = logging.getLogger(__name__)
+MAX_FAILURES = 3  # of a drafter, until it is switched off
+
+
+class Policy(Protocol):
+    """The choice of drafts: see DraftPolicy."""
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the step that should_try allowed is a probe."""
+        ...
+
+    def should_try(self, step: int) -> bool:
+        """Return whether this step may draft."""
+        ...
+
+    def choose(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> list[int]:
+        """Return for each request how many of its drafts to verify."""
+        ...
+
+    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
+        """Report on the step that should_try allowed."""
+        ...
+
+    def renew(self) -> None:
+        """Take note of a new request."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLimits:
+    """The longest draft of a request, and the vocabulary that drafts are of."""
+
+    num_drafts: int
+    vocab_size: int
+
+
+class Speculation:
+    """The drafter and the policy of an engine. `costs` follow the steps that run."""
+
+    def __init__(self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable) -> None:
+        self.drafter, self.policy, self.costs = drafter, policy, costs
+        self.totals = SpeculativeTotals()
+        self._limits, self._estimates = limits, AcceptanceEstimates()
+        self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
+        self._is_in_flight = False  # the step with the last proposals has not been observed
+        self._num_failures = 0
+        self._logged: set[str] = set()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the drafter has failed too often."""
+        return self._num_failures >= MAX_FAILURES
+
+    def may_draft(self, running: Sequence[Req], step: int) -> bool:
+        """Whether the next step may have drafts: the policy tries them, and no request still feeds its prompt. `step`
+        counts the engine's steps."""
+        if self.is_off or not any(map(_may_speculate, running)) or not all(req.is_prefilled for req in running):
+            return False
+        return self.policy.should_try(step)
+
+    def propose(self, running: Sequence[Req]) -> dict[str, Int32[np.ndarray, " k"]]:
+        """The drafts that the next step verifies, by request id; no step is in flight."""
+        start, is_probe = time.perf_counter(), self.policy.is_probe
+        drafts = [self._draft(req) for req in running]
+        estimates = [self._estimates.survival(req.rid, draft) for req, draft in zip(running, drafts, strict=True)]
+        lengths = self.policy.choose([draft.survival for draft in drafts] if is_probe else estimates, len(running))
+        self._is_in_flight = any(lengths)
+        if not self._is_in_flight:
+            self.policy.tried(num_requests=len(running), num_drafts=0, num_emitted=len(running))
+        self.totals.draft_s += time.perf_counter() - start
+        return {
+            req.rid: draft.tokens[:length]
+            for req, draft, length in zip(running, drafts, lengths, strict=True)
+            if length > 0
+        }
+
+    def catch_up(self, running: Iterable[Req]) -> None:
+        """Give the drafter the tokens that it does not have; called while a step runs."""
+        if self.is_off:
+            return
+        start = time.perf_counter()
+        for req in running:
+            if _may_speculate(req):
+                self._index(req)
+        self.totals.draft_s += time.perf_counter() - start
+        self.totals.store_bytes = self.drafter.nbytes
+
+    def observe(self, batch: ModelWorkerBatch, result: StepResult, advanced: Iterable[Req]) -> None:
+        """Count what a verify step accepted and kept. The first step after proposals has them, if it had room."""
+        num_requests, num_drafts = batch.num_requests, batch.num_tokens - batch.num_requests
+        if self._is_in_flight:
+            self._is_in_flight = False
+            accepted = 0 if result.accepted is None else int(result.accepted.sum())
+            drafts = 0 if result.accepted is None else num_drafts
+            self.policy.tried(num_requests=num_requests, num_drafts=drafts, num_emitted=num_requests + accepted)
+        if result.accepted is None:
+            return
+        self.totals.steps += 1
+        by_slot = {req.slot: req for req in advanced}
+        starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
+        for row, accepted in enumerate(result.accepted.tolist()):
+            proposed, req = starts[row + 1] - starts[row] - 1, by_slot.get(slots[row])
+            if proposed == 0 or req is None:
+                continue
+            emitted = req.num_known - 1 - int(batch.positions[starts[row]])
+            kept = min(accepted, emitted)
+            self._estimates.observe(req.rid, proposed, accepted)
+            self.totals.requests = self.totals.requests.add(
+                proposed=proposed, accepted=kept, emitted=emitted, most=self._limits.num_drafts
+            )
+            self.totals.accepted_at.update(range(kept))
+
+    def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
+        """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
+        host's work overlaps it."""
+        if batch.all_generated:
+            self.costs.follow(batch.num_requests, batch.token_ids.size, batch.num_tokens, seconds)
+
+    def counts_of(self, req: Req) -> SpeculativeCounts:
+        """What became of a request's drafts so far."""
+        return req.speculative.padded(self._limits.num_drafts)
+
+    def close(self, req: Req) -> None:
+        """Forget a request that has ended."""
+        if self._indexed.pop(req.rid, None) is not None and not self.is_off:
+            self.drafter.close(req.rid)
+        self._estimates.forget(req.rid)
+
+    def _draft(self, req: Req) -> Draft:
+        """What the drafter proposes for a request; empty where it may not have drafts, or the drafter fails."""
+        reason = "drafter_off" if self.is_off else _refusal(req)
+        if reason is None:
+            most = min(req.max_drafts, self._limits.num_drafts)
+            if most > 0 and self._index(req):
+                draft = self._checked(req, most)
+                if draft is not None and draft.tokens.size:
+                    return draft
+            reason = "no_match" if most > 0 else "length"
+        self.totals.skipped[reason] += 1
+        return NO_DRAFT
+
+    def _checked(self, req: Req, most: int) -> Draft | None:
+        """A proposal, or None where it cannot be one."""
+        try:
+            draft = self.drafter.propose(req.rid, most)
+            tokens = draft.tokens
+            if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size > most or draft.survival.size != tokens.size:
+                raise ValueError(f"{tokens.dtype}{list(tokens.shape)}; expected at most {most} int32 ids")
+            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._limits.vocab_size:
+                ids = f"{int(tokens.min())} to {int(tokens.max())}"
+                raise ValueError(f"ids {ids} outside [0, {self._limits.vocab_size})")
+        except Exception as error:
+            self._failed("propose", error)
+            return None
+        return draft
+
+    def _index(self, req: Req) -> bool:
+        """Give the drafter the known tokens of a request; False where it fails."""
+        known = self._indexed.get(req.rid)
+        if known == req.num_known:
+            return True
+        try:
+            if known is None:
+                self.policy.renew()
+                self.drafter.open(req.rid, req.tokens[: req.num_known])
+            else:
+                self.drafter.extend(req.rid, req.tokens[known : req.num_known])
+        except Exception as error:
+            self._failed("index", error)
+            return False
+        self._indexed[req.rid] = req.num_known
+        return True
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Count a failure of the drafter; its drafts are lost, and nothing else."""
+        self._num_failures += 1
+        self.totals.skipped["drafter_failed"] += 1
+        if what not in self._logged:
+            self._logged.add(what)
+            logger.warning("the drafter failed (%s), its drafts are dropped: %s", what, error, exc_info=error)
+        if self.is_off:
+            logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
+
+
+def _may_speculate(req: Req) -> bool:
+    """Whether a request may ever have drafts."""
+    return _refusal(req) is None and req.state is ReqState.RUNNING
+
+
+def _refusal(req: Req) -> str | None:
+    """Why a request has no drafts, whatever its text; None where it may."""
+    if not req.source.sampling.speculative:
+        return "not_requested"
+    return "penalties" if req.source.sampling.is_penalized else None

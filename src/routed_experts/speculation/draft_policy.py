@@ -1,0 +1,140 @@
+"""DraftPolicy: how many drafts of each request a step verifies, and when steps draft at all. It only changes speed.
+
+A step of B requests that verifies drafts of survival s_1, s_2, .. emits B + s_1 + s_2 + .. tokens on average. The
+policy takes the drafts with the most tokens per second. Whether drafting pays is found out step by step:
+
+    on      every step drafts (is joined: it needs the tokens of the step before)
+      | 32 steps in a row without a draft to verify, or the balance has fallen too low
+    off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
+      | a probe that was faster than a step without drafts
+    trial   8 more probes in a row, from which the estimates learn; then on
+
+The balance is what drafting has gained since it was last switched on, in steps without drafts."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64
+
+from routed_experts.speculation.cost_table import CostTable
+
+PATIENCE = 32  # steps in a row without a draft that end drafting
+LOWEST_BALANCE, HIGHEST_BALANCE = -4.0, 8.0  # steps; below the first drafting ends, above the second it counts no more
+PROBE_EVERY, RARE_PROBE_EVERY = 64, 512  # steps
+FRUITLESS_PROBES = 4  # after so many in a row probes are rare
+MEASURE_EVERY = 256  # steps; one of these verifies no draft, so that the cost of such steps stays known
+TRIAL = 8  # probes after a useful one
+
+
+class DraftPolicy:
+    """The choice of drafts, over a table of costs that the engine keeps up to date. Without `adaptive` every step
+    verifies all drafts that its largest shape holds.
+
+    The engine asks `should_try` before a step. If True, it drafts, and passes to `choose` the estimated survivals, or
+    in a probe (`is_probe`) those of the drafters themselves, as low estimates would never be corrected. After the step
+    it reports with `tried`, whether or not there was a draft."""
+
+    def __init__(self, costs: CostTable, *, adaptive: bool = True) -> None:
+        self._costs, self._adaptive = costs, adaptive
+        self._on = True
+        self._step = self._last_probe = self._next_probe = 0
+        self._num_useless = self._num_fruitless = self._trial = 0
+        self._balance = 0.0
+
+    def choose(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> list[int]:
+        """Return for each request how many of its drafts to verify: those with the most expected tokens per second, and
+        none where no number of drafts is faster than none. `survivals`: by request, non-increasing, empty for one that
+        cannot draft; `num_requests`: tokens of the step without drafts, at least the requests in `survivals`."""
+        lengths = [survival.size for survival in survivals]
+        sizes = self._verify_sizes(num_requests)
+        if not sizes or not any(lengths) or self._measures:
+            return [0] * len(lengths)
+        flat = np.fmin(np.fmax(np.concatenate(survivals), 0.0), 1.0)  # not a number: 0
+        order = np.argsort(-flat, kind="stable")  # a request's drafts keep their order
+        if self._adaptive:
+            count = self._best_count(flat[order].cumsum(), num_requests, sizes)
+        else:
+            count = sizes[-1] - num_requests
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        return np.bincount(owners[order[:count]], minlength=len(lengths)).tolist()
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the step that should_try allowed is a probe."""
+        return self._adaptive and not self._on
+
+    @property
+    def _measures(self) -> bool:
+        """Whether this step goes without drafts to be timed."""
+        return self._adaptive and self._on and self._step % MEASURE_EVERY == MEASURE_EVERY - 1
+
+    def should_try(self, step: int) -> bool:
+        """Return whether this step may draft; `step` counts the engine's steps."""
+        self._step = step
+        return not self._adaptive or self._on or self._trial > 0 or step >= self._next_probe
+
+    def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
+        """Report on the step that should_try allowed: its requests, the drafts that it verified, and the tokens that it
+        emitted."""
+        gain = self._gain(num_requests, num_drafts, num_emitted)
+        if not self._on:
+            self._last_probe = self._step
+            if self._trial == 0:
+                self._probed(useful=gain > 0)
+                return
+            self._trial -= 1
+            self._on = self._trial == 0
+        self._num_useless = 0 if num_drafts else self._num_useless + 1
+        self._balance = min(self._balance + gain, HIGHEST_BALANCE)
+        if self._balance < LOWEST_BALANCE:
+            self._end(num_fruitless=FRUITLESS_PROBES)
+        elif self._num_useless >= PATIENCE:
+            self._end(num_fruitless=0)
+
+    def renew(self) -> None:
+        """Take note of a new request: the next probe comes 64 steps after the last one, or now."""
+        self._next_probe = min(self._next_probe, self._last_probe + PROBE_EVERY)
+
+    def _gain(self, num_requests: int, num_drafts: int, num_emitted: int) -> float:
+        """Steps without drafts that would emit as many tokens, less those that would take as long; 0 without drafts or
+        without such a shape. Seconds are those of the table: a step that stalls is no loss of drafting."""
+        _, plain = self._costs.seconds(num_requests, num_requests)
+        _, verify = self._costs.seconds(num_requests, num_requests + num_drafts)
+        return num_emitted / num_requests - verify / plain if num_drafts and math.isfinite(verify) else 0.0
+
+    def _probed(self, *, useful: bool) -> None:
+        """Take the outcome of a probe that is not of a trial."""
+        if useful:
+            self._trial, self._num_useless, self._num_fruitless, self._balance = TRIAL, 0, 0, 0.0
+        else:
+            self._end(num_fruitless=self._num_fruitless + 1)
+
+    def _end(self, *, num_fruitless: int) -> None:
+        """Draft no more, until the next probe."""
+        self._on, self._trial, self._num_fruitless = False, 0, num_fruitless
+        self._last_probe = self._step
+        self._next_probe = self._step + (RARE_PROBE_EVERY if num_fruitless >= FRUITLESS_PROBES else PROBE_EVERY)
+
+    def _verify_sizes(self, num_requests: int) -> list[int]:
+        """The padded sizes, increasing, that hold num_requests tokens and a draft; empty without a decode shape."""
+        sizes = self._costs.padded_sizes(num_requests)
+        bucket = self._costs.bucket(num_requests)
+        return [size for size in sizes if size > max(bucket, num_requests)] if bucket in sizes else []
+
+    def _best_count(self, gained: Float64[np.ndarray, " s"], num_requests: int, sizes: Sequence[int]) -> int:
+        """Return how many of the drafts, by falling survival, give the most tokens per second; the fewer of equals.
+        `gained[s]`: expected accepted drafts among the first s + 1."""
+        _, seconds = self._costs.seconds(num_requests, num_requests)
+        best, best_rate, start = 0, num_requests / seconds, 0
+        for size in sizes:  # a step runs in the smallest that holds it
+            emitted = num_requests + gained[start : size - num_requests]
+            if emitted.size == 0:
+                break
+            num_tokens = np.arange(num_requests + start + 1, num_requests + start + 1 + emitted.size)
+            rates = emitted / self._costs.estimate_seconds(num_requests, size, num_tokens)
+            fastest = int(rates.argmax())
+            if rates[fastest] > best_rate:
+                best, best_rate = start + fastest + 1, float(rates[fastest])
+            start = size - num_requests
+        return best

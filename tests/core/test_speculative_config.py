@@ -1,0 +1,99 @@
+"""SpeculativeConfig: what it refuses, by name, value, limit and fix; both dialects."""
+
+import json
+
+import pytest
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.speculative_config import SpeculativeConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(algorithm="NGRAMS"), ["NGRAMS", "NGRAM"]),
+        (dict(algorithm=3), ["3", "NGRAM"]),
+        *(
+            (dict(algorithm=name), [name, "draft model", "NGRAM"])
+            for name in ("NEXTN", "eagle", "EAGLE3", "STANDALONE")
+        ),
+        (dict(algorithm="deepseek_mtp"), ["deepseek_mtp", "NGRAM"]),
+        (dict(algorithm="SUFFIX"), ["SUFFIX", "not in this version", "NGRAM"]),
+        *((dict(algorithm=name), [name, "not read", "NGRAM"]) for name in ("MEDUSA", "P-EAGLE", "DFlash", "DSpark")),
+        (dict(eagle_topk=2), ["eagle_topk=2", "chains", "1"]),
+        (dict(ngram_max_bfs_breadth=8), ["ngram_max_bfs_breadth=8", "chains"]),
+        (dict(accept_threshold_single=0.9), ["accept_threshold_single=0.9", "1.0"]),
+        (dict(accept_threshold_acc=0.5), ["accept_threshold_acc=0.5", "1.0"]),
+        (dict(num_draft_tokens=1), ["num_draft_tokens=1", "2..32"]),
+        (dict(num_draft_tokens=33), ["num_draft_tokens=33", "2..32"]),
+        (dict(num_draft_tokens=True), ["num_draft_tokens=True", "2..32"]),
+        (dict(num_draft_tokens="8"), ["num_draft_tokens='8'", "2..32"]),
+        (dict(num_steps=0), ["num_steps=0", "1..31"]),
+        (dict(num_steps=3, num_draft_tokens=5), ["num_draft_tokens=5", "num_steps=3", "4"]),
+        (dict(draft_model_path="x"), ["draft_model_path='x'", "NGRAM has no draft model"]),
+        (dict(ngram_min_match_window_size=0), ["min_match_window_size=0", "1..64"]),
+        (dict(ngram_max_match_window_size=65), ["max_match_window_size=65", "1..64"]),
+        (dict(ngram_min_match_window_size=5, ngram_max_match_window_size=4), ["=5 is above", "=4"]),
+        (dict(adaptive=1), ["adaptive=1", "True or False"]),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(fields, words):
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig(**fields)
+    for word in ("speculative_", *words):
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_lengths_by_either_name():
+    assert SpeculativeConfig().num_drafts == 7
+    assert SpeculativeConfig(num_steps=3).num_drafts == 3
+    assert SpeculativeConfig(num_draft_tokens=4).num_drafts == 3
+    assert SpeculativeConfig(num_draft_tokens=4, num_steps=3).num_drafts == 3
+    assert SpeculativeConfig(algorithm="ngram").num_drafts == 7
+
+
+def test_vllms_config_is_read_as_a_dict_and_as_json():
+    words = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 6}
+    for config in (words, json.dumps(words), words | {"rejection_sample_method": "standard"}):
+        read = SpeculativeConfig.from_vllm(config)
+        assert (read.num_drafts, read.min_window, read.max_window) == (5, 2, 6)
+    assert SpeculativeConfig.from_vllm({"method": "ngram"}).num_drafts == 7
+    one_bound = SpeculativeConfig.from_vllm({"method": "ngram", "prompt_lookup_max": 2})
+    assert (one_bound.min_window, one_bound.max_window) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "ngram", "num_speculative_token": 3}, ["num_speculative_token'", "num_speculative_tokens"]),
+        ({"num_speculative_tokens": 3}, ["no method", "ngram"]),
+        ({"method": "mtp"}, ["MTP", "NGRAM"]),
+        ({"method": "medusa"}, ["MEDUSA", "NGRAM"]),
+        ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens=0", "1..31"]),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, ["num_speculative_tokens='3'", "1..31"]),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size=2", "tp_size=1"]),
+        ({"method": "ngram", "rejection_sample_method": "typical"}, ["typical", "standard"]),
+        ({"method": "ngram", "prompt_lookup_min": 0}, ["min_match_window_size=0", "1..64"]),
+        ({"method": "eagle3", "model": "folder"}, ["folder", "n-grams"]),
+        ("{method: ngram}", ["no JSON"]),
+        ("[1]", ["must be a dict"]),
+    ],
+)
+def test_vllms_config_is_refused_by_key_and_value(config, words):
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.from_vllm(config)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_one_way_to_say_it():
+    config, vllm = SpeculativeConfig(), {"method": "ngram"}
+    assert SpeculativeConfig.create(None, {"algorithm": None}) is None
+    assert SpeculativeConfig.create(config, {"algorithm": None}) is config
+    assert SpeculativeConfig.create(None, {"algorithm": "ngram", "num_draft_tokens": 4}).num_drafts == 3
+    assert SpeculativeConfig.create(None, {}, vllm) == SpeculativeConfig.from_vllm(vllm)
+    for ways in ((config, {"algorithm": "NGRAM"}, None), (config, {}, vllm), (None, {"algorithm": "NGRAM"}, vllm)):
+        with pytest.raises(ConfigError, match="in two ways; give one of them"):
+            SpeculativeConfig.create(*ways)
+    with pytest.raises(ConfigError, match="speculative_num_steps without speculative_algorithm"):
+        SpeculativeConfig.create(None, {"num_steps": 3})

@@ -1,0 +1,349 @@
+"""Speculative decoding changes no token, logprob, row or end of a request: any drafter, draft length and schedule.
+
+The reference is an engine without drafts, each request alone. Drafters: one that knows the answer and is right with
+some probability, one that guesses, the n-gram drafter. In deterministic mode everything is equal to the last bit; in
+default mode the tokens, and the rows are those of the passes that fed them (the probe)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from oracles.drafters import Adversary, BrokenDrafter, EveryDraft, OracleDrafter, RandomPolicy
+from oracles.driver import CollectedOutput, assert_all_faithful, request
+from oracles.testbeds import other_weights, random_prompt, tiny_testbed
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
+from routed_experts.speculation.cost_table import CostTable
+from routed_experts.speculation.ngram import NgramDrafter
+from support.tiny_checkpoint import VOCAB_SIZE
+
+DRAFTS, NEW = (1, 3, 7), 24
+SIZES = dict(page_size=8, context_length=64, precompile_bs_paddings=(16,), precompile_token_paddings=(64,))
+SAMPLING = (
+    dict(),
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=8),
+    dict(temperature=1.0, top_p=0.8, presence_penalty=0.5),
+    dict(prompt_logprobs_from=0),
+    dict(temperature=1.3, min_p=0.05),
+    dict(logit_bias={5: 3.0}),
+    dict(temperature=1.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB_SIZE, 9))),
+)  # one a prompt, in turn
+CELLS = [
+    dict(batch=batch, chunk=chunk, radix=radix, preempt=preempt)
+    for batch, chunk, radix, preempt in (
+        (1, None, "off", False),
+        (2, 7, "on", True),
+        (3, 16, "warm", False),
+        (8, None, "on", True),
+        (16, 1, "off", True),
+        (16, 64, "warm", True),
+    )
+]
+
+
+def make_prompts():
+    rng = np.random.default_rng(11)
+    prompts = [random_prompt(rng, length) for length in (26, 17, 12, 1, 40, 33, 9, 5)]
+    prompts[1] = np.tile(prompts[1][:4], 5)  # the n-gram drafter finds these
+    prompts[5][:26] = prompts[0]  # a common prefix
+    return prompts
+
+
+PROMPTS = make_prompts()
+
+
+def requests(**options):
+    return [
+        request(f"p{index}c{choice}", prompt, NEW, choice=choice, group=f"p{index}", seed=index, **how, **options)
+        for index, (prompt, how) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
+        for choice in range(2)
+    ]
+
+
+@pytest.fixture(scope="module", params=["deterministic", "default"])
+def mode(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def testbed(mode):
+    """An engine that speculates."""
+    return tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", num_draft_tokens=8, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def alone(mode):
+    """By request id: its tokens, logprobs, prompt logprobs, rows and end, from an engine without drafts, one request
+    at a time."""
+    plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
+    found = {}
+    for req in requests():
+        drive = plain.drive(max_running_requests=1, disable_radix_cache=True)
+        drive.run(req)
+        found |= results(drive)
+    return found
+
+
+def results(drive):
+    return {
+        rid: (
+            output.tokens,
+            output.logprobs,
+            output.prompt_logprobs,
+            output.end.routed_experts.ids.tolist(),
+            output.end.finish_reason,
+        )
+        for rid, output in drive.outputs.items()
+    }
+
+
+def assert_same(drive, expected, *, bitwise):
+    """Tokens and ends are equal; logprobs and rows too, to the last bit or up to rounding."""
+    assert_all_faithful(drive)
+    for rid, (tokens, logprobs, of_prompt, rows, end) in results(drive).items():
+        assert (tokens, end) == (expected[rid][0], expected[rid][4]), rid
+        if bitwise:
+            assert (logprobs, of_prompt, rows) == expected[rid][1:4], rid
+        else:
+            np.testing.assert_allclose(logprobs, expected[rid][1], atol=1e-4, rtol=0)
+
+
+def speculation(drafter, policy=None, num_drafts=7):
+    limits = DraftLimits(num_drafts=num_drafts, vocab_size=VOCAB_SIZE)
+    return Speculation(drafter, policy or EveryDraft(num_drafts), limits, costs=CostTable())
+
+
+def answers(expected):
+    prompts = {req.rid: req.tokens[: req.prompt_len].tolist() for req in requests()}
+    return {rid: (prompts[rid], result[0]) for rid, result in expected.items()}
+
+
+def make_drafter(name, expected, seed):
+    if name == "ngram":
+        return NgramDrafter()
+    sizes = dict(vocab_size=VOCAB_SIZE, seed=seed)
+    if name == "adversary":
+        return Adversary(answers(expected), 0.0, **sizes)
+    return OracleDrafter(answers(expected), float(name.removeprefix("oracle ")), **sizes)
+
+
+def run_cell(testbed, cell, drafting):
+    drive = testbed.drive(
+        max_running_requests=cell["batch"],
+        chunked_prefill_size=cell["chunk"],
+        disable_radix_cache=cell["radix"] == "off",
+        speculation=drafting,
+    )
+    if cell["radix"] == "warm":
+        drive.run(*(request(f"warm{index}", prompt, 1) for index, prompt in enumerate(PROMPTS)), check=False)
+        drive.outputs.clear()
+        drive.reqs.clear()
+    before = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell["preempt"] else None
+    drive.run(*requests(), before_step=before, check=False)
+    return drive
+
+
+@pytest.mark.parametrize("num_drafts", DRAFTS)
+@pytest.mark.parametrize("name", ["ngram", "oracle 0", "oracle 0.5", "oracle 1", "adversary"])
+def test_every_drafter_gives_what_each_request_gets_alone(testbed, alone, mode, name, num_drafts):
+    offset = DRAFTS.index(num_drafts)
+    for seed, cell in enumerate(CELLS[offset::3]):  # each cell meets every drafter
+        drafting = speculation(make_drafter(name, alone, seed), num_drafts=num_drafts)
+        drive = run_cell(testbed, cell, drafting)
+        assert_same(drive, alone, bitwise=mode == "deterministic")
+        verifies = sum(batch.mode is ForwardMode.TARGET_VERIFY for batch, _ in drive.log.forwards)
+        assert verifies == drafting.totals.steps > 0
+        if name == "oracle 1":
+            assert drafting.totals.requests.accept_rate == 1.0
+        if name == "oracle 0":
+            assert drafting.totals.requests.accepted == 0
+
+
+def test_a_policy_of_random_lengths_changes_nothing_but_the_steps(testbed, alone, mode):
+    for seed, cell in enumerate(CELLS):
+        drafter = OracleDrafter(answers(alone), 0.7, vocab_size=VOCAB_SIZE, seed=seed)
+        drive = run_cell(testbed, cell, speculation(drafter, RandomPolicy(seed)))
+        assert_same(drive, alone, bitwise=mode == "deterministic")
+        modes = [batch.mode for batch, _ in drive.log.forwards]
+        assert {ForwardMode.TARGET_VERIFY} < set(modes), "steps with drafts and without"
+
+
+@pytest.mark.parametrize(
+    "failure", ["raises", "ids above the vocabulary", "negative ids", "more than most", "floats", "two dims"]
+)
+def test_a_drafter_that_fails_costs_its_drafts_alone(testbed, alone, mode, failure, caplog):
+    drafter = BrokenDrafter(answers(alone), failure, vocab_size=VOCAB_SIZE)
+    drafting = speculation(drafter)
+    drive = run_cell(testbed, CELLS[3], drafting)
+    assert_same(drive, alone, bitwise=mode == "deterministic")
+    assert drafting.is_off and drafter.calls == MAX_FAILURES == drafting.totals.skipped["drafter_failed"]
+    assert drafting.totals.steps == 0
+    assert sum("drafter failed" in record.message for record in caplog.records) == 2, "once, and when it is off"
+
+
+def assert_no_row_past_the_committed(drive):
+    """No slot of a running request's pages has a valid row at or behind its committed tokens."""
+    core = drive.core
+    for req in core.scheduler.running:
+        slots = core.scheduler.pages.kv_slots(req, req.num_committed, req.num_pages * drive.args.page_size)
+        _, valid, _ = core.capturer.get_routed_experts(slots)
+        assert not valid.any(), (req.rid, req.num_committed, np.flatnonzero(valid))
+
+
+def test_no_row_of_a_rejected_draft_is_ever_filed(testbed, alone):
+    drafter = OracleDrafter(answers(alone), 0.5, vocab_size=VOCAB_SIZE)
+    drive = testbed.drive(speculation=speculation(drafter))
+    drive.run(*requests(), before_step=lambda _: assert_no_row_past_the_committed(drive))
+    assert drive.core.speculation.totals.requests.proposed > drive.core.speculation.totals.requests.accepted > 0
+
+
+def test_the_sums_over_requests_are_the_totals(testbed, alone):
+    drafting = speculation(OracleDrafter(answers(alone), 0.6, vocab_size=VOCAB_SIZE))
+    drive = testbed.drive(speculation=drafting)
+    drive.run(*requests())
+    counts = [req.speculative for req in drive.reqs.values()]
+    total = drafting.totals.requests
+    for name in ("verify_steps", "proposed", "accepted", "emitted"):
+        assert sum(getattr(own, name) for own in counts) == getattr(total, name), name
+    histograms = [own.histogram for own in counts if own.verify_steps]
+    assert total.histogram == tuple(map(sum, zip(*histograms, strict=True)))
+    assert sum(total.histogram) == total.verify_steps
+    assert sum(drafting.totals.accepted_at.values()) == total.accepted
+    assert sum(index * count for index, count in enumerate(total.histogram)) == total.accepted
+    penalised = [req for req in drive.reqs.values() if req.source.sampling.is_penalized]
+    assert penalised and all(req.speculative.verify_steps == 0 for req in penalised)
+    assert drafting.totals.skipped["penalties"] > 0
+
+
+@pytest.mark.parametrize("kind", ["stop id", "length", "min_tokens"])
+@pytest.mark.parametrize("include_last", [False, True])
+def test_a_request_ends_at_the_same_token_at_every_offset_of_a_run(testbed, alone, mode, kind, include_last):
+    prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
+    plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
+    for length in range(1, 12):
+        options = dict(include_last=include_last)
+        new = length if kind == "length" else NEW
+        if kind != "length":
+            options["stop_token_ids"] = (answer[length - 1],)
+        if kind == "min_tokens":
+            options["min_tokens"] = max(1, length - 1)
+        make = lambda: request("r", prompt, new, seed=0, **options)  # noqa: B023, E731
+        expected = plain.drive(max_running_requests=1, disable_radix_cache=True)
+        expected.run(make())
+        tokens = expected.outputs["r"].tokens
+        follow = tokens + answer[len(tokens) :]  # drafts go on where the request ends
+        drafter = OracleDrafter({"r": (prompt, follow)}, 1.0, vocab_size=VOCAB_SIZE)
+        drive = testbed.drive(speculation=speculation(drafter))
+        drive.run(make())
+        assert_same(drive, results(expected), bitwise=mode == "deterministic")
+        req, plain_req = drive.reqs["r"], expected.reqs["r"]
+        assert req.num_committed == plain_req.num_committed, (length, kind)
+
+
+@dataclasses.dataclass
+class StopAfter:
+    """A detokenizer of tests: token t is the text "t,", and the stop string is the text of the tokens `match`."""
+
+    match: list
+    seen: list = dataclasses.field(default_factory=list)
+    stopped: str | None = None
+
+    def push(self, token_ids):
+        self.seen += token_ids
+        if self.seen[-len(self.match) :] == self.match:
+            self.stopped = "match"
+        return "".join(f"{token}," for token in token_ids)
+
+    def finish(self):
+        return ""
+
+    def fork(self):
+        return dataclasses.replace(self, seen=list(self.seen))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_stop_string_ends_a_request_inside_of_a_run_and_across_its_border(testbed, alone, mode, width):
+    prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
+    plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
+    for last in range(width, 14):
+        match = answer[last - width : last]
+
+        def run(drive):
+            req = request("r", prompt, NEW, seed=0)
+            drive.core.add([req], {"r": StopAfter(match)})  # noqa: B023
+            drive.outputs["r"], drive.reqs["r"] = CollectedOutput(), req
+            while not drive.core.is_idle:
+                drive.step()
+            return drive
+
+        expected = run(plain.drive(max_running_requests=1, disable_radix_cache=True))
+        drafter = OracleDrafter({"r": (prompt, answer)}, 1.0, vocab_size=VOCAB_SIZE)
+        drive = run(testbed.drive(speculation=speculation(drafter)))
+        assert_same(drive, results(expected), bitwise=mode == "deterministic")
+        assert drive.outputs["r"].end.text == expected.outputs["r"].end.text
+        assert drive.outputs["r"].end.finish_reason.matched == "match"
+
+
+def test_a_prefix_that_ended_inside_of_a_run_is_cached_as_without_drafts(testbed, alone, mode):
+    """A request ends at every offset around a page border; the next of the same tokens finds as much in the cache."""
+    prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
+    plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
+    for length in range(1, 2 * SIZES["page_size"] + 3):
+        found = []
+        for drafts in (False, True):
+            rest = {"a": (prompt, answer), "b": (prompt + answer[:length], alone["p0c0"][0])}
+            drafter = OracleDrafter(rest, 1.0, vocab_size=VOCAB_SIZE)
+            drive = testbed.drive(speculation=speculation(drafter)) if drafts else plain.drive()
+            drive.run(request("a", prompt, length, seed=0))
+            drive.run(request("b", prompt + answer[:length], 1, seed=0))
+            assert_all_faithful(drive)
+            pages = drive.core.scheduler.pages
+            cached = drive.outputs["b"].end.cached_tokens
+            found.append((cached, pages.num_available, pages.cache.num_evictable, results(drive)["b"][3]))
+        assert found[0][:3] == found[1][:3], length
+        if mode == "deterministic":
+            assert found[0][3] == found[1][3]
+
+
+def test_a_request_that_is_aborted_while_its_drafts_are_verified_leaves_nothing(testbed, alone):
+    drafter = OracleDrafter(answers(alone), 1.0, vocab_size=VOCAB_SIZE)
+    drive = testbed.drive(speculation=speculation(drafter))
+    drive.add(*requests())
+    while drive.core._pending is None or drive.core._pending.batch.mode is not ForwardMode.TARGET_VERIFY:
+        drive.step()
+    for rid in ("p0c0", "p4c1"):
+        assert drive.core.abort(rid)
+    drive.run()
+    assert {drive.outputs[rid].end.finish_reason.type for rid in ("p0c0", "p4c1")} == {"abort"}
+    assert not drafter.known
+    for rid, result in results(drive).items():
+        if rid not in ("p0c0", "p4c1"):
+            assert result[0] == alone[rid][0]
+
+
+def test_rows_of_a_stream_are_those_of_the_whole(testbed, alone, mode):
+    drafter = OracleDrafter(answers(alone), 0.8, vocab_size=VOCAB_SIZE)
+    drive = testbed.drive(speculation=speculation(drafter))
+    drive.run(*requests(stream=True))
+    for rid, result in results(drive).items():
+        assert result[0] == alone[rid][0]
+    runs = [output.num_outputs for output in drive.outputs.values()]
+    assert min(runs) < NEW, "an output may hold many tokens"
+
+
+def test_drafts_survive_new_weights_between_steps(testbed, alone):
+    """Weights change every seven steps, the drafter knows the old answers: as without drafts, version by version."""
+    outcomes = []
+    for drafts in (False, True):
+        drafter = OracleDrafter(answers(alone), 1.0, vocab_size=VOCAB_SIZE)
+        drafter.rest = lambda key, drafter=drafter: np.asarray(drafter.answers[key][1], np.int32)  # no longer checked
+        drive = testbed.drive(speculation=speculation(drafter) if drafts else None)
+        drive.add(*requests())
+        drive.steps(4)
+        drive.update_weights(other_weights(3), cache="flush")
+        drive.run()
+        assert_all_faithful(drive)
+        outcomes.append(results(drive))
+    assert outcomes[0].keys() == outcomes[1].keys()

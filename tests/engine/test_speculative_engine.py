@@ -1,0 +1,175 @@
+"""An engine that drafts by n-grams: its answers, its counts, its refusals, and the answers of the engine before it."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from oracles.golden_requests import DEMO_MODEL, ENGINE, GOLDEN, answers
+from routed_experts import LLM, Engine, SamplingParams, extract_routed_experts_from_meta_info
+from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.core.placement import ExpertPlacement
+from routed_experts.core.placement_config import PlacementConfig
+from routed_experts.core.speculative_config import SpeculativeConfig
+from support.engines import open_engine
+from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
+from support.tiny_checkpoint import write_tiny_checkpoint
+
+NGRAM = SpeculativeConfig(adaptive=False)
+SMALL = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@functools.cache
+def answers_of(speculates):
+    with Engine(str(DEMO_MODEL), **ENGINE, speculative=NGRAM if speculates else None) as engine:
+        return answers(engine), engine.stats().speculative
+
+
+def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
+    """On any processor the answers with drafts are those without, to the last bit. Those of the engine before are
+    rounded as their processor rounds, so that a few may differ on another."""
+    (plain, _), (drafted, totals) = answers_of(False), answers_of(True)
+    assert drafted == plain
+    assert totals.requests.accepted > 50 and totals.requests.proposed > totals.requests.accepted
+    before = json.loads(GOLDEN.read_text())
+    assert len(before) == len(plain) == 200
+    same = [index for index, (old, new) in enumerate(zip(before, plain, strict=True)) if is_same(old, new)]
+    assert len(same) >= 190, [index for index in range(200) if index not in same]
+
+
+def is_same(old, new):
+    rest = ("tokens", "finish", "top", "rows")
+    return [old[key] for key in rest] == [new[key] for key in rest] and np.allclose(
+        old["logprobs"], new["logprobs"], atol=1e-4
+    )
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 3
+
+
+def test_an_answer_says_what_became_of_its_drafts(folder):
+    with open_engine(folder, enable_return_routed_experts=True, speculative=NGRAM) as engine:
+        out = engine.generate(input_ids=PROMPT, max_new_tokens=20, sampling_params={"temperature": 0.0, "n": 2})
+        metas = [answer["meta_info"] for answer in out]
+        totals = engine.stats().speculative
+    for meta in metas:
+        assert meta["spec_verify_ct"] > 0
+        assert meta["spec_num_proposed_drafts"] >= meta["spec_num_correct_drafts"]
+        assert meta["spec_accept_rate"] == meta["spec_num_correct_drafts"] / meta["spec_num_proposed_drafts"]
+        assert len(meta["spec_correct_drafts_histogram"]) == 8
+        assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+        assert meta["spec_accept_token_num"] == meta["spec_accepted_drafts"] == meta["spec_num_correct_drafts"]
+        assert meta["spec_draft_token_num"] == meta["spec_proposed_drafts"] == meta["spec_num_proposed_drafts"]
+        assert meta["spec_accept_length"] >= 1.0
+    assert sum(meta["spec_verify_ct"] for meta in metas) == totals.requests.verify_steps
+    assert sum(meta["spec_num_correct_drafts"] for meta in metas) == totals.requests.accepted
+
+
+def test_a_request_may_be_left_without_drafts(folder):
+    with open_engine(folder, speculative=NGRAM) as engine:
+        greedy = {"temperature": 0.0}
+        drafted = engine.generate(input_ids=PROMPT, max_new_tokens=20, sampling_params=greedy)
+        plain = engine.generate(input_ids=PROMPT, max_new_tokens=20, sampling_params=greedy | {"speculative": False})
+        assert plain["output_ids"] == drafted["output_ids"]
+        meta = plain["meta_info"]
+        assert (meta["spec_verify_ct"], meta["spec_accept_rate"], meta["spec_accept_length"]) == (0, 0.0, 1.0)
+        assert meta["spec_correct_drafts_histogram"] == [0] * 8
+        with pytest.raises(InvalidRequestError, match="true or false") as caught:
+            engine.generate(input_ids=PROMPT, sampling_params={"speculative": "no"})
+        assert caught.value.param == "speculative"
+
+
+def test_an_engine_without_drafts_says_nothing_of_them(folder):
+    with open_engine(folder) as engine:
+        out = engine.generate(input_ids=PROMPT, max_new_tokens=4)
+        assert not [key for key in out["meta_info"] if key.startswith("spec_")]
+        assert engine.stats().speculative is None
+
+
+def test_a_draft_may_be_asked_for_in_three_ways(folder):
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    with open_engine(folder, speculative_algorithm="ngram", speculative_num_steps=3) as engine:
+        flat = engine.generate(input_ids=PROMPT, sampling_params=greedy)["output_ids"]
+        assert engine.components.buckets.num_drafts == 3
+    with open_engine(folder, speculative=SpeculativeConfig(num_draft_tokens=4)) as engine:
+        assert engine.generate(input_ids=PROMPT, sampling_params=greedy)["output_ids"] == flat
+    words = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(str(folder), max_num_seqs=4, max_num_batched_tokens=32, speculative_config=words) as llm:
+        assert llm.engine.components.buckets.num_drafts == 3
+        assert list(llm.generate([PROMPT], greedy)[0].outputs[0].token_ids) == flat
+
+
+def test_a_stream_of_runs_is_the_answer(folder):
+    with open_engine(folder, enable_return_routed_experts=True, speculative=NGRAM) as engine:
+        options = dict(return_routed_experts=True, return_logprob=True, sampling_params={"temperature": 0.0})
+        whole = engine.generate(input_ids=PROMPT, max_new_tokens=20, **options)
+        *_, last = engine.generate(input_ids=PROMPT, max_new_tokens=20, stream=True, **options)
+    for meta in (whole["meta_info"], last["meta_info"]):
+        for key in ("id", "e2e_latency", "cached_tokens", "routed_experts"):
+            meta.pop(key, None)
+    assert last == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(experts=ExpertOffloadConfig(kt_num_gpu_experts=2)), "experts on the host"),
+        (dict(speculative_algorithm="NGRAM"), "in two ways"),
+    ],
+)
+def test_what_does_not_go_with_drafts_is_refused_by_name(folder, options, words):
+    with pytest.raises(ConfigError, match=words):
+        Engine(str(folder), **SMALL, **options, speculative=NGRAM)
+
+
+def test_capacities_of_experts_do_not_go_with_drafts(folder):
+    plan = ExpertPlacement.identity(3, 8, 1)
+    config = PlacementConfig(plan=plan, mode="reroute", capacity_factor=1.25)
+    with pytest.raises(ConfigError, match=r"not with speculation: .*capacities"):
+        Engine(str(folder), **SMALL, placement=config, speculative=NGRAM)
+
+
+RECURRENT = ("qwen3-next", "bailing-hybrid", "lfm2-moe")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_layers_with_states_do_not_go_with_drafts(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"not with speculation: .*keep a state"):
+        Engine(str(write_family(tmp_path, name)), **SMALL, skip_tokenizer_init=True, speculative=NGRAM)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in RECURRENT])
+def test_every_family_without_states_answers_with_drafts_as_without(name, tmp_path):
+    rng = np.random.default_rng(1)
+    prompts = [np.tile(rng.integers(0, VOCAB_SIZE, 6), 4).tolist(), rng.integers(0, VOCAB_SIZE, 17).tolist()]
+    folder, found = str(write_family(tmp_path, name)), []
+    for speculative in (None, NGRAM):
+        options = dict(enable_return_routed_experts=name != "dense", skip_tokenizer_init=True)
+        with open_engine(folder, **options, speculative=speculative) as engine:
+            outs = [
+                engine.generate(
+                    input_ids=prompt,
+                    sampling_params={"temperature": temperature, "seed": 5, "max_new_tokens": 24},
+                    return_routed_experts=name != "dense",
+                    return_logprob=True,
+                )
+                for prompt in prompts
+                for temperature in (0.0, 0.6)
+            ]
+            found.append(outs)
+            totals = engine.stats().speculative
+    assert totals.requests.accepted > 0, "drafts were verified"
+    for plain, drafted in zip(*found, strict=True):
+        assert drafted["output_ids"] == plain["output_ids"]
+        if name != "dense":
+            rows, expected = map(extract_routed_experts_from_meta_info, (drafted["meta_info"], plain["meta_info"]))
+            np.testing.assert_array_equal(rows, expected)
+        logprobs = [[entry[0] for entry in out["meta_info"]["output_token_logprobs"]] for out in (drafted, plain)]
+        np.testing.assert_allclose(*logprobs, atol=1e-4, rtol=0)

@@ -1,0 +1,48 @@
+"""Programs of verify steps through the real TPU compiler: the pool is updated in place, temporaries are bounded, and
+capture adds nothing to a layer."""
+
+import dataclasses
+
+import pytest
+
+from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
+from support.tpu_aot import assert_in_place
+from support.tpu_programs import SMALL, compiled, jobs, operations, program_name, whole_pool_operations
+
+pytestmark = pytest.mark.tpu_aot
+
+DECODE, _ = SMALL.runner.shapes
+DRAFTS, MIB = 3, 1 << 20
+SHAPE = dataclasses.replace(DECODE, mode=ForwardMode.TARGET_VERIFY, num_tokens=DECODE.num_requests * (DRAFTS + 1))
+WORLD = dataclasses.replace(SMALL, runner=dataclasses.replace(SMALL.runner, shapes=(SHAPE,)), num_drafts=DRAFTS)
+FORWARD = "forward target_verify"
+SCORES = SHAPE.num_tokens * SMALL.runner.vocab_size * 4  # bytes of one array of scores
+
+
+def test_the_table_has_a_forward_pass_and_a_sampler_of_each_mode():
+    names = {program_name(key) for key in jobs("v5e", capture=True, world=WORLD)}
+    assert names == {
+        FORWARD,
+        "count target_verify",
+        *(f"accept target_verify {mode.name.lower()}" for mode in SamplingMode),
+    }
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_the_kv_pool_is_updated_in_place(chip):
+    program = compiled(chip, FORWARD, capture=True, world=WORLD)
+    assert_in_place(program, WORLD.pool, max_temp_bytes=4 * MIB)
+    assert whole_pool_operations(program, WORLD.pool) == []
+
+
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_temporaries_of_the_sampler_are_a_few_arrays_of_scores(mode):
+    name = f"accept target_verify {mode.name.lower()}"
+    temp = compiled("v5e", name, capture=True, world=WORLD).memory_analysis().temp_size_in_bytes
+    assert temp <= 4 * SCORES, f"{name}: {temp} bytes, {temp / SCORES:.1f} arrays of scores"
+
+
+def test_capture_adds_no_operation_to_a_layer():
+    on, off = (operations(compiled("v5e", FORWARD, capture=capture, world=WORLD)) for capture in (True, False))
+    assert on.in_loops == off.in_loops
+    assert on.once - off.once <= 4

@@ -1,0 +1,181 @@
+"""The n-gram drafter equals a search by brute force, however its sequence grew and whatever contexts share a tag."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.speculation.context_index import ContextIndex
+from routed_experts.speculation.ngram import NgramDrafter, prior_survival
+
+SEEDS = st.integers(0, 2**32 - 1)
+POSITION_BITS = (24, 24, 60, 62)  # with 60 and 62 many contexts share a tag
+
+
+def search(text, min_window, max_window):
+    """Length and end of the latest earlier occurrence of the longest suffix; (0, 0) if none occurs."""
+    letters = "".join(map(chr, text))
+    for length in range(min(max_window, len(letters) - 1), min_window - 1, -1):
+        start = letters.rfind(letters[-length:], 0, len(letters) - 1)
+        if start >= 0:
+            return length, start + length
+    return 0, 0
+
+
+def check_draft(drafter, key, text, windows, most):
+    length, end = search(text, *windows)
+    draft = drafter.propose(key, most)
+    assert draft.tokens.tolist() == (text[end : end + most] if length else []), (text, windows, most)
+    assert draft.tokens.dtype == np.int32
+    assert draft.survival.tolist() == prior_survival(windows[1], most)[length, : draft.tokens.size].tolist()
+
+
+def draw_windows(rng):
+    min_window = int(rng.integers(1, 4))
+    return min_window, min_window + int(rng.integers(0, 12))
+
+
+def draw_text(rng, alphabet, length):
+    """Random tokens; in every second text, spans of earlier tokens are repeated, some of them with an error."""
+    text = rng.integers(0, alphabet, length)
+    for _ in range(int(rng.integers(0, 2)) * length // 8):
+        start, target = sorted(rng.integers(0, length, 2))
+        span = min(int(rng.integers(1, 30)), length - target)
+        text[target : target + span] = text[start : start + span].copy()
+    return text.tolist()
+
+
+@pytest.mark.parametrize("alphabet", [3, 300])
+@settings(max_examples=20)
+@given(seed=SEEDS)
+def test_ten_thousand_drafts_are_those_of_brute_force(alphabet, seed):
+    rng = np.random.default_rng(seed)
+    for number in range(500):
+        text = draw_text(rng, alphabet, int(rng.integers(257, 900) if number % 50 == 0 else rng.integers(0, 80)))
+        windows = draw_windows(rng)
+        drafter = NgramDrafter(
+            min_window=windows[0], max_window=windows[1], position_bits=POSITION_BITS[int(rng.integers(4))]
+        )
+        drafter.open(number, np.array(text, np.int32))
+        check_draft(drafter, number, text, windows, int(rng.integers(1, 9)))
+
+
+@settings(max_examples=20)
+@given(seed=SEEDS)
+def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(seed):
+    rng = np.random.default_rng(seed)
+    text, windows = draw_text(rng, int(rng.choice([1, 2, 3, 300])), int(rng.integers(600, 1500))), draw_windows(rng)
+    bits = POSITION_BITS[seed % 4]
+    drafter = NgramDrafter(min_window=windows[0], max_window=windows[1], position_bits=bits)
+    size = int(rng.integers(0, 400))
+    drafter.open("grown", np.array(text[:size], np.int32))
+    while size < len(text):
+        check_draft(drafter, "grown", text[:size], windows, 5)
+        added = int(rng.choice([0, 1, 2, 5, 300]))
+        drafter.extend("grown", np.array(text[size : size + added], np.int32))
+        size = min(size + added, len(text))
+    drafter.open("whole", np.array(text, np.int32))
+    grown, whole = drafter.propose("grown", 9), drafter.propose("whole", 9)
+    assert grown.tokens.tolist() == whole.tokens.tolist()
+    assert grown.survival.tolist() == whole.survival.tolist()
+    check_draft(drafter, "grown", text, windows, 9)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_sequences_never_see_each_others_tokens(data):
+    drafter, texts, windows = NgramDrafter(), {}, (1, 12)
+    for _ in range(data.draw(st.integers(1, 25))):
+        key = data.draw(st.sampled_from(["a", ("b", 1), 2]))
+        added = [3 * len(str(key)) + token for token in data.draw(st.lists(st.integers(0, 4), max_size=40))]
+        action = data.draw(st.sampled_from(["open", "extend", "close"]))
+        if action == "close":
+            drafter.close(key)
+            texts.pop(key, None)
+        elif action == "open" or key not in texts:
+            drafter.open(key, np.array(added, np.int32))
+            texts[key] = added
+        else:
+            drafter.extend(key, np.array(added, np.int32))
+            texts[key] = texts[key] + added
+        for other, text in texts.items():
+            check_draft(drafter, other, text, windows, 7)
+
+
+def test_the_draft_ends_with_the_sequence_and_later_matches_win():
+    drafter = NgramDrafter(max_window=3)
+    drafter.open("periodic", np.array([1, 2, 1, 2, 1], np.int32))
+    assert drafter.propose("periodic", 9).tokens.tolist() == [2, 1]
+    drafter.open("latest", np.array([7, 1, 9, 7, 2, 9, 7], np.int32))
+    assert drafter.propose("latest", 9).tokens.tolist() == [2, 9, 7]
+    drafter.open("longest", np.array([5, 7, 1, 9, 7, 2, 5, 7], np.int32))
+    assert drafter.propose("longest", 2).tokens.tolist() == [1, 9]
+
+
+def test_no_draft_where_nothing_is_repeated_or_nothing_is_asked():
+    drafter = NgramDrafter(min_window=2)
+    for text in ([], [1], [1, 2, 3], [1, 2, 1]):
+        drafter.open("a", np.array(text, np.int32))
+        assert drafter.propose("a", 4).tokens.size == drafter.propose("a", 4).survival.size == 0
+    drafter.open("a", np.array([1, 2, 1, 2], np.int32))
+    assert drafter.propose("a", 0).tokens.size == 0
+    assert drafter.propose("a", 4).tokens.tolist() == [1, 2]
+
+
+def test_a_draft_is_the_callers_own():
+    drafter = NgramDrafter()
+    drafter.open("a", np.array([1, 2, 3, 1], np.int32))
+    drafter.propose("a", 2).tokens[:] = 99
+    assert drafter.propose("a", 2).tokens.tolist() == [2, 3]
+
+
+def test_prior_survival_never_rises_and_grows_with_the_match():
+    survival = prior_survival(12, 16)
+    assert (np.diff(survival, axis=1) < 0).all()
+    assert (np.diff(survival, axis=0) > 0).all()
+    assert survival.min() > 0 and survival.max() < 1
+    assert survival[1, :3] == pytest.approx([0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize("text", ["random", "letters", "same", "pairs"])
+def test_memory_is_bounded_and_returned(text):
+    size, rng = 100_000, np.random.default_rng(0)
+    if text == "pairs":  # nearly every context of 11 tokens occurs twice, and then goes on in two ways
+        half = rng.integers(0, 50_000, size // 2)
+        tokens = np.concatenate([half, np.where(np.arange(size // 2) % 12 == 11, 50_000 + np.arange(size // 2), half)])
+    else:
+        tokens = rng.integers(0, {"random": 50_000, "letters": 3, "same": 1}[text], size)
+    drafter = NgramDrafter()
+    for key in range(2):
+        drafter.open(key, tokens[: size - 5000].astype(np.int32))
+    for start in range(size - 5000, size, 500):
+        drafter.extend(1, tokens[start : start + 500].astype(np.int32))
+    assert 2 * 4 * size < drafter.nbytes <= 2 * (58 * size + 8 * 12 * 2048 + 1072)
+    drafter.close(0)
+    drafter.close(1)
+    drafter.close("never opened")
+    assert drafter.nbytes == 0
+
+
+def test_a_million_tokens_stay_in_their_bound():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 300, 1_000_000).astype(np.int32)
+    drafter = NgramDrafter()
+    drafter.open("long", tokens[:990_000])
+    drafter.extend("long", tokens[990_000:])
+    assert drafter.nbytes <= 58 * tokens.size + 8 * 12 * 2048 + 1072
+    check_draft(drafter, "long", tokens.tolist(), (1, 12), 7)
+
+
+def test_a_sequence_that_is_too_long_is_refused_and_stays_as_it_was():
+    index = ContextIndex(np.zeros(15, np.int32), min_window=1, max_window=2, position_bits=4)
+    with pytest.raises(ValueError, match="16 tokens is too long"):
+        index.extend(np.zeros(1, np.int32))
+    assert index.size == 15 and index.find_longest() == (2, 14)
+
+
+@pytest.mark.parametrize("windows", [(0, 3), (4, 3), (1, 65)])
+def test_wrong_windows_are_refused(windows):
+    with pytest.raises(ConfigError, match=f"{windows[0]} to {windows[1]}"):
+        NgramDrafter(min_window=windows[0], max_window=windows[1])
