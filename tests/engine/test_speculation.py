@@ -347,3 +347,36 @@ def test_drafts_survive_new_weights_between_steps(testbed, alone):
         assert_all_faithful(drive)
         outcomes.append(results(drive))
     assert outcomes[0].keys() == outcomes[1].keys()
+
+
+class Resting(EveryDraft):
+    """A policy that drafts nothing and writes down what it hears."""
+
+    is_probe = True
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def should_try(self, step):
+        return False
+
+    def expect(self, survivals, num_requests):
+        self.heard.append((survivals, num_requests))
+
+
+def test_while_nothing_is_drafted_estimates_follow_the_tokens_that_come(testbed, alone, mode):
+    """Drafts that no step verifies are compared with the answers: the estimates fall for one that guesses, and rise for
+    one that knows."""
+    last = {}
+    for alpha in (0.0, 1.0):
+        policy = Resting()
+        drafting = speculation(OracleDrafter(answers(alone), alpha, vocab_size=VOCAB_SIZE), policy)
+        drive = testbed.drive(speculation=drafting)
+        drive.run(*requests())
+        assert_same(drive, alone, bitwise=mode == "deterministic")
+        assert drafting.totals.steps == drafting.totals.requests.proposed == 0
+        last[alpha] = np.mean(
+            [survival[0] for survivals, _ in policy.heard[-3:] for survival in survivals if survival.size]
+        )
+    assert last[0.0] < 0.6 < last[1.0]

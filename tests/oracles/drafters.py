@@ -98,6 +98,9 @@ class EveryDraft:
     def tried(self, *, num_requests, num_drafts, num_emitted):
         assert num_requests <= num_emitted <= num_requests + num_drafts
 
+    def expect(self, survivals, num_requests):
+        pass
+
     def renew(self):
         pass
 

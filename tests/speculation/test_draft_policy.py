@@ -244,3 +244,38 @@ def test_costs_that_were_measured_too_low_are_corrected():
     engine.run(800, alpha=0.3)
     assert engine.run(4000, alpha=0.3)[0] >= 0.98
     assert math.isfinite(engine.costs.seconds(1, 8)[1])
+
+
+def test_drafts_that_would_pay_end_a_rest_by_a_probe():
+    policy = DraftPolicy(pay_table())
+    step = 0
+    while not policy.is_probe:  # nothing is drafted
+        assert policy.should_try(step)
+        policy.tried(num_requests=1, num_drafts=0, num_emitted=1)
+        step += 1
+    poor, good = np.array([0.01]), np.array([0.95, 0.9, 0.85])
+    assert not policy.should_try(step + 1)
+    for _ in range(9):
+        policy.expect([poor], 1)
+        policy.expect([good], 1)  # once in a row is no reason
+    assert not policy.should_try(step + 2)
+    policy.expect([good], 1)
+    policy.expect([good], 1)
+    assert policy.should_try(step + 2)
+    policy.tried(num_requests=1, num_drafts=3, num_emitted=1)  # the probe lost
+    policy.expect([good], 1)
+    policy.expect([good], 1)
+    assert not policy.should_try(step + 3), "the next probe comes after a rest"
+    policy.should_try(step + 70)
+    policy.expect([good], 1)
+    policy.expect([good], 1)
+    assert policy.should_try(step + 71)
+
+
+def pay_table():
+    """Drafts are nearly free."""
+    costs = CostTable()
+    costs.set(1, 1, 1, 1.0)
+    costs.set(1, 4, 2, 1.1)
+    costs.set(1, 4, 4, 1.2)
+    return costs

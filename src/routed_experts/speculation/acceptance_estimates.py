@@ -19,7 +19,7 @@ from routed_experts.speculation.drafter import Draft
 HALF_LIFE = 16  # of a request's observations, in its verify steps
 IDLE_HALF_LIFE = 64  # of the same, in steps that verified no draft of it: the request is tried again in time
 SHARED_HALF_LIFE = 256  # of all requests' observations of claims of one size, in such observations
-OWN_PRIOR, SHARED_PRIOR = 1.0, 8.0  # accepted drafts, of as many expected, that a ratio begins with
+OWN_PRIOR, SHARED_PRIOR = 4.0, 8.0  # accepted drafts, of as many expected, that a ratio begins with
 NUM_CLAIMS = 8  # sizes of a claim, equally wide
 
 

@@ -6,7 +6,8 @@ policy takes the drafts with the most tokens per second. Whether drafting pays i
     on      every step drafts (is joined: it needs the tokens of the step before)
       | 32 steps in a row without a draft to verify, or the balance has fallen too low
     off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
-      | a probe that was faster than a step without drafts
+      | a probe that was faster than a step without drafts; the next step is one where `expect` hears that drafts
+      | would pay, unless the last 64 steps have seen a useless one
     trial   8 more probes in a row, from which the estimates learn; then on
 
 The balance is what drafting has gained since it was last switched on, in steps without drafts."""
@@ -24,6 +25,7 @@ LOWEST_BALANCE, HIGHEST_BALANCE = -4.0, 8.0  # steps; below the first drafting e
 PROBE_EVERY, RARE_PROBE_EVERY = 64, 512  # steps
 FRUITLESS_PROBES = 4  # after so many in a row probes are rare
 MEASURE_EVERY = 256  # steps; one of these verifies no draft, so that the cost of such steps stays known
+PROMISING = 2  # reports in a row of drafts that would pay, before a probe
 TRIAL = 8  # probes after a useful one
 
 
@@ -39,7 +41,7 @@ class DraftPolicy:
         self._costs, self._adaptive = costs, adaptive
         self._on = True
         self._step = self._last_probe = self._next_probe = 0
-        self._num_useless = self._num_fruitless = self._trial = 0
+        self._num_useless = self._num_fruitless = self._num_promising = self._trial = 0
         self._balance = 0.0
 
     def choose(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> list[int]:
@@ -91,6 +93,21 @@ class DraftPolicy:
             self._end(num_fruitless=FRUITLESS_PROBES)
         elif self._num_useless >= PATIENCE:
             self._end(num_fruitless=0)
+
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
+        """Take the survivals of drafts that no step verifies, while nothing is drafted: where they would pay, the next
+        step probes."""
+        if not self.is_probe or self._trial > 0:
+            return
+        sizes, known = self._verify_sizes(num_requests), [survival for survival in survivals if survival.size]
+        pays = False
+        if sizes and known:
+            gained = np.sort(np.concatenate(known))[::-1].cumsum()
+            pays = self._best_count(gained, num_requests, sizes) > 0
+        self._num_promising = self._num_promising + 1 if pays else 0
+        rests = self._num_fruitless > 0 and self._step < self._last_probe + PROBE_EVERY
+        if self._num_promising >= PROMISING and not rests:
+            self._num_promising, self._next_probe = 0, self._step
 
     def renew(self) -> None:
         """Take note of a new request: the next probe comes 64 steps after the last one, or now."""

@@ -124,6 +124,9 @@ class _FixedPolicy:
     def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
         """Nothing is learned."""
 
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
+        """Nothing is learned."""
+
     def renew(self) -> None:
         """Nothing is learned."""
 

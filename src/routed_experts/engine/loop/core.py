@@ -67,7 +67,7 @@ class EngineCore:
         self.pause_mode: PauseMode | None = None
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
-        self._dispatched_at = 0.0  # the last step that did not overlap another
+        self._joined_at: float | None = None  # when the step in flight was dispatched, unless it overlapped another
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
     @property
@@ -117,7 +117,11 @@ class EngineCore:
             return self._joined_step(self.speculation)
         batch = self._schedule()
         dispatched = None if batch is None else self.runner.dispatch(batch)
-        return self._process_result(dispatched)
+        outs = self._process_result(dispatched)
+        self._joined_at = None
+        if self.speculation is not None:
+            self.speculation.watch(self.scheduler.running, self.num_steps)
+        return outs
 
     def drain(self) -> BatchTokenIDOut:
         """Process the step in flight without dispatching another."""
@@ -203,7 +207,7 @@ class EngineCore:
         outs, running = self._process_result(None), self.scheduler.running
         may_draft = speculation.may_draft(running, self.num_steps)
         batch = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
-        self._dispatched_at = time.monotonic()
+        self._joined_at = time.monotonic()
         self._pending = None if batch is None else self.runner.dispatch(batch)
         speculation.catch_up(self.scheduler.running)
         return outs
@@ -237,7 +241,7 @@ class EngineCore:
         outs, self._finished = self._finished, []
         if finished is not None:
             batch, result = finished.batch, self.runner.read(finished)
-            step_s = time.monotonic() - self._dispatched_at
+            read_at = time.monotonic()
             committed = self.scheduler.commit(batch, result, self.request_table.match_stop_string)
             live = committed.live
             if result.rows is not None:
@@ -255,12 +259,21 @@ class EngineCore:
             self.num_steps += 1
             elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
             if self.speculation is not None:
-                overlaps = dispatched is not None or batch.mode is ForwardMode.TARGET_VERIFY
-                self.speculation.time_step(batch, elapsed_s if overlaps else step_s)
+                self._time_step(self.speculation, batch, elapsed_s, read_at, overlaps=dispatched is not None)
             if self.after_step is not None:
                 self.after_step(elapsed_s)
         self._invalidate_recycled_rows()
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
+
+    def _time_step(
+        self, speculation: Speculation, batch: ModelWorkerBatch, elapsed_s: float, read_at: float, *, overlaps: bool
+    ) -> None:
+        """Report what a step took: with drafts the time from the end of the step before to its own, host work included;
+        without them what an overlapped step takes, also where this one did not overlap."""
+        if batch.mode is ForwardMode.TARGET_VERIFY or (overlaps and self._joined_at is None):
+            speculation.time_step(batch, elapsed_s)
+        elif self._joined_at is not None and not overlaps:
+            speculation.time_step(batch, read_at - self._joined_at)
 
     def _make_output(self, req: Req) -> TokenIDOut:
         """What a request has gained since its last output. A finished request carries its rows (one that streams rows:

@@ -21,6 +21,7 @@ from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
+WATCH_EVERY = 4  # steps without drafts; after these, drafts are compared with the tokens that came
 
 
 class Policy(Protocol):
@@ -43,6 +44,10 @@ class Policy(Protocol):
         """Report on the step that should_try allowed."""
         ...
 
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
+        """Take the survivals of drafts that no step verifies."""
+        ...
+
     def renew(self) -> None:
         """Take note of a new request."""
         ...
@@ -56,6 +61,15 @@ class DraftLimits:
     vocab_size: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unverified:
+    """A draft that no step verifies. `start`: the position of its first token."""
+
+    start: int
+    draft: Draft
+    survival: Float64[np.ndarray, " k"]
+
+
 class Speculation:
     """The drafter and the policy of an engine. `costs` follow the steps that run."""
 
@@ -64,6 +78,7 @@ class Speculation:
         self.totals = SpeculativeTotals()
         self._limits, self._estimates = limits, AcceptanceEstimates()
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
+        self._unverified: dict[str, _Unverified] = {}  # by request
         self._is_in_flight = False  # the step with the last proposals has not been observed
         self._num_failures = 0
         self._logged: set[str] = set()
@@ -82,6 +97,7 @@ class Speculation:
 
     def propose(self, running: Sequence[Req]) -> dict[str, Int32[np.ndarray, " k"]]:
         """The drafts that the next step verifies, by request id; no step is in flight."""
+        self._unverified.clear()
         start, is_probe = time.perf_counter(), self.policy.is_probe
         drafts = [self._draft(req) for req in running]
         estimates = [self._estimates.survival(req.rid, draft) for req, draft in zip(running, drafts, strict=True)]
@@ -106,6 +122,33 @@ class Speculation:
                 self._index(req)
         self.totals.draft_s += time.perf_counter() - start
         self.totals.store_bytes = self.drafter.nbytes
+
+    def watch(self, running: Sequence[Req], step: int) -> None:
+        """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
+        hears of text that has become predictable. The step in flight hides this work."""
+        if self.is_off or step % WATCH_EVERY or not self.policy.is_probe:
+            return
+        start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
+        for req in filter(_may_speculate, running):
+            last = self._unverified.get(req.rid)
+            if last is None or self._is_settled(req, last):
+                draft = (self._checked(req, self._limits.num_drafts) if self._index(req) else None) or NO_DRAFT
+                last = _Unverified(req.num_known, draft, self._estimates.survival(req.rid, draft))
+                self._unverified[req.rid] = last
+            survivals.append(last.survival)
+        self.policy.expect(survivals, len(running))
+        self.totals.draft_s += time.perf_counter() - start
+
+    def _is_settled(self, req: Req, last: "_Unverified") -> bool:
+        """Whether the tokens that came decide about a draft; then they are observed."""
+        drafted = last.draft.tokens
+        came = req.tokens[last.start : req.num_known][: drafted.size]
+        matches = came == drafted[: came.size]
+        accepted = came.size if matches.all() else int(matches.argmin())
+        if accepted == came.size < drafted.size:
+            return False
+        self._estimates.observe(req.rid, drafted.size, accepted)
+        return True
 
     def observe(self, batch: ModelWorkerBatch, result: StepResult, advanced: Iterable[Req]) -> None:
         """Count what a verify step accepted and kept. The first step after proposals has them, if it had room."""
@@ -146,6 +189,7 @@ class Speculation:
         """Forget a request that has ended."""
         if self._indexed.pop(req.rid, None) is not None and not self.is_off:
             self.drafter.close(req.rid)
+        self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
 
     def _draft(self, req: Req) -> Draft:
