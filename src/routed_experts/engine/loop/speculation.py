@@ -21,7 +21,8 @@ from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
-WATCH_EVERY = 4  # steps without drafts; after these, drafts are compared with the tokens that came
+WATCH_EVERY = 8  # steps without drafts, at least; after these, drafts are compared with the tokens that came
+WATCHED_A_STEP = 0.5  # requests, on average: the host's cores may be those of the device
 
 
 class Policy(Protocol):
@@ -126,7 +127,8 @@ class Speculation:
     def watch(self, running: Sequence[Req], step: int) -> None:
         """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
         hears of text that has become predictable. The step in flight hides this work."""
-        if self.is_off or step % WATCH_EVERY or not self.policy.is_probe:
+        every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
+        if self.is_off or step % every or not self.policy.is_probe:
             return
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
