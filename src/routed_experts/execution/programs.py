@@ -74,8 +74,8 @@ class ProgramSpec:
         """Rows of a step's logits: one a request, or one a token where drafts are verified."""
         if shape.mode is not ForwardMode.TARGET_VERIFY:
             return shape.num_requests
-        rows = min(shape.num_tokens, shape.num_requests * (self.num_drafts + 1))
-        return rows - rows % shape.num_requests
+        most = min(shape.num_tokens, shape.num_requests * (self.num_drafts + 1))
+        return most - most % shape.num_requests
 
 
 @jax.tree_util.register_dataclass
