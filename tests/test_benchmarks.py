@@ -19,6 +19,7 @@ SMALLEST = {
     "families_gpu": ["--small"],
     "host_work": ["--batch", "2", "--new", "8"],
     "http_overhead": ["--small"],
+    "launches": ["--small"],
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
