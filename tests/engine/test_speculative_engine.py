@@ -173,3 +173,21 @@ def test_every_family_without_states_answers_with_drafts_as_without(name, tmp_pa
             np.testing.assert_array_equal(rows, expected)
         logprobs = [[entry[0] for entry in out["meta_info"]["output_token_logprobs"]] for out in (drafted, plain)]
         np.testing.assert_allclose(*logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_two_devices_answer_with_drafts_as_without(folder, ep_size):
+    found = []
+    for speculative in (None, NGRAM):
+        sizes = dict(tp_size=2, ep_size=ep_size, enable_return_routed_experts=True, skip_tokenizer_init=True)
+        with open_engine(folder, **sizes, speculative=speculative) as engine:
+            sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24}
+            prompts = [PROMPT, PROMPT[2:]]
+            found.append(engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True))
+            totals = engine.stats().speculative
+    assert totals.requests.proposed > 0
+    for plain, drafted in zip(*found, strict=True):
+        assert drafted["output_ids"] == plain["output_ids"]
+        rows, expected = map(extract_routed_experts_from_meta_info, (drafted["meta_info"], plain["meta_info"]))
+        np.testing.assert_array_equal(rows, expected)
