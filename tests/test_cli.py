@@ -126,6 +126,18 @@ def test_drafts_are_asked_for_in_the_words_of_sglang_or_of_vllm():
     assert drafts("--speculative-config", config) == SpeculativeConfig(num_draft_tokens=4)
     with pytest.raises(ConfigError, match="in two ways"):
         drafts("--speculative-config", config, "--speculative-algorithm", "NGRAM")
+    with pytest.raises(ConfigError, match="draft_model_path='x', but NGRAM has no draft model"):
+        drafts("--speculative-algorithm", "NGRAM", "--speculative-draft-model", "x")
+
+
+def test_devices_of_drafts_are_those_of_the_model():
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    add_speculative_flags(parser)
+    words = ["--speculative-config", '{"method": "ngram", "draft_tensor_parallel_size": 2}']
+    assert speculative_args(parser.parse_args([*words, "--tp-size", "2"])) == SpeculativeConfig()
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size=2 is not tp_size=1"):
+        speculative_args(parser.parse_args(words))
 
 
 def test_every_field_of_drafts_has_a_flag():

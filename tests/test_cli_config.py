@@ -72,9 +72,35 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_p
     assert read(tmp_path, "# nothing\n", "MODEL") == typed("MODEL")
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_switch_with_two_sides_is_on_or_off_as_the_file_says(tmp_path, name):
+    for content, flag in (
+        ({"speculative-adaptive": True}, "--speculative-adaptive"),
+        ({"speculative_adaptive": False}, "--no-speculative-adaptive"),
+        ({"no-speculative-adaptive": True}, "--no-speculative-adaptive"),
+        ({"no_speculative_adaptive": False}, "--speculative-adaptive"),
+    ):
+        assert read(tmp_path, content, "MODEL", name=name) == typed("MODEL", flag), content
+
+
+def test_an_object_is_the_json_of_its_flag(tmp_path):
+    words = {"method": "ngram", "num_speculative_tokens": 3}
+    expected = typed("MODEL", "--speculative-config", json.dumps(words))
+    lines = "speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n"
+    for content in (lines, {"speculative_config": words}, {"speculative-config": json.dumps(words)}):
+        assert read(tmp_path, content, "MODEL") == expected
+    assert read(tmp_path, {"speculative-config": words}, "MODEL", name="a.json") == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("speculative-config: {method: [ngram]}", "method of speculative-config is a list"),
+        ("speculative-config: {a: {b: c}}", "a of speculative-config is an object"),
+        ("speculative-config: [1]", "speculative-config is a list"),
+        ("speculative-adaptive: 1", "true or false"),
+        ("speculative-adaptive: true\nno-speculative-adaptive: true", "are one flag"),
+        ("port: {[1]: 2}", "port is {"),
         ("prot: 1", "prot is no flag of serve; did you mean port?"),
         ("nonsense-of-mine: 1", "--help"),
         ("config: a.yaml", "config"),

@@ -13,6 +13,9 @@ from routed_experts.core.speculative_config import SpeculativeConfig
     [
         (dict(algorithm="NGRAMS"), ["NGRAMS", "NGRAM"]),
         (dict(algorithm=3), ["3", "NGRAM"]),
+        (dict(algorithm="x" * 5000), ["(5000 characters)", "NGRAM"]),
+        (dict(algorithm="mlp_speculator"), ["mlp_speculator", "not read", "NGRAM"]),
+        (dict(algorithm="ngram_gpu"), ["ngram_gpu", "unknown", "NGRAM"]),
         *(
             (dict(algorithm=name), [name, "draft model", "NGRAM"])
             for name in ("NEXTN", "eagle", "EAGLE3", "STANDALONE")
@@ -21,9 +24,21 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(algorithm="SUFFIX"), ["SUFFIX", "not in this version", "NGRAM"]),
         *((dict(algorithm=name), [name, "not read", "NGRAM"]) for name in ("MEDUSA", "P-EAGLE", "DFlash", "DSpark")),
         (dict(eagle_topk=2), ["eagle_topk=2", "chains", "1"]),
+        (dict(eagle_topk=True), ["eagle_topk=True", "chains"]),
+        (dict(eagle_topk=1.0), ["eagle_topk=1.0", "chains"]),
+        (dict(ngram_min_bfs_breadth=2), ["ngram_min_bfs_breadth=2", "chains"]),
         (dict(ngram_max_bfs_breadth=8), ["ngram_max_bfs_breadth=8", "chains"]),
+        (dict(ngram_match_type="PROB"), ["ngram_match_type='PROB'", "latest", "BFS"]),
+        (dict(ngram_match_type=None), ["ngram_match_type=None", "BFS"]),
+        (dict(ngram_max_trie_depth=6), ["ngram_max_trie_depth=6", "at least 7", "chains of up to 7"]),
+        (dict(ngram_branch_length=2, num_steps=3), ["ngram_branch_length=2", "at least 3"]),
+        (dict(ngram_branch_length="18"), ["ngram_branch_length='18'", "at least 7"]),
+        (dict(ngram_capacity=0), ["ngram_capacity=0", "at least 1"]),
         (dict(accept_threshold_single=0.9), ["accept_threshold_single=0.9", "1.0"]),
         (dict(accept_threshold_acc=0.5), ["accept_threshold_acc=0.5", "1.0"]),
+        (dict(accept_threshold_acc=float("nan")), ["accept_threshold_acc=nan", "1.0"]),
+        (dict(accept_threshold_single=True), ["accept_threshold_single=True", "1.0"]),
+        (dict(accept_threshold_single="1"), ["accept_threshold_single='1'", "1.0"]),
         (dict(num_draft_tokens=1), ["num_draft_tokens=1", "2..32"]),
         (dict(num_draft_tokens=33), ["num_draft_tokens=33", "2..32"]),
         (dict(num_draft_tokens=True), ["num_draft_tokens=True", "2..32"]),
@@ -58,8 +73,16 @@ def test_vllms_config_is_read_as_a_dict_and_as_json():
         read = SpeculativeConfig.from_vllm(config)
         assert (read.num_drafts, read.min_window, read.max_window) == (5, 2, 6)
     assert SpeculativeConfig.from_vllm({"method": "ngram"}).num_drafts == 7
-    one_bound = SpeculativeConfig.from_vllm({"method": "ngram", "prompt_lookup_max": 2})
-    assert (one_bound.min_window, one_bound.max_window) == (2, 2)
+    for key in ("prompt_lookup_min", "prompt_lookup_max"):  # one bound is both, as in vLLM
+        one_bound = SpeculativeConfig.from_vllm({"method": "ngram", key: 2})
+        assert (one_bound.min_window, one_bound.max_window) == (2, 2)
+
+
+def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
+    tree = dict(ngram_min_bfs_breadth=1, ngram_max_bfs_breadth=1, ngram_match_type="bfs", eagle_topk=1)
+    sizes = dict(ngram_branch_length=18, ngram_max_trie_depth=7, ngram_capacity=10_000_000)
+    config = SpeculativeConfig(**tree, **sizes, accept_threshold_single=1.0, accept_threshold_acc=1)
+    assert (config.num_drafts, config.min_window, config.max_window) == (7, 1, 12)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +96,18 @@ def test_vllms_config_is_read_as_a_dict_and_as_json():
         ({"method": "ngram", "num_speculative_tokens": "3"}, ["num_speculative_tokens='3'", "1..31"]),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size=2", "tp_size=1"]),
         ({"method": "ngram", "rejection_sample_method": "typical"}, ["typical", "standard"]),
-        ({"method": "ngram", "prompt_lookup_min": 0}, ["min_match_window_size=0", "1..64"]),
+        ({"method": "ngram", "prompt_lookup_min": 0}, ["prompt_lookup_min=0", "1..64"]),
+        ({"method": "ngram", "prompt_lookup_max": "3"}, ["prompt_lookup_max='3'", "1..64"]),
+        ({"method": "ngram", "prompt_lookup_min": True}, ["prompt_lookup_min=True", "1..64"]),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            ["prompt_lookup_min=5 is above prompt_lookup_max=4"],
+        ),
+        ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
+        ({}, ["no method", "ngram"]),
         ({"method": "eagle3", "model": "folder"}, ["folder", "n-grams"]),
         ("{method: ngram}", ["no JSON"]),
+        ("[" * 100_000, ["no JSON", "(100000 characters)"]),
         ("[1]", ["must be a dict"]),
     ],
 )
@@ -92,8 +124,12 @@ def test_one_way_to_say_it():
     assert SpeculativeConfig.create(config, {"algorithm": None}) is config
     assert SpeculativeConfig.create(None, {"algorithm": "ngram", "num_draft_tokens": 4}).num_drafts == 3
     assert SpeculativeConfig.create(None, {}, vllm) == SpeculativeConfig.from_vllm(vllm)
-    for ways in ((config, {"algorithm": "NGRAM"}, None), (config, {}, vllm), (None, {"algorithm": "NGRAM"}, vllm)):
+    flat = {"algorithm": "NGRAM"}
+    for ways in ((config, flat, None), (config, {}, vllm), (None, flat, vllm), (None, flat, {}), (config, {}, {})):
         with pytest.raises(ConfigError, match="in two ways; give one of them"):
             SpeculativeConfig.create(*ways)
+    for other in ("NGRAM", True, {"method": "ngram"}):
+        with pytest.raises(ConfigError, match="must be a SpeculativeConfig; give"):
+            SpeculativeConfig.create(other, {})
     with pytest.raises(ConfigError, match="speculative_num_steps without speculative_algorithm"):
         SpeculativeConfig.create(None, {"num_steps": 3})

@@ -37,9 +37,22 @@ def test_the_keywords_of_drafts_are_fields_of_their_config_that_are_left_out_by_
     params = {name: parameter for name, parameter in keywords(Engine.__init__).items() if name.startswith(OF_DRAFTS)}
     assert params.pop(OF_DRAFTS).default is None
     fields = {f"speculative_{field.name}": field for field in dataclasses.fields(SpeculativeConfig)}
-    trees = {name for name in fields if "bfs" in name or "threshold" in name}  # these have one value
-    assert params.keys() == fields.keys() - trees
+    of_trees = (
+        "bfs",
+        "threshold",
+        "match_type",
+        "trie_depth",
+        "branch_length",
+        "capacity",
+    )  # no other value, or no effect
+    trees = {name for name in fields if any(part in name for part in of_trees)}
+    assert params.keys() == fields.keys() - trees and len(trees) == 8
     assert all(parameter.default is None for parameter in params.values())
+    for name in trees:
+        with pytest.raises(ConfigError, match=rf"give it as {name.removeprefix('speculative_')} of speculative="):
+            Engine("nowhere", **{name: 1})
+    with pytest.raises(ConfigError, match=r"did you mean speculative_num_steps\?"):
+        Engine("nowhere", speculative_num_step=3)
 
 
 @pytest.mark.parametrize("method", [Engine.generate, Engine.async_generate])

@@ -4,6 +4,7 @@
     port: 8000
     enable-return-routed-experts: true        # a switch: true, or false for its default
     precompile-bs-paddings: [1, 8, 32]
+    speculative-config: {method: ngram, num_speculative_tokens: 7}
 
 Values are taken as they are written, not as YAML reads numbers. As with vLLM and SGLang, a flag on the command line
 wins over the file, and the file over the default. It also wins over another flag for the same setting (`--api-key-file`
@@ -11,11 +12,12 @@ over `api-key`)."""
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from routed_experts.cli.flags import Parser
+from routed_experts.cli.flags import JSON, Parser
 from routed_experts.core.error_text import suggestion
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import import_optional
@@ -27,6 +29,7 @@ _SAME_SETTING = (
     ("admin_api_key", "admin_api_key_file"),
     ("ep_size", "enable_expert_parallel"),
 )
+_INTEGER = re.compile("-?[0-9]{1,18}")
 _RESOLVED = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")  # all other scalars stay text
 
 
@@ -82,7 +85,13 @@ def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> l
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{file}: {key} is {value!r}; expected true or false")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            on, off = action.option_strings
+            says_on = f"--{key.replace('_', '-')}" == on
+            return [on if value == says_on else off]
         return [flag] if value else []
+    if isinstance(value, dict) and action.metavar == JSON:
+        return [f"{flag}={_object_text(file, key, cast('dict[str, object]', value))}"]
     values = cast("list[object]", value) if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in values):
         expected = "a list of numbers" if action.nargs else "text or a number"
@@ -92,6 +101,20 @@ def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> l
     if isinstance(value, list):
         raise ConfigError(f"{file}: {key} is a list; expected one value")
     return [f"{flag}={value}"]
+
+
+def _object_text(file: Path, key: str, fields: Mapping[str, object]) -> str:
+    """An object's JSON. Whole numbers, which are text in a file, are numbers in it."""
+    for name, item in fields.items():
+        if item is not None and not isinstance(item, str | bool):
+            kind = "a list" if isinstance(item, list) else "an object"
+            raise ConfigError(f"{file}: {name} of {key} is {kind}; expected one value")
+    return json.dumps(
+        {
+            name: int(item) if isinstance(item, str) and _INTEGER.fullmatch(item) else item
+            for name, item in fields.items()
+        }
+    )
 
 
 def _read(file: Path) -> Mapping[str, object]:
@@ -110,7 +133,8 @@ def _read(file: Path) -> Mapping[str, object]:
     for key, value in cast("tuple[tuple[object, object], ...]", content):
         if str(key) in values:
             raise ConfigError(f"{file}: {key} is written twice; leave one of them out")
-        values[str(key)] = dict(cast("tuple[tuple[str, object]]", value)) if isinstance(value, tuple) else value
+        pairs = cast("tuple[tuple[object, object], ...]", value if isinstance(value, tuple) else ())
+        values[str(key)] = {str(name): item for name, item in pairs} if isinstance(value, tuple) else value
     return values
 
 

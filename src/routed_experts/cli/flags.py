@@ -23,11 +23,15 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is N
         "speculative_num_draft_tokens": "8",
         "speculative_num_steps": "one less than --speculative-num-draft-tokens",
         "speculative_draft_model_path": "none; NGRAM needs none",
+        "speculative_ngram_max_trie_depth": "unbounded",
+        "speculative_ngram_branch_length": "unbounded",
+        "speculative_ngram_capacity": "unbounded",
         "tokenizer_path": "the model's own",
         "precompile_bs_paddings": "1 8 32 up to --max-running-requests",
         "precompile_token_paddings": "64 256 1024 up to --max-prefill-tokens",
     }
 )
+JSON = "JSON"  # metavar of flags that take an object
 _RESIDENCY_METAVAR = "|".join((*RESIDENCIES, "FILE.npz"))
 _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
     {"plan": "placement", "mode": "placement_mode"}
@@ -35,6 +39,9 @@ _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
 _PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED}
 )
+_SPECULATIVE_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"draft_model_path": ("speculative_draft_model",)}
+)  # SGLang's other names of a field
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")  # argparse's own text
 _WORD = re.compile(r"[\w.-]+")
 
@@ -153,17 +160,19 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         keywords = switch if field.type is bool else _argument_keywords(field.type)
         default = "none: nothing is drafted" if field.name == "algorithm" else field.default
         default = _DEFAULTS.get(name, default)
-        group.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords)
+        flags = map(_flag, (name, *_SPECULATIVE_NAMES.get(field.name, ())))
+        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords)
     example = '{"method": "ngram", "num_speculative_tokens": 3}'
     group.add_argument(
-        "--speculative-config", metavar="JSON", default=argparse.SUPPRESS, help=f"in vLLM's words: {example}"
+        "--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=f"in vLLM's words: {example}"
     )
 
 
 def speculative_args(options: argparse.Namespace) -> SpeculativeConfig | None:
     """Speculative decoding; None without any of its flags. Raises ConfigError."""
-    fields = _given_fields(options, SpeculativeConfig, prefix="speculative_")
-    return SpeculativeConfig.create(None, fields, vars(options).get("speculative_config"))
+    fields, values = _given_fields(options, SpeculativeConfig, prefix="speculative_"), vars(options)
+    tp_size = values.get("tp_size", ServerArgs().tp_size)
+    return SpeculativeConfig.create(None, fields, values.get("speculative_config"), tp_size=tp_size)
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:

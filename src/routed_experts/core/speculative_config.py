@@ -17,16 +17,15 @@ MAX_DRAFT_TOKENS = 32
 MAX_WINDOW = 64  # tokens
 _WITH_MODEL = ("NEXTN", "MTP", "EAGLE", "EAGLE3", "STANDALONE", "DRAFT_MODEL")
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
+_VLLM_WINDOWS = ("prompt_lookup_min", "prompt_lookup_max")
 _VLLM_KEYS = (
     "method",
     "model",
     "num_speculative_tokens",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
+    *_VLLM_WINDOWS,
     "draft_tensor_parallel_size",
     "rejection_sample_method",
 )
-_VLLM_WINDOWS = (3, 5)  # vLLM's defaults where one of the two bounds is left out
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +51,13 @@ class SpeculativeConfig:
     # breadth of a tree of drafts: 1
     ngram_min_bfs_breadth: int = 1
     ngram_max_bfs_breadth: int = 1
+    # which of equally long suffixes is continued: the latest, BFS; PROB, the most frequent, is refused
+    ngram_match_type: str = "BFS"
+    # of SGLang's trie: tokens of a path, by either name, at least k; and entries. They change nothing here: the index
+    # has whole requests, those that run
+    ngram_max_trie_depth: int | None = None
+    ngram_branch_length: int | None = None
+    ngram_capacity: int | None = None
     # a draft with probability above these was accepted whatever the model chose; 1.0: never
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
@@ -71,40 +77,43 @@ class SpeculativeConfig:
                     f"a chain of {self.num_steps} drafts feeds {self.num_steps + 1} tokens; give one of the two"
                 )
         for name in ("eagle_topk", "ngram_min_bfs_breadth", "ngram_max_bfs_breadth"):
-            if (value := _value(self, name)) != 1 or isinstance(value, bool):
-                raise ConfigError(
-                    f"speculative_{name}={value!r}; drafts are chains, not trees: give 1, or leave it out"
-                )
+            if type(value := _value(self, name)) is not int or value != 1:
+                text = f"speculative_{name}={short_repr(value)}; drafts are chains, not trees"
+                raise ConfigError(f"{text}: give 1, or leave it out")
         for name in ("accept_threshold_single", "accept_threshold_acc"):
             if isinstance(value := _value(self, name), bool) or value != 1.0:
                 raise ConfigError(
-                    f"speculative_{name}={value!r}; below 1.0 tokens are accepted that the model did not sample: give "
-                    "1.0, or leave it out"
+                    f"speculative_{name}={short_repr(value)}; below 1.0 tokens are accepted that the model did not "
+                    "sample: give 1.0, or leave it out"
                 )
         if self.draft_model_path is not None:
-            text = f"speculative_draft_model_path={self.draft_model_path!r}, but {self.algorithm} has no draft model"
+            path = short_repr(self.draft_model_path)
+            text = f"speculative_draft_model_path={path}, but {self.algorithm} has no draft model"
             raise ConfigError(f"{text}; leave it out")
-        low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"
-        _check_int(low, self.min_window, 1, MAX_WINDOW)
-        _check_int(high, self.max_window, 1, MAX_WINDOW)
-        if self.min_window > self.max_window:
-            raise ConfigError(f"{low}={self.min_window} is above {high}={self.max_window}; lower it")
+        self._check_ngram()
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative_adaptive={self.adaptive!r} must be True or False")
 
     @staticmethod
     def create(
-        config: "SpeculativeConfig | None", fields: Mapping[str, Any], vllm: "Mapping[str, object] | str | None" = None
+        config: "SpeculativeConfig | None",
+        fields: Mapping[str, Any],
+        vllm: "Mapping[str, object] | str | None" = None,
+        *,
+        tp_size: int = 1,
     ) -> "SpeculativeConfig | None":
         """Build from one of three: a config, fields by SGLang's names (None: not given), or vLLM's speculative_config;
-        None where nothing is given. Raises ConfigError for two of them at once, and for fields without an
-        algorithm."""
+        None where nothing is given. Raises ConfigError for two of them at once, for fields without an algorithm, and
+        for another type."""
+        if config is not None and not isinstance(config, SpeculativeConfig):
+            text = f"speculative={short_repr(config)} must be a SpeculativeConfig"
+            raise ConfigError(f"{text}; give SpeculativeConfig(algorithm='NGRAM'), or speculative_algorithm='NGRAM'")
         given = {name: value for name, value in fields.items() if value is not None}
         names = ", ".join(f"speculative_{name}" for name in given)
         ways = [
-            *(["speculative"] if config else []),
+            *(["speculative"] if config is not None else []),
             *([names] if given else []),
-            *(["speculative_config"] if vllm else []),
+            *(["speculative_config"] if vllm is not None else []),
         ]
         if len(ways) > 1:
             raise ConfigError(f"{' and '.join(ways)} say the same in two ways; give one of them")
@@ -112,44 +121,44 @@ class SpeculativeConfig:
             raise ConfigError(f"{names} without speculative_algorithm; give speculative_algorithm='NGRAM', too")
         if given:
             return SpeculativeConfig(**given)
-        return config if vllm is None else SpeculativeConfig.from_vllm(vllm)
+        return config if vllm is None else SpeculativeConfig.from_vllm(vllm, tp_size=tp_size)
 
     @staticmethod
     def from_vllm(config: "Mapping[str, object] | str", *, tp_size: int = 1) -> "SpeculativeConfig":
         """Build from vLLM's `speculative_config`, a dict or its JSON; method ngram, whose windows are prompt_lookup_min
-        and prompt_lookup_max. Raises ConfigError, for an unknown key with the nearest name."""
+        and prompt_lookup_max: one alone is both, as in vLLM; without them they are those of SpeculativeConfig. Raises
+        ConfigError, for an unknown key with the nearest name."""
         values = _parse_json(config) if isinstance(config, str) else config
         if not isinstance(values, Mapping):
             raise ConfigError(f"speculative_config={short_repr(config)} must be a dict, or the JSON text of one")
         for key in values:
             if key not in _VLLM_KEYS:
-                raise ConfigError(f"{key!r} is no key of speculative_config; {suggestion(str(key), _VLLM_KEYS)}")
+                raise ConfigError(
+                    f"{short_repr(key)} is no key of speculative_config; {suggestion(str(key), _VLLM_KEYS)}"
+                )
         given = {key: value for key, value in values.items() if value is not None}
         if given.get("draft_tensor_parallel_size", tp_size) != tp_size:
-            text = f"draft_tensor_parallel_size={given['draft_tensor_parallel_size']!r} is not tp_size={tp_size}"
+            text = f"draft_tensor_parallel_size={short_repr(given['draft_tensor_parallel_size'])}"
+            text = f"{text} is not tp_size={tp_size}"
             raise ConfigError(f"{text}; leave it out")
         if given.get("rejection_sample_method", "standard") != "standard":
-            text = f"rejection_sample_method={given['rejection_sample_method']!r} changes what is sampled"
+            text = f"rejection_sample_method={short_repr(given['rejection_sample_method'])} changes what is sampled"
             raise ConfigError(f"{text}; give 'standard', or leave it out")
         if "model" in given and given["model"] not in ("ngram", "[ngram]"):
             raise ConfigError(f"model={short_repr(given['model'])}: this version drafts by n-grams alone; leave it out")
-        drafts = given.get("num_speculative_tokens")
-        if "num_speculative_tokens" in given:
-            _check_int("num_speculative_tokens", drafts, 1, MAX_DRAFT_TOKENS - 1)
         method = given.get("method", "ngram" if "model" in given else None)
         if method is None:
             raise ConfigError("speculative_config has no method; give {'method': 'ngram', 'num_speculative_tokens': 3}")
-        shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-        if shortest is None and longest is None:
-            shortest, longest = 1, 12
-        shortest = min(_VLLM_WINDOWS[0], _as_int(longest)) if shortest is None else shortest
-        longest = max(_VLLM_WINDOWS[1], _as_int(shortest)) if longest is None else longest
-        return SpeculativeConfig(
-            algorithm=method.upper() if isinstance(method, str) else repr(method),
-            num_draft_tokens=None if drafts is None else _as_int(drafts) + 1,
-            ngram_min_match_window_size=_as_int(shortest),
-            ngram_max_match_window_size=_as_int(longest),
-        )
+        fields: dict[str, Any] = {"algorithm": method.upper() if isinstance(method, str) else method}
+        if "num_speculative_tokens" in given:
+            fields["num_draft_tokens"] = _int_of(given, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
+        windows = [_int_of(given, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in given]
+        if windows and windows[0] > windows[-1]:
+            shortest, longest = _VLLM_WINDOWS
+            raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
+        if windows:
+            fields |= {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
+        return SpeculativeConfig(**fields)
 
     @property
     def num_drafts(self) -> int:
@@ -169,17 +178,39 @@ class SpeculativeConfig:
         return self.ngram_max_match_window_size
 
     def _check_algorithm(self) -> None:
-        name = self.algorithm
-        if isinstance(name, str) and name.upper() in ALGORITHMS:
+        name = self.algorithm.upper() if isinstance(self.algorithm, str) else ""
+        text = f"speculative_algorithm={short_repr(self.algorithm)}"
+        if name in ALGORITHMS:
             return
-        if isinstance(name, str) and (name.upper() in _WITH_MODEL or name.lower().endswith("_mtp")):
-            text = f"speculative_algorithm={name!r} needs a draft model, which this version does not run"
-            raise ConfigError(f"{text}; choose NGRAM, which needs none")
-        if isinstance(name, str) and name.upper() == "SUFFIX":
-            raise ConfigError(f"speculative_algorithm={name!r} is not in this version; choose NGRAM")
-        if isinstance(name, str) and name.upper() in _OTHER_HEADS:
-            raise ConfigError(f"speculative_algorithm={name!r}: heads of this kind are not read; choose NGRAM")
-        raise ConfigError(f"speculative_algorithm={name!r} is unknown; choose one of {', '.join(ALGORITHMS)}")
+        if name in _WITH_MODEL or name.endswith("_MTP"):
+            raise ConfigError(
+                f"{text} needs a draft model, which this version does not run; choose NGRAM, which needs none"
+            )
+        if name == "SUFFIX":
+            raise ConfigError(f"{text} is not in this version; choose NGRAM")
+        if name in _OTHER_HEADS:
+            raise ConfigError(f"{text}: heads of this kind are not read; choose NGRAM")
+        raise ConfigError(f"{text} is unknown; choose one of {', '.join(ALGORITHMS)}")
+
+    def _check_ngram(self) -> None:
+        low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"
+        _check_int(low, self.min_window, 1, MAX_WINDOW)
+        _check_int(high, self.max_window, 1, MAX_WINDOW)
+        if self.min_window > self.max_window:
+            raise ConfigError(f"{low}={self.min_window} is above {high}={self.max_window}; lower it")
+        if not isinstance(self.ngram_match_type, str) or self.ngram_match_type.upper() != "BFS":
+            text = f"speculative_ngram_match_type={short_repr(self.ngram_match_type)}; the latest match is continued"
+            raise ConfigError(f"{text}: give BFS, or leave it out")
+        for name, least in (
+            ("ngram_max_trie_depth", self.num_drafts),
+            ("ngram_branch_length", self.num_drafts),
+            ("ngram_capacity", 1),
+        ):
+            value = _value(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                text = f"speculative_{name}={short_repr(value)} must be an integer of at least {least}"
+                reason = "" if least == 1 else f", because drafts are chains of up to {self.num_drafts} tokens"
+                raise ConfigError(f"{text}{reason}; leave it out if in doubt")
 
 
 def _value(config: SpeculativeConfig, name: str) -> object:
@@ -187,20 +218,23 @@ def _value(config: SpeculativeConfig, name: str) -> object:
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must be an integer in {low}..{high}")
+    if type(value) is not int or not low <= value <= high:
+        raise ConfigError(f"{name}={short_repr(value)} must be an integer in {low}..{high}")
 
 
-def _as_int(value: object) -> int:
-    """The value, if it is an integer; else what no check accepts."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+def _int_of(values: Mapping[str, object], key: str, high: int) -> int:
+    """The value of a key, an integer in 1..high. Raises ConfigError."""
+    value = values[key]
+    _check_int(key, value, 1, high)
+    assert isinstance(value, int)
+    return value
 
 
 def _parse_json(text: str) -> object:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"speculative_config={short_repr(text)} is no JSON ({error.msg} at character {error.pos}); write it as "
+            f"speculative_config={short_repr(text)} is no JSON ({error}); write it as "
             '\'{"method": "ngram", "num_speculative_tokens": 3}\''
         ) from error

@@ -59,7 +59,13 @@ Result = dict[str, object] | list[dict[str, object]]
 
 def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     field = next((field for field, names in OTHER_NAMES.items() if name in names), None)
-    fix = suggestion(name, known) if field is None else f"did you mean {field}?"
+    of_drafts = name.removeprefix("speculative_") if name.startswith("speculative_") else ""
+    if field is not None:
+        fix = f"did you mean {field}?"
+    elif of_drafts in {field.name for field in dataclasses.fields(SpeculativeConfig)}:
+        fix = f"give it as {of_drafts} of speculative=SpeculativeConfig(...)"
+    else:
+        fix = suggestion(name, known)
     return ConfigError(f"{name} is no parameter of Engine; {fix}")
 
 
