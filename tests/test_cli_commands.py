@@ -80,6 +80,30 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     assert "/new starts a new conversation" in err and "Ctrl-D" not in out
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--speculative-algorithm EAGLE", "choose NGRAM"),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 64", "in 2..32"),
+        ("--speculative-num-steps 3", "without speculative_algorithm"),
+    ],
+)
+def test_drafts_that_cannot_be_made_are_refused_by_each_command(capsys, command, flags, words):
+    prompt = ["--prompt", "a"] if command == "generate" else []
+    code, out, err = run(capsys, command, "demo", *prompt, *flags.split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_chat_answers_with_drafts_as_without(tmp_path, capsys, monkeypatch):
+    folder, answers = write_tiny_checkpoint(tmp_path), []
+    for flags in ([], ["--speculative-algorithm", "NGRAM", "--no-speculative-adaptive"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello hello hello\n"))
+        code, out, _ = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "16", *flags, *SIZES)
+        answers.append((code, out))
+    assert answers[0] == answers[1] and answers[0][0] == 0
+
+
 def test_chat_on_a_terminal_begins_with_its_commands(tmp_path, capsys, monkeypatch):
     terminal = io.StringIO("hello\n")
     terminal.isatty = lambda: True

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.core.speculative_config import SpeculativeConfig
+    from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
     from routed_experts.engine.control.score import ScoreOutput
     from routed_experts.engine.control.stats import EngineStats, PlacementStats
     from routed_experts.engine.engine import Engine
@@ -73,6 +74,8 @@ _HOMES = MappingProxyType(
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
         "SpeculativeConfig": "core.speculative_config",
+        "SpeculativeCounts": "core.speculative_stats",
+        "SpeculativeTotals": "core.speculative_stats",
         "Violation": "core.integrity",
         "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
@@ -115,6 +118,8 @@ __all__ = [
     "ScoreOutput",
     "ServerArgs",
     "SpeculativeConfig",
+    "SpeculativeCounts",
+    "SpeculativeTotals",
     "Violation",
     "WeightsMismatchError",
     "WriteError",

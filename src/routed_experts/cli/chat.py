@@ -6,7 +6,13 @@ import sys
 from typing import Any, cast
 
 from routed_experts.cli.bootstrap import LoadBar, announce_compilation, start_jax
-from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
+from routed_experts.cli.flags import (
+    MODEL_HELP,
+    add_engine_flags,
+    add_speculative_flags,
+    engine_args,
+    speculative_args,
+)
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.server_args import ServerArgs
 
@@ -20,17 +26,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer; default: 512")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default: 0.7; 0 is greedy")
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
+    add_speculative_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Answer each line of standard input."""
-    args = ServerArgs(**engine_args(options))
+    args, speculative = ServerArgs(**engine_args(options)), speculative_args(options)
     start_jax(default_platform=None)
     announce_compilation(args)
     from routed_experts.engine.engine import Engine
 
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
-    with Engine(**dataclasses.asdict(args), on_load=LoadBar() if sys.stderr.isatty() else None) as engine:
+    on_load = LoadBar() if sys.stderr.isatty() else None
+    with Engine(**dataclasses.asdict(args), speculative=speculative, on_load=on_load) as engine:
         tokenizer = engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ConfigError(f"{args.model_path} has no chat template; use routed-experts generate")
