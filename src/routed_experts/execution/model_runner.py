@@ -142,7 +142,7 @@ class ModelRunner:
         sampled = np.asarray(pending.sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
         is_verify = pending.batch.mode is ForwardMode.TARGET_VERIFY
-        first = ACCEPTED_COLUMN + is_verify  # of the top ids
+        first = ACCEPTED_COLUMN + 1 if is_verify else ACCEPTED_COLUMN  # of the top ids
         scored = None if pending.scored is None else np.asarray(pending.scored)
         rows = (
             np.asarray(pending.rows) if self._needs_d2h and pending.rows is not None else pending.rows

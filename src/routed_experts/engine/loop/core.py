@@ -206,6 +206,8 @@ class EngineCore:
         while it runs."""
         outs, running = self._process_result(None), self.scheduler.running
         may_draft = speculation.may_draft(running, self.num_steps)
+        if not may_draft:
+            speculation.count_skipped(running)
         batch = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
         self._joined_at = time.monotonic()
         self._pending = None if batch is None else self.runner.dispatch(batch)

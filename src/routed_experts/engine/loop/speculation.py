@@ -75,7 +75,8 @@ class Speculation:
     """The drafter and the policy of an engine. `costs` follow the steps that run."""
 
     def __init__(self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable) -> None:
-        self.drafter, self.policy, self.costs = drafter, policy, costs
+        self.policy, self.costs = policy, costs
+        self._drafter: Drafter | None = drafter  # None: it has failed too often
         self.totals = SpeculativeTotals()
         self._limits, self._estimates = limits, AcceptanceEstimates()
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
@@ -87,7 +88,7 @@ class Speculation:
     @property
     def is_off(self) -> bool:
         """Whether the drafter has failed too often."""
-        return self._num_failures >= MAX_FAILURES
+        return self._drafter is None
 
     def may_draft(self, running: Sequence[Req], step: int) -> bool:
         """Whether the next step may have drafts: the policy tries them, and no request still feeds its prompt. `step`
@@ -115,18 +116,24 @@ class Speculation:
 
     def catch_up(self, running: Iterable[Req]) -> None:
         """Give the drafter the tokens that it does not have; called while a step runs."""
-        if self.is_off:
-            return
         start = time.perf_counter()
-        for req in running:
-            if _may_speculate(req):
-                self._index(req)
+        for req in filter(_may_speculate, running):
+            self._index(req)
         self.totals.draft_s += time.perf_counter() - start
-        self.totals.store_bytes = self.drafter.nbytes
+        self.totals.store_bytes = 0 if self._drafter is None else self._drafter.nbytes
+
+    def count_skipped(self, running: Sequence[Req]) -> None:
+        """Count the requests of a step that was not drafted for, by reason; where the policy rests there is none."""
+        reads_prompts = not all(req.is_prefilled for req in running)
+        for req in running:
+            reason = _refusal(req) or ("prompts" if reads_prompts else None)
+            if reason is not None and req.is_prefilled:
+                self.totals.skipped[reason] += 1
 
     def watch(self, running: Sequence[Req], step: int) -> None:
         """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
         hears of text that has become predictable. The step in flight hides this work."""
+        self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
         if self.is_off or step % every or not self.policy.is_probe:
             return
@@ -144,10 +151,10 @@ class Speculation:
     def _is_settled(self, req: Req, last: "_Unverified") -> bool:
         """Whether the tokens that came decide about a draft; then they are observed."""
         drafted = last.draft.tokens
-        came = req.tokens[last.start : req.num_known][: drafted.size]
-        matches = came == drafted[: came.size]
-        accepted = came.size if matches.all() else int(matches.argmin())
-        if accepted == came.size < drafted.size:
+        sampled = req.tokens[last.start : req.num_known][: drafted.size]
+        matches = sampled == drafted[: sampled.size]
+        accepted = sampled.size if matches.all() else int(matches.argmin())
+        if accepted == sampled.size < drafted.size:
             return False
         self._estimates.observe(req.rid, drafted.size, accepted)
         return True
@@ -170,12 +177,12 @@ class Speculation:
             if proposed == 0 or req is None:
                 continue
             emitted = req.num_known - 1 - int(batch.positions[starts[row]])
-            kept = min(accepted, emitted)
+            num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
             self._estimates.observe(req.rid, proposed, accepted)
             self.totals.requests = self.totals.requests.add(
-                proposed=proposed, accepted=kept, emitted=emitted, most=self._limits.num_drafts
+                proposed=proposed, accepted=num_tokens, emitted=emitted, most=self._limits.num_drafts
             )
-            self.totals.accepted_at.update(range(kept))
+            self.totals.accepted_at.update(range(num_tokens))
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
@@ -189,8 +196,8 @@ class Speculation:
 
     def close(self, req: Req) -> None:
         """Forget a request that has ended."""
-        if self._indexed.pop(req.rid, None) is not None and not self.is_off:
-            self.drafter.close(req.rid)
+        if self._indexed.pop(req.rid, None) is not None and self._drafter is not None:
+            self._drafter.close(req.rid)
         self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
 
@@ -209,8 +216,10 @@ class Speculation:
 
     def _checked(self, req: Req, most: int) -> Draft | None:
         """A proposal, or None where it cannot be one."""
+        if self._drafter is None:
+            return None
         try:
-            draft = self.drafter.propose(req.rid, most)
+            draft = self._drafter.propose(req.rid, most)
             tokens = draft.tokens
             if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size > most or draft.survival.size != tokens.size:
                 raise ValueError(f"{tokens.dtype}{list(tokens.shape)}; expected at most {most} int32 ids")
@@ -224,15 +233,15 @@ class Speculation:
 
     def _index(self, req: Req) -> bool:
         """Give the drafter the known tokens of a request; False where it fails."""
-        known = self._indexed.get(req.rid)
-        if known == req.num_known:
-            return True
+        known, drafter = self._indexed.get(req.rid), self._drafter
+        if drafter is None or known == req.num_known:
+            return drafter is not None
         try:
             if known is None:
                 self.policy.renew()
-                self.drafter.open(req.rid, req.tokens[: req.num_known])
+                drafter.open(req.rid, req.tokens[: req.num_known])
             else:
-                self.drafter.extend(req.rid, req.tokens[known : req.num_known])
+                drafter.extend(req.rid, req.tokens[known : req.num_known])
         except Exception as error:
             self._failed("index", error)
             return False
@@ -246,7 +255,9 @@ class Speculation:
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("the drafter failed (%s), its drafts are dropped: %s", what, error, exc_info=error)
-        if self.is_off:
+        if self._num_failures >= MAX_FAILURES and self._drafter is not None:
+            self._drafter = None
+            self._indexed.clear()
             logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
 
 
