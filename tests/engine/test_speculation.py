@@ -1,7 +1,7 @@
 """Speculative decoding changes no token, logprob, row or end of a request: any drafter, draft length and schedule.
 
 The reference is an engine without drafts, each request alone. Drafters: one that knows the answer and is right with
-some probability, one that guesses, the n-gram drafter. In deterministic mode everything is equal to the last bit; in
+some probability, one that guesses, those that copy text. In deterministic mode everything is equal to the last bit; in
 default mode the tokens, and the rows are those of the passes that fed them (the probe)."""
 
 import dataclasses
@@ -15,7 +15,10 @@ from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.ngram import NgramDrafter
+from routed_experts.speculation.drafter import Sample
+from routed_experts.speculation.namespace_texts import NamespaceTexts
+from routed_experts.speculation.rollouts import RolloutStore
+from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 from support.tiny_checkpoint import VOCAB_SIZE
 
 DRAFTS, NEW = (1, 3, 7), 24
@@ -122,11 +125,29 @@ def answers(expected):
 
 def make_drafter(name, expected, seed):
     if name == "ngram":
-        return NgramDrafter()
+        return TextDrafter(CopyRule())
+    if name == "rollouts":
+        return make_rollout_drafter(expected, seed)
     sizes = dict(vocab_size=VOCAB_SIZE, seed=seed)
     if name == "adversary":
         return Adversary(answers(expected), 0.0, **sizes)
     return OracleDrafter(answers(expected), float(name.removeprefix("oracle ")), **sizes)
+
+
+def make_rollout_drafter(expected, seed):
+    """SUFFIX with a store of earlier answers: of half of the requests the true one, of the others one with errors."""
+    rule, rng = CopyRule(max_window=24, counts=True, max_factor=4.0), np.random.default_rng(seed)
+    contexts = context_hash(rule)
+    texts = NamespaceTexts(contexts, max_bytes=1 << 24)
+    drafter = TextDrafter(rule, store=RolloutStore(max_bytes=1 << 24), texts=texts, contexts=contexts)
+    for number, req in enumerate(requests()):
+        prompt, answer = (np.asarray(part, np.int32) for part in answers(expected)[req.rid])
+        wrong = rng.random(answer.size) < (0.0 if number % 2 else 0.2)
+        answer = np.where(wrong, rng.integers(0, VOCAB_SIZE, answer.size), answer).astype(np.int32)
+        sampling = req.source.sampling
+        noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
+        drafter.remember(prompt, answer, Sample(noise=noise))
+    return drafter
 
 
 def run_cell(testbed, cell, drafting):
@@ -146,7 +167,7 @@ def run_cell(testbed, cell, drafting):
 
 
 @pytest.mark.parametrize("num_drafts", DRAFTS)
-@pytest.mark.parametrize("name", ["ngram", "oracle 0", "oracle 0.5", "oracle 1", "adversary"])
+@pytest.mark.parametrize("name", ["ngram", "rollouts", "oracle 0", "oracle 0.5", "oracle 1", "adversary"])
 def test_every_drafter_gives_what_each_request_gets_alone(testbed, alone, mode, name, num_drafts):
     offset = DRAFTS.index(num_drafts)
     for seed, cell in enumerate(CELLS[offset::3]):  # each cell meets every drafter
@@ -351,6 +372,18 @@ def test_drafts_survive_new_weights_between_steps(testbed, alone):
             assert drive.core.speculation.totals.requests.proposed > 0
 
 
+def test_weights_change_every_seven_steps_while_old_answers_are_followed(testbed, alone):
+    drive = testbed.drive(speculation=speculation(make_rollout_drafter(alone, 0)))
+    drive.add(*requests())
+    versions = 1
+    while not drive.core.is_idle:
+        drive.steps(7)
+        drive.update_weights(other_weights(versions % 3), cache="keep" if versions % 2 else "flush")
+        versions += 1
+    assert_all_faithful(drive)
+    assert versions > 2 and drive.core.speculation.totals.accepted_by["rollout"] > 0
+
+
 class Resting(EveryDraft):
     """A policy that drafts nothing and writes down what it hears."""
 
@@ -387,7 +420,7 @@ def test_while_nothing_is_drafted_estimates_follow_the_tokens_that_come(testbed,
 def test_requests_that_are_not_drafted_for_are_counted_by_reason(testbed):
     """A decoding request beside a long prompt in chunks; then one with penalties, alone."""
     prompt = np.tile(np.arange(5), 3)
-    drafting = speculation(NgramDrafter())
+    drafting = speculation(TextDrafter(CopyRule()))
     drive = testbed.drive(speculation=drafting, chunked_prefill_size=4)
     drive.add(request("first", prompt, 20))
     while drive.core.request_table.find("first").num_output == 0:

@@ -22,8 +22,9 @@ class OracleDrafter:
         self.answers, self.alpha, self.vocab_size = answers, alpha, vocab_size
         self.noise, self.known, self.prompts = np.random.default_rng(seed), {}, {}
 
-    def open(self, key, tokens):
+    def open(self, key, tokens, info):
         """`tokens`: the prompt and what has been generated."""
+        assert info.prompt_len == len(self.answers[key][0])
         assert key not in self.known, "a request is opened once"
         self.known[key] = np.array(tokens)
 
@@ -32,6 +33,12 @@ class OracleDrafter:
 
     def close(self, key):
         del self.known[key]
+
+    def remember(self, prompt, output, sample):
+        pass
+
+    def forget(self):
+        pass
 
     def propose(self, key, most):
         ahead = self.rest(key)[:most].astype(np.int32)

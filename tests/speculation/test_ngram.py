@@ -7,10 +7,23 @@ from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.speculation.context_index import ContextIndex
-from routed_experts.speculation.ngram import NgramDrafter, prior_survival
+from routed_experts.speculation.continuations import PRIOR_SURVIVAL, prior_survival
+from routed_experts.speculation.drafter import SequenceInfo
+from routed_experts.speculation.sorted_contexts import ContextHash
+from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 SEEDS = st.integers(0, 2**32 - 1)
 POSITION_BITS = (24, 24, 60, 62)  # with 60 and 62 many contexts share a tag
+
+
+def ngram_drafter(*, min_window=1, max_window=12, position_bits=24):
+    rule = CopyRule(min_window=min_window, max_window=max_window)
+    return TextDrafter(rule, contexts=context_hash(rule, position_bits=position_bits))
+
+
+def open_text(drafter, key, tokens):
+    tokens = np.asarray(tokens, np.int32)
+    drafter.open(key, tokens, SequenceInfo(prompt_len=tokens.size))
 
 
 def search(text, min_window, max_window):
@@ -28,7 +41,7 @@ def check_draft(drafter, key, text, windows, most):
     draft = drafter.propose(key, most)
     assert draft.tokens.tolist() == (text[end : end + most] if length else []), (text, windows, most)
     assert draft.tokens.dtype == np.int32
-    assert draft.survival.tolist() == prior_survival(windows[1], most)[length, : draft.tokens.size].tolist()
+    assert draft.survival.tolist() == PRIOR_SURVIVAL[length, : draft.tokens.size].tolist()
 
 
 def draw_windows(rng):
@@ -54,10 +67,10 @@ def test_ten_thousand_drafts_are_those_of_brute_force(alphabet, seed):
     for number in range(500):
         text = draw_text(rng, alphabet, int(rng.integers(257, 900) if number % 50 == 0 else rng.integers(0, 80)))
         windows = draw_windows(rng)
-        drafter = NgramDrafter(
+        drafter = ngram_drafter(
             min_window=windows[0], max_window=windows[1], position_bits=POSITION_BITS[int(rng.integers(4))]
         )
-        drafter.open(number, np.array(text, np.int32))
+        open_text(drafter, number, text)
         check_draft(drafter, number, text, windows, int(rng.integers(1, 9)))
 
 
@@ -67,15 +80,15 @@ def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(seed):
     rng = np.random.default_rng(seed)
     text, windows = draw_text(rng, int(rng.choice([1, 2, 3, 300])), int(rng.integers(600, 1500))), draw_windows(rng)
     bits = POSITION_BITS[seed % 4]
-    drafter = NgramDrafter(min_window=windows[0], max_window=windows[1], position_bits=bits)
+    drafter = ngram_drafter(min_window=windows[0], max_window=windows[1], position_bits=bits)
     size = int(rng.integers(0, 400))
-    drafter.open("grown", np.array(text[:size], np.int32))
+    open_text(drafter, "grown", text[:size])
     while size < len(text):
         check_draft(drafter, "grown", text[:size], windows, 5)
         added = int(rng.choice([0, 1, 2, 5, 300]))
         drafter.extend("grown", np.array(text[size : size + added], np.int32))
         size = min(size + added, len(text))
-    drafter.open("whole", np.array(text, np.int32))
+    open_text(drafter, "whole", text)
     grown, whole = drafter.propose("grown", 9), drafter.propose("whole", 9)
     assert grown.tokens.tolist() == whole.tokens.tolist()
     assert grown.survival.tolist() == whole.survival.tolist()
@@ -85,7 +98,7 @@ def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(seed):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_sequences_never_see_each_others_tokens(data):
-    drafter, texts, windows = NgramDrafter(), {}, (1, 12)
+    drafter, texts, windows = ngram_drafter(), {}, (1, 12)
     for _ in range(data.draw(st.integers(1, 25))):
         key = data.draw(st.sampled_from(["a", ("b", 1), 2]))
         added = [3 * len(str(key)) + token for token in data.draw(st.lists(st.integers(0, 4), max_size=40))]
@@ -94,7 +107,7 @@ def test_sequences_never_see_each_others_tokens(data):
             drafter.close(key)
             texts.pop(key, None)
         elif action == "open" or key not in texts:
-            drafter.open(key, np.array(added, np.int32))
+            open_text(drafter, key, added)
             texts[key] = added
         else:
             drafter.extend(key, np.array(added, np.int32))
@@ -104,28 +117,28 @@ def test_sequences_never_see_each_others_tokens(data):
 
 
 def test_the_draft_ends_with_the_sequence_and_later_matches_win():
-    drafter = NgramDrafter(max_window=3)
-    drafter.open("periodic", np.array([1, 2, 1, 2, 1], np.int32))
+    drafter = ngram_drafter(max_window=3)
+    open_text(drafter, "periodic", [1, 2, 1, 2, 1])
     assert drafter.propose("periodic", 9).tokens.tolist() == [2, 1]
-    drafter.open("latest", np.array([7, 1, 9, 7, 2, 9, 7], np.int32))
+    open_text(drafter, "latest", [7, 1, 9, 7, 2, 9, 7])
     assert drafter.propose("latest", 9).tokens.tolist() == [2, 9, 7]
-    drafter.open("longest", np.array([5, 7, 1, 9, 7, 2, 5, 7], np.int32))
+    open_text(drafter, "longest", [5, 7, 1, 9, 7, 2, 5, 7])
     assert drafter.propose("longest", 2).tokens.tolist() == [1, 9]
 
 
 def test_no_draft_where_nothing_is_repeated_or_nothing_is_asked():
-    drafter = NgramDrafter(min_window=2)
+    drafter = ngram_drafter(min_window=2)
     for text in ([], [1], [1, 2, 3], [1, 2, 1]):
-        drafter.open("a", np.array(text, np.int32))
+        open_text(drafter, "a", text)
         assert drafter.propose("a", 4).tokens.size == drafter.propose("a", 4).survival.size == 0
-    drafter.open("a", np.array([1, 2, 1, 2], np.int32))
+    open_text(drafter, "a", [1, 2, 1, 2])
     assert drafter.propose("a", 0).tokens.size == 0
     assert drafter.propose("a", 4).tokens.tolist() == [1, 2]
 
 
 def test_a_draft_is_the_callers_own():
-    drafter = NgramDrafter()
-    drafter.open("a", np.array([1, 2, 3, 1], np.int32))
+    drafter = ngram_drafter()
+    open_text(drafter, "a", [1, 2, 3, 1])
     drafter.propose("a", 2).tokens[:] = 99
     assert drafter.propose("a", 2).tokens.tolist() == [2, 3]
 
@@ -146,9 +159,9 @@ def test_memory_is_bounded_and_returned(text):
         tokens = np.concatenate([half, np.where(np.arange(size // 2) % 12 == 11, 50_000 + np.arange(size // 2), half)])
     else:
         tokens = rng.integers(0, {"random": 50_000, "letters": 3, "same": 1}[text], size)
-    drafter = NgramDrafter()
+    drafter = ngram_drafter()
     for key in range(2):
-        drafter.open(key, tokens[: size - 5000].astype(np.int32))
+        open_text(drafter, key, tokens[: size - 5000].astype(np.int32))
     for start in range(size - 5000, size, 500):
         drafter.extend(1, tokens[start : start + 500].astype(np.int32))
     assert 2 * 4 * size < drafter.nbytes <= 2 * (58 * size + 8 * 12 * 2048 + 1072)
@@ -161,21 +174,22 @@ def test_memory_is_bounded_and_returned(text):
 def test_a_million_tokens_stay_in_their_bound():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 300, 1_000_000).astype(np.int32)
-    drafter = NgramDrafter()
-    drafter.open("long", tokens[:990_000])
+    drafter = ngram_drafter()
+    open_text(drafter, "long", tokens[:990_000])
     drafter.extend("long", tokens[990_000:])
     assert drafter.nbytes <= 58 * tokens.size + 8 * 12 * 2048 + 1072
     check_draft(drafter, "long", tokens.tolist(), (1, 12), 7)
 
 
 def test_a_sequence_that_is_too_long_is_refused_and_stays_as_it_was():
-    index = ContextIndex(np.zeros(15, np.int32), min_window=1, max_window=2, position_bits=4)
+    contexts = ContextHash(min_window=1, max_window=2, position_bits=4)
+    index = ContextIndex(np.zeros(15, np.int32), contexts)
     with pytest.raises(ValueError, match="16 tokens is too long"):
         index.extend(np.zeros(1, np.int32))
-    assert index.size == 15 and index.find_longest() == (2, 14)
+    assert index.size == 15 and index.find_longest(index.query()) == (2, 14)
 
 
 @pytest.mark.parametrize("windows", [(0, 3), (4, 3), (1, 65)])
 def test_wrong_windows_are_refused(windows):
     with pytest.raises(ConfigError, match=f"{windows[0]} to {windows[1]}"):
-        NgramDrafter(min_window=windows[0], max_window=windows[1])
+        CopyRule(min_window=windows[0], max_window=windows[1])

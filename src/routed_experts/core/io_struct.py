@@ -40,6 +40,7 @@ class GenerateReqInput:
     return_logprob: bool | None = False
     logprob_start_len: int | None = -1
     top_logprobs_num: int | None = 0
+    prediction: str | Sequence[int] | None = None  # the expected answer, as a draft; changes speed alone
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None  # another name of routed_experts_start_len
@@ -59,6 +60,7 @@ class TokenizedGenerateReqInput:
     input_ids: Int[np.ndarray, " S"]
     sampling: ResolvedSampling  # max_tokens fits the context and the pool
     stop_token_ids: frozenset[int]  # of the request and, unless ignore_eos, of the model
+    prediction: Int[np.ndarray, " G"] | None = None  # the expected answer
     extra_key: str | None = None
     stream: bool = False
     return_logprob: bool = False

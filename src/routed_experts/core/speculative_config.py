@@ -11,18 +11,27 @@ from typing import Any
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError
 
-ALGORITHMS = ("NGRAM",)
-DEFAULT_DRAFT_TOKENS = 8  # of NGRAM: the last known token and 7 drafts
+ALGORITHMS = ("NGRAM", "SUFFIX")
+SCOPES = ("request", "namespace")
+DEFAULT_DRAFT_TOKENS = 8  # the last known token and 7 drafts
 MAX_DRAFT_TOKENS = 32
 MAX_WINDOW = 64  # tokens
+MIN_STORE_BYTES, DEFAULT_STORE_BYTES = 1 << 20, 256 << 20
 _WITH_MODEL = ("NEXTN", "MTP", "EAGLE", "EAGLE3", "STANDALONE", "DRAFT_MODEL")
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
 _VLLM_WINDOWS = ("prompt_lookup_min", "prompt_lookup_max")
+_VLLM_SUFFIX = {
+    "suffix_decoding_max_tree_depth": "suffix_max_tree_depth",
+    "suffix_decoding_max_spec_factor": "suffix_max_spec_factor",
+    "suffix_decoding_min_token_prob": "suffix_min_token_prob",
+    "suffix_decoding_max_cached_requests": "suffix_max_cached_requests",
+}
 _VLLM_KEYS = (
     "method",
     "model",
     "num_speculative_tokens",
     *_VLLM_WINDOWS,
+    *_VLLM_SUFFIX,
     "draft_tensor_parallel_size",
     "rejection_sample_method",
 )
@@ -35,15 +44,16 @@ class SpeculativeConfig:
 
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
-    # NGRAM: what followed the longest repeated suffix of the request's own tokens; any case
+    # NGRAM: what followed the longest repeated suffix of the request's own tokens; SUFFIX: what followed it most often;
+    # any case
     algorithm: str = "NGRAM"
     # tokens that a request feeds in a verify step: the last known one and its drafts, 2 to 32; None: 8
     num_draft_tokens: int | None = None
-    # drafts of a model; NGRAM has none: num_draft_tokens - 1, if it is given
+    # drafts of a model; NGRAM and SUFFIX have none: num_draft_tokens - 1, if it is given
     num_steps: int | None = None
     # continuations of a token: drafts are chains
     eagle_topk: int = 1
-    # the folder of a draft model; NGRAM has none
+    # the folder of a draft model; NGRAM and SUFFIX have none
     draft_model_path: str | None = None
     # tokens of the shortest and the longest suffix that is looked up
     ngram_min_match_window_size: int = 1
@@ -58,6 +68,20 @@ class SpeculativeConfig:
     ngram_max_trie_depth: int | None = None
     ngram_branch_length: int | None = None
     ngram_capacity: int | None = None
+    # of SUFFIX: tokens of the longest suffix that is looked up, drafts for each of its matching tokens, and the least
+    # estimated probability of a draft
+    suffix_max_tree_depth: int = 24
+    suffix_max_spec_factor: float = 1.0
+    suffix_min_token_prob: float = 0.1
+    # answers that are remembered, at most, beside store_bytes; None: any number
+    suffix_max_cached_requests: int | None = None
+    # whose text a request's drafts may hold: its own and that of the other choices of its prompt ("request"), or also
+    # remembered answers to requests of its extra_key ("namespace")
+    scope: str = "request"
+    # answers of ended requests are remembered, as drafts of later requests with the same prompt; SUFFIX: with any
+    remember: bool = False
+    # host memory for remembered answers
+    store_bytes: int = DEFAULT_STORE_BYTES
     # a draft with probability above these was accepted whatever the model chose; 1.0: never
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
@@ -91,6 +115,8 @@ class SpeculativeConfig:
             text = f"speculative_draft_model_path={path}, but {self.algorithm} has no draft model"
             raise ConfigError(f"{text}; leave it out")
         self._check_ngram()
+        self._check_suffix()
+        self._check_store()
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative_adaptive={self.adaptive!r} must be True or False")
 
@@ -125,9 +151,10 @@ class SpeculativeConfig:
 
     @staticmethod
     def from_vllm(config: "Mapping[str, object] | str", *, tp_size: int = 1) -> "SpeculativeConfig":
-        """Build from vLLM's `speculative_config`, a dict or its JSON; method ngram, whose windows are prompt_lookup_min
-        and prompt_lookup_max: one alone is both, as in vLLM; without them they are those of SpeculativeConfig. Raises
-        ConfigError, for an unknown key with the nearest name."""
+        """Build from vLLM's `speculative_config`, a dict or its JSON. Method ngram has the windows prompt_lookup_min
+        and prompt_lookup_max: one alone is both, as in vLLM; without them they are those of SpeculativeConfig. Method
+        suffix with suffix_decoding_max_cached_requests above 0 remembers answers, for requests of the same extra_key.
+        Raises ConfigError, for an unknown key with the nearest name."""
         values = _parse_json(config) if isinstance(config, str) else config
         if not isinstance(values, Mapping):
             raise ConfigError(f"speculative_config={short_repr(config)} must be a dict, or the JSON text of one")
@@ -145,7 +172,7 @@ class SpeculativeConfig:
             text = f"rejection_sample_method={short_repr(given['rejection_sample_method'])} changes what is sampled"
             raise ConfigError(f"{text}; give 'standard', or leave it out")
         if "model" in given and given["model"] not in ("ngram", "[ngram]"):
-            raise ConfigError(f"model={short_repr(given['model'])}: this version drafts by n-grams alone; leave it out")
+            raise ConfigError(f"model={short_repr(given['model'])}: this version has no draft models; leave it out")
         method = given.get("method", "ngram" if "model" in given else None)
         if method is None:
             raise ConfigError("speculative_config has no method; give {'method': 'ngram', 'num_speculative_tokens': 3}")
@@ -158,7 +185,10 @@ class SpeculativeConfig:
             raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
         if windows:
             fields |= {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
-        return SpeculativeConfig(**fields)
+        suffix: dict[str, Any] = {ours: given[key] for key, ours in _VLLM_SUFFIX.items() if key in given}
+        if suffix.get("suffix_max_cached_requests"):
+            fields |= {"scope": "namespace", "remember": True}
+        return SpeculativeConfig(**fields, **suffix)
 
     @property
     def num_drafts(self) -> int:
@@ -170,12 +200,22 @@ class SpeculativeConfig:
     @property
     def min_window(self) -> int:
         """Tokens of the shortest suffix that is looked up."""
-        return self.ngram_min_match_window_size
+        return 1 if self.counts_continuations else self.ngram_min_match_window_size
 
     @property
     def max_window(self) -> int:
         """Tokens of the longest suffix that is looked up."""
-        return self.ngram_max_match_window_size
+        return self.suffix_max_tree_depth if self.counts_continuations else self.ngram_max_match_window_size
+
+    @property
+    def counts_continuations(self) -> bool:
+        """Whether the most frequent continuation is drafted, and not the latest."""
+        return self.algorithm.upper() == "SUFFIX"
+
+    @property
+    def shares_answers(self) -> bool:
+        """Whether drafts may hold remembered answers."""
+        return self.scope == "namespace"
 
     def _check_algorithm(self) -> None:
         name = self.algorithm.upper() if isinstance(self.algorithm, str) else ""
@@ -186,18 +226,17 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{text} needs a draft model, which this version does not run; choose NGRAM, which needs none"
             )
-        if name == "SUFFIX":
-            raise ConfigError(f"{text} is not in this version; choose NGRAM")
         if name in _OTHER_HEADS:
             raise ConfigError(f"{text}: heads of this kind are not read; choose NGRAM")
         raise ConfigError(f"{text} is unknown; choose one of {', '.join(ALGORITHMS)}")
 
     def _check_ngram(self) -> None:
         low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"
-        _check_int(low, self.min_window, 1, MAX_WINDOW)
-        _check_int(high, self.max_window, 1, MAX_WINDOW)
-        if self.min_window > self.max_window:
-            raise ConfigError(f"{low}={self.min_window} is above {high}={self.max_window}; lower it")
+        least, most = self.ngram_min_match_window_size, self.ngram_max_match_window_size
+        _check_int(low, least, 1, MAX_WINDOW)
+        _check_int(high, most, 1, MAX_WINDOW)
+        if least > most:
+            raise ConfigError(f"{low}={least} is above {high}={most}; lower it")
         if not isinstance(self.ngram_match_type, str) or self.ngram_match_type.upper() != "BFS":
             text = f"speculative_ngram_match_type={short_repr(self.ngram_match_type)}; the latest match is continued"
             raise ConfigError(f"{text}: give BFS, or leave it out")
@@ -211,6 +250,41 @@ class SpeculativeConfig:
                 text = f"speculative_{name}={short_repr(value)} must be an integer of at least {least}"
                 reason = "" if least == 1 else f", because drafts are chains of up to {self.num_drafts} tokens"
                 raise ConfigError(f"{text}{reason}; leave it out if in doubt")
+
+    def _check_suffix(self) -> None:
+        _check_int("speculative_suffix_max_tree_depth", self.suffix_max_tree_depth, 1, MAX_WINDOW)
+        factor, least = self.suffix_max_spec_factor, self.suffix_min_token_prob
+        if not _is_number(factor) or not 0 < factor <= MAX_WINDOW:
+            text = f"speculative_suffix_max_spec_factor={short_repr(factor)} must be a number above 0"
+            raise ConfigError(f"{text}, at most {MAX_WINDOW}: drafts for each matching token")
+        if not _is_number(least) or not 0 <= least <= 1:
+            text = f"speculative_suffix_min_token_prob={short_repr(least)} must be a number in 0..1"
+            raise ConfigError(f"{text}: drafts that seem less probable are left out")
+        most = self.suffix_max_cached_requests
+        if most is not None and (type(most) is not int or most < 0):
+            text = f"speculative_suffix_max_cached_requests={short_repr(most)} must be an integer of at least 0"
+            raise ConfigError(f"{text}; leave it out if in doubt")
+        if self.counts_continuations:
+            return
+        for field in dataclasses.fields(self):
+            if field.name.startswith("suffix_") and _value(self, field.name) != field.default:
+                text = f"speculative_{field.name}={short_repr(_value(self, field.name))} is of SUFFIX"
+                raise ConfigError(f"{text}, and this is {self.algorithm}; leave it out, or choose SUFFIX")
+
+    def _check_store(self) -> None:
+        if self.scope not in SCOPES:
+            text = f"speculative_scope={short_repr(self.scope)} must be one of {', '.join(SCOPES)}"
+            raise ConfigError(f"{text}: whose text the drafts of a request may hold")
+        if not isinstance(self.remember, bool):
+            raise ConfigError(f"speculative_remember={short_repr(self.remember)} must be True or False")
+        if self.remember and not self.shares_answers:
+            text = "speculative_remember=True lets a request's drafts hold the answers to others of its extra_key"
+            raise ConfigError(f"{text}; allow that with speculative_scope='namespace', or leave it out")
+        _check_int("speculative_store_bytes", self.store_bytes, MIN_STORE_BYTES, 1 << 50)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(config: SpeculativeConfig, name: str) -> object:

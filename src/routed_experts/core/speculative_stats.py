@@ -13,13 +13,16 @@ class SpeculativeCounts:
 
     `verify_steps`: steps that fed at least one of its drafts; `proposed`: drafts fed; `accepted`: drafts that were kept
     as tokens; `emitted`: tokens that these steps added, the sampled ones included; `histogram`: verify steps by number
-    of accepted drafts, index 0 to the longest draft of the engine."""
+    of accepted drafts, index 0 to the longest draft of the engine; `predicted`, `predicted_accepted`: drafts that were
+    copied from the request's prediction, and those of them that were kept."""
 
     verify_steps: int = 0
     proposed: int = 0
     accepted: int = 0
     emitted: int = 0
     histogram: tuple[int, ...] = ()
+    predicted: int = 0
+    predicted_accepted: int = 0
 
     @property
     def accept_rate(self) -> float:
@@ -39,12 +42,19 @@ class SpeculativeCounts:
         """The counts after one more verify step; `most`: the longest draft of the engine."""
         histogram = list(self.histogram or (0,) * (most + 1))
         histogram[accepted] += 1
-        return SpeculativeCounts(
+        return dataclasses.replace(
+            self,
             verify_steps=self.verify_steps + 1,
             proposed=self.proposed + proposed,
             accepted=self.accepted + accepted,
             emitted=self.emitted + emitted,
             histogram=tuple(histogram),
+        )
+
+    def add_predicted(self, *, proposed: int, accepted: int) -> "SpeculativeCounts":
+        """The counts with a verify step's drafts from the prediction; `add` counts them, too."""
+        return dataclasses.replace(
+            self, predicted=self.predicted + proposed, predicted_accepted=self.predicted_accepted + accepted
         )
 
 
@@ -53,16 +63,25 @@ class SpeculativeTotals:
     """Sums over all requests of an engine; the engine thread writes, any thread reads.
 
     `requests`: the sums of SpeculativeCounts, a request's verify step counted once for each request; `steps`: verify
-    steps of the engine; `accepted_at`: accepted drafts by index in their draft; `skipped`: proposals that were not
-    made or not fed, by reason; `draft_s`: seconds spent in drafters; `store_bytes`: host memory of their indices."""
+    steps of the engine; `accepted_at`: accepted drafts by index in their draft; `proposed_by`, `accepted_by`: drafts by
+    DraftSource; `skipped`: proposals that were not made or not fed, by reason; `draft_s`: seconds spent in drafters;
+    `store_bytes`: host memory of their indices and of remembered answers."""
 
     requests: SpeculativeCounts = SpeculativeCounts()
     steps: int = 0
     accepted_at: Counter[int] = dataclasses.field(default_factory=Counter[int])
+    proposed_by: Counter[str] = dataclasses.field(default_factory=Counter[str])
+    accepted_by: Counter[str] = dataclasses.field(default_factory=Counter[str])
     skipped: Counter[str] = dataclasses.field(default_factory=Counter[str])
     draft_s: float = 0.0
     store_bytes: int = 0
 
     def copy(self) -> "SpeculativeTotals":
         """These sums, which no longer change."""
-        return dataclasses.replace(self, accepted_at=Counter(self.accepted_at), skipped=Counter(self.skipped))
+        return dataclasses.replace(
+            self,
+            accepted_at=Counter(self.accepted_at),
+            proposed_by=Counter(self.proposed_by),
+            accepted_by=Counter(self.accepted_by),
+            skipped=Counter(self.skipped),
+        )

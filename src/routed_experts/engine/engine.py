@@ -33,6 +33,7 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
+from routed_experts.engine.control.rollout_control import RolloutControl
 from routed_experts.engine.control.score import ScoreOutput, Scorer
 from routed_experts.engine.control.score_control import ScoreControl
 from routed_experts.engine.control.stats import EngineStats, PlacementStats, engine_stats
@@ -100,6 +101,9 @@ class Engine:
         speculative_num_draft_tokens: int | None = None,
         speculative_ngram_min_match_window_size: int | None = None,
         speculative_ngram_max_match_window_size: int | None = None,
+        speculative_scope: str | None = None,
+        speculative_remember: bool | None = None,
+        speculative_store_bytes: int | None = None,
         speculative_adaptive: bool | None = None,
         self_check: bool = False,
         revision: str | None = None,
@@ -169,6 +173,9 @@ class Engine:
             "num_draft_tokens": speculative_num_draft_tokens,
             "ngram_min_match_window_size": speculative_ngram_min_match_window_size,
             "ngram_max_match_window_size": speculative_ngram_max_match_window_size,
+            "scope": speculative_scope,
+            "remember": speculative_remember,
+            "store_bytes": speculative_store_bytes,
             "adaptive": speculative_adaptive,
         }
         speculative = SpeculativeConfig.create(speculative, flat)
@@ -212,6 +219,7 @@ class Engine:
             max_requests=args.max_queued_requests,
         )
         self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
+        self._rollouts = RolloutControl(context, self.input_processor)
         self.compiles.start_serving()
 
     @refuse_unknown(_unknown_field)
@@ -228,6 +236,7 @@ class Engine:
         return_logprob: bool | None = False,
         logprob_start_len: int | None = -1,
         top_logprobs_num: int | None = 0,
+        prediction: str | Sequence[int] | None = None,
         return_routed_experts: bool | None = None,
         routed_experts_start_len: int | None = None,
         routed_experts_prompt_start: int | None = None,
@@ -242,7 +251,8 @@ class Engine:
         closing it aborts. With `return_routed_experts`, meta_info holds `routed_experts` for the S-1 tokens that were
         fed (int32 [S-1, layers, top_k], dense layers -1): read it with `extract_routed_experts_from_meta_info`.
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
-        `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe".
+        `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
+        expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
 
         Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
         EngineDeadError."""
@@ -257,6 +267,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            prediction=prediction,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
@@ -287,6 +298,7 @@ class Engine:
         return_logprob: bool | None = False,
         logprob_start_len: int | None = -1,
         top_logprobs_num: int | None = 0,
+        prediction: str | Sequence[int] | None = None,
         return_routed_experts: bool | None = None,
         routed_experts_start_len: int | None = None,
         routed_experts_prompt_start: int | None = None,
@@ -307,6 +319,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            prediction=prediction,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
@@ -516,9 +529,27 @@ class Engine:
         """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
         return self.thread.run_between_steps(lambda: self.components.core.capturer.routing_stats(reset=True))
 
-    def flush_cache(self) -> int:
-        """Drop all cached prefixes; returns the pages freed. Running requests keep their pages."""
-        return self.thread.run_between_steps(self.components.core.flush_cache)
+    def flush_cache(self, *, drafts: bool = False) -> int:
+        """Drop all cached prefixes; returns the pages freed. Running requests keep their pages. `drafts`: drop also the
+        answers that are remembered as drafts."""
+        core = self.components.core
+        return self.thread.run_between_steps(lambda: core.flush_cache(drafts=drafts))
+
+    def remember_rollouts(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        seed: int | None = None,
+        choice: int = 0,
+        extra_key: str | None = None,
+    ) -> None:
+        """Take an answer to a prompt as a draft of later ones, for requests of the same `extra_key`.
+
+        A request with this prompt, `seed` and `choice` (its index among n) follows it from the start; `seed` None: one
+        of temperature 0. Other requests with this prompt, with SUFFIX those with any prompt, copy it where it fits.
+        Raises InvalidRequestError for bad ids, and for an engine without speculative_scope="namespace"."""
+        self._rollouts.remember(prompt_ids, output_ids, seed=seed, choice=choice, extra_key=extra_key)
 
     def check_integrity(self) -> list[Violation]:
         """Check pages, prefix cache, rows and request counts; empty when all hold."""

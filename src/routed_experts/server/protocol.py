@@ -75,11 +75,19 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
+class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The answer that the caller expects. `type` is content; the content is text or a list of text parts."""
+
+    type: str
+    content: str | list[dict[str, Any]]
+
+
 class ChatRequest(OpenAIRequest, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -101,6 +109,7 @@ class GenerateRequest(RoutingFields, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
+    prediction: str | list[int] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +147,17 @@ class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /continue_generation: no fields."""
+
+
+class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /remember_rollouts: an answer to a prompt, as a draft of later ones. `seed` and `choice` (its index among n)
+    are those of the requests that follow it from the start; without a seed those of temperature 0."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    seed: int | None = None
+    choice: int | None = None
+    extra_key: str | None = None
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,13 +1,23 @@
 """Drafter: proposes the next tokens of a sequence, which the model then verifies; they never change its answer.
 
-Dims: k drafts, S tokens of a sequence."""
+Dims: k drafts, S tokens of a sequence, G generated tokens."""
 
 import dataclasses
+import enum
 from collections.abc import Hashable
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float64, Int32
+
+
+class DraftSource(enum.Enum):
+    """Whose text a draft was copied from."""
+
+    CONTEXT = "context"  # the sequence itself
+    ROLLOUT = "rollout"  # an earlier answer to the same prompt, or another choice of it
+    NAMESPACE = "namespace"  # earlier answers of the namespace
+    PREDICTION = "prediction"  # what the caller expects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,20 +28,42 @@ class Draft:
 
     tokens: Int32[np.ndarray, " k"]
     survival: Float64[np.ndarray, " k"]
+    source: DraftSource = DraftSource.CONTEXT
 
 
 NO_DRAFT = Draft(np.zeros(0, np.int32), np.zeros(0, np.float64))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Which of the answers to a prompt a sequence is. `namespace`: sequences of equal namespaces may share text where
+    the engine allows that. `noise`: equal for answers that are sampled with the same noise (seed and choice, None
+    without noise)."""
+
+    namespace: str | None = None
+    noise: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceInfo:
+    """What a drafter may know of a sequence besides its tokens. `group`: shared by the choices of one prompt, None for
+    a single one; `prediction`: the answer that the caller expects."""
+
+    prompt_len: int
+    sample: Sample = Sample()
+    group: Hashable = None
+    prediction: Int32[np.ndarray, " G"] | None = None
+
+
 class Drafter(Protocol):
-    """What proposes drafts. A key names one sequence; sequences share no tokens. One thread uses it."""
+    """What proposes drafts. A key names one sequence. One thread uses it."""
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all open sequences, in bytes."""
+        """Host memory of all open sequences and of what is remembered, in bytes."""
         ...
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"]) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
         """Begin a sequence with its known tokens; a sequence that is open under this key is replaced."""
         ...
 
@@ -45,4 +77,12 @@ class Drafter(Protocol):
 
     def close(self, key: Hashable) -> None:
         """Drop a sequence and its memory; an unknown key is ignored."""
+        ...
+
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+        """Take an answer for later sequences of its namespace; a drafter without a store ignores it."""
+        ...
+
+    def forget(self) -> None:
+        """Drop all that is remembered, also for open sequences."""
         ...

@@ -38,7 +38,7 @@ from routed_experts.engine.control.served_model import (
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
-from routed_experts.engine.loop.speculation import DraftLimits, Speculation
+from routed_experts.engine.loop.speculation import DraftLimits, Sharing, Speculation
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.forward_batch import BatchShape
@@ -58,7 +58,9 @@ from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
 from routed_experts.scheduling.scheduler import Scheduler
 from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.ngram import NgramDrafter
+from routed_experts.speculation.namespace_texts import NamespaceTexts
+from routed_experts.speculation.rollouts import RolloutStore
+from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 logger = logging.getLogger(__name__)
 
@@ -312,9 +314,31 @@ def _create_speculation(
 ) -> Speculation:
     """Create the drafter and its policy; the policy's table of costs is measured first, if it needs one."""
     limits = DraftLimits(num_drafts=speculative.num_drafts, vocab_size=vocab_size)
-    drafter = NgramDrafter(min_window=speculative.min_window, max_window=speculative.max_window)
     costs = measure_costs(new_core, buckets, limits, request=request, total=total)
-    return Speculation(drafter, DraftPolicy(costs, adaptive=speculative.adaptive), limits, costs=costs)
+    policy = DraftPolicy(costs, adaptive=speculative.adaptive)
+    sharing = Sharing(handed_in=speculative.shares_answers, remembers=speculative.remember)
+    return Speculation(_create_drafter(speculative), policy, limits, costs=costs, sharing=sharing)
+
+
+def _create_drafter(speculative: SpeculativeConfig) -> TextDrafter:
+    """Create the drafter, and the store of answers that it may share."""
+    rule = CopyRule(
+        min_window=speculative.min_window,
+        max_window=speculative.max_window,
+        counts=speculative.counts_continuations,
+        max_factor=speculative.suffix_max_spec_factor,
+        min_probability=speculative.suffix_min_token_prob,
+    )
+    if not speculative.shares_answers:
+        return TextDrafter(rule)
+    contexts = context_hash(rule)
+    most_bytes = speculative.store_bytes // (2 if rule.counts else 1)  # of each of the two
+    return TextDrafter(
+        rule,
+        store=RolloutStore(max_bytes=most_bytes, max_rollouts=speculative.suffix_max_cached_requests),
+        texts=NamespaceTexts(contexts, max_bytes=most_bytes) if rule.counts else None,
+        contexts=contexts,
+    )
 
 
 def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | Decoder, DecoderConfig]:

@@ -18,7 +18,7 @@ from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import Draft
+from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
 
 STEPS, WARM_UP = 4, 2  # that are timed, and before them
 PROMPT = 8  # tokens of a request
@@ -90,7 +90,7 @@ class _RandomDrafter:
     def __init__(self, limits: DraftLimits) -> None:
         self._vocab_size, self._noise = limits.vocab_size, np.random.default_rng(1)
 
-    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"]) -> None:
+    def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
         """Nothing is indexed."""
 
     def extend(self, key: Hashable, tokens: Int32[np.ndarray, " S"]) -> None:
@@ -102,6 +102,12 @@ class _RandomDrafter:
 
     def close(self, key: Hashable) -> None:
         """Nothing is indexed."""
+
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+        """Nothing is remembered."""
+
+    def forget(self) -> None:
+        """Nothing is remembered."""
 
 
 class _FixedPolicy:

@@ -151,8 +151,11 @@ class EngineCore:
         """End the pause, if there is one; requests continue where they are."""
         self.pause_mode, self.scheduler.accepts_new = None, True
 
-    def flush_cache(self) -> int:
-        """Drop all cached prefixes; returns the pages freed. Running requests keep their pages."""
+    def flush_cache(self, *, drafts: bool = False) -> int:
+        """Drop all cached prefixes, and with `drafts` all remembered answers; returns the pages freed. Running requests
+        keep their pages."""
+        if drafts and self.speculation is not None:
+            self.speculation.forget()
         freed = self.scheduler.pages.flush()
         self._invalidate_recycled_rows()
         return freed

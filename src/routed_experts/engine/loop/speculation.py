@@ -17,7 +17,7 @@ from routed_experts.core.speculative_stats import SpeculativeCounts, Speculative
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
-from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter
+from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSource, Sample, SequenceInfo
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
@@ -62,6 +62,15 @@ class DraftLimits:
     vocab_size: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What drafts may hold of other requests: answers that were `handed_in`, and whether those of ended requests are
+    remembered, too."""
+
+    handed_in: bool = False
+    remembers: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Unverified:
     """A draft that no step verifies. `start`: the position of its first token."""
@@ -74,16 +83,25 @@ class _Unverified:
 class Speculation:
     """The drafter and the policy of an engine. `costs` follow the steps that run."""
 
-    def __init__(self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable) -> None:
+    def __init__(
+        self, drafter: Drafter, policy: Policy, limits: DraftLimits, *, costs: CostTable, sharing: Sharing = Sharing()
+    ) -> None:
         self.policy, self.costs = policy, costs
+        self._sharing = sharing
         self._drafter: Drafter | None = drafter  # None: it has failed too often
         self.totals = SpeculativeTotals()
         self._limits, self._estimates = limits, AcceptanceEstimates()
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
+        self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
         self._is_in_flight = False  # the step with the last proposals has not been observed
         self._num_failures = 0
         self._logged: set[str] = set()
+
+    @property
+    def shares_answers(self) -> bool:
+        """Whether drafts may hold answers that `remember` was given."""
+        return self._sharing.handed_in
 
     @property
     def is_off(self) -> bool:
@@ -107,6 +125,7 @@ class Speculation:
         self._is_in_flight = any(lengths)
         if not self._is_in_flight:
             self.policy.tried(num_requests=len(running), num_drafts=0, num_emitted=len(running))
+        self._sources = {req.rid: draft.source for req, draft in zip(running, drafts, strict=True)}
         self.totals.draft_s += time.perf_counter() - start
         return {
             req.rid: draft.tokens[:length]
@@ -183,6 +202,11 @@ class Speculation:
                 proposed=proposed, accepted=num_tokens, emitted=emitted, most=self._limits.num_drafts
             )
             self.totals.accepted_at.update(range(num_tokens))
+            source = self._sources.get(req.rid, DraftSource.CONTEXT)
+            self.totals.proposed_by[source.value] += proposed
+            self.totals.accepted_by[source.value] += num_tokens
+            if source is DraftSource.PREDICTION:
+                req.speculative = req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
@@ -194,8 +218,23 @@ class Speculation:
         """What became of a request's drafts so far."""
         return req.speculative.padded(self._limits.num_drafts)
 
+    def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
+        """Give the drafter an answer, for later requests of the namespace."""
+        if self._drafter is not None:
+            try:
+                self._drafter.remember(prompt, output, sample)
+            except Exception as error:
+                self._failed("remember", error)
+
+    def forget(self) -> None:
+        """Drop all answers that the drafter remembers."""
+        if self._drafter is not None:
+            self._drafter.forget()
+
     def close(self, req: Req) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended; its answer is remembered where that is asked for."""
+        if self._sharing.remembers and req.num_output and _refusal(req) is None:
+            self.remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
         if self._indexed.pop(req.rid, None) is not None and self._drafter is not None:
             self._drafter.close(req.rid)
         self._unverified.pop(req.rid, None)
@@ -239,7 +278,7 @@ class Speculation:
         try:
             if known is None:
                 self.policy.renew()
-                drafter.open(req.rid, req.tokens[: req.num_known])
+                drafter.open(req.rid, req.tokens[: req.num_known], _sequence_info(req))
             else:
                 drafter.extend(req.rid, req.tokens[known : req.num_known])
         except Exception as error:
@@ -259,6 +298,24 @@ class Speculation:
             self._drafter = None
             self._indexed.clear()
             logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
+
+
+def _sequence_info(req: Req) -> SequenceInfo:
+    """What a drafter may know of a request besides its tokens."""
+    source = req.source
+    return SequenceInfo(
+        prompt_len=req.prompt_len,
+        sample=_sample_of(req),
+        group=id(source.input_ids) if source.sampling.n > 1 else None,  # one array, as long as one of them is open
+        prediction=source.prediction,
+    )
+
+
+def _sample_of(req: Req) -> Sample:
+    """Which answer to its prompt a request is."""
+    sampling = req.source.sampling
+    noise = None if sampling.temperature == 0 else (sampling.seed, req.source.choice)
+    return Sample(namespace=req.source.extra_key, noise=noise)
 
 
 def _may_speculate(req: Req) -> bool:

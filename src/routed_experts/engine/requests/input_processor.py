@@ -60,6 +60,7 @@ class InputProcessor:
         _check_flags(request)
         params = _sampling_params(request)
         prompts = list(self._prompts(request))
+        prediction = self._prediction(request, len(prompts))
         n = 1 if params.n is None else int(params.n)
         num_requests = len(prompts) * n
         if num_requests > self.limits.max_requests:
@@ -87,6 +88,7 @@ class InputProcessor:
                     input_ids=ids,
                     sampling=sampling,
                     stop_token_ids=stop_token_ids,
+                    prediction=prediction,
                     extra_key=request.extra_key,
                     stream=request.stream is True,
                     return_logprob=return_logprob,
@@ -126,14 +128,48 @@ class InputProcessor:
         for ids in input_ids if nested else [input_ids]:
             yield self._check_ids(_as_integers(ids), "input_ids")
 
+    def _prediction(self, request: GenerateReqInput, num_prompts: int) -> Int32[np.ndarray, " G"] | None:
+        """Token ids of the expected answer, at most a context of them."""
+        prediction, limits = request.prediction, self.limits
+        if prediction is None:
+            return None
+        if num_prompts > 1:
+            text = f"{PARAM} is the expected answer to one prompt, and this call has {num_prompts}"
+            raise InvalidRequestError(f"{text}; send one prompt a call", param="prediction")
+        if isinstance(prediction, str):
+            tokenizer, most = self._text_tokenizer("prediction"), limits.context_length
+            try:
+                ids = np.asarray(tokenizer.encode(prediction, max_tokens=most, add_special_tokens=False), np.int64)
+            except InvalidRequestError as error:
+                raise error.renamed("prediction") from error
+        else:
+            ids = _as_integers(prediction, "prediction")
+        if ids.size > limits.context_length:
+            text = f"{PARAM} has {ids.size} tokens, above the context of {limits.context_length}"
+            raise InvalidRequestError(f"{text}; shorten it", param="prediction")
+        return self._check_in_vocabulary(ids, "prediction").astype(np.int32)
+
+    def _check_in_vocabulary(self, ids: np.ndarray, param: str) -> np.ndarray:
+        vocab = self.limits.vocab_size
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab):
+            wrong = int(ids[(ids < 0) | (ids >= vocab)][0])
+            text = f"{PARAM} holds the token id {wrong}, outside 0..{vocab - 1}; use this model's ids"
+            raise InvalidRequestError(text, param=param)
+        return ids
+
+    def check_rollout(self, ids: Sequence[int], param: str) -> Int32[np.ndarray, " S"]:
+        """Token ids of a prompt or of an answer that are handed in as drafts. Raises InvalidRequestError."""
+        array = self._check_in_vocabulary(_as_integers(ids, param), param)
+        if not 0 < array.size <= self.limits.context_length:
+            text = f"{PARAM} has {array.size} tokens; give 1 to {self.limits.context_length}"
+            raise InvalidRequestError(text, param=param)
+        return array.astype(np.int32)
+
     def _check_ids(self, ids: np.ndarray, param: str) -> Int32[np.ndarray, " S"]:
         limits = self.limits
         if ids.size == 0:
             raise InvalidRequestError(f"{PARAM} is empty; give at least one token", param=param)
-        if ids.min() < 0 or ids.max() >= limits.vocab_size:
-            wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
-            text = f"{PARAM} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids"
-            raise InvalidRequestError(text, param=param)
+        self._check_in_vocabulary(ids, param)
         if ids.size >= limits.context_length:
             text = (
                 f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also "
@@ -276,19 +312,19 @@ def _logprob_options(request: GenerateReqInput, params: SamplingParams, prompt_l
     return True, start, max(top, params.logprobs or 0, params.prompt_logprobs or 0)
 
 
-def _as_integers(ids: object) -> np.ndarray:
+def _as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
     """Token ids as int64; refuses what only looks like an integer."""
     if isinstance(ids, np.ndarray):
         array = ids
     else:
         parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
         if parts is None or not all(_is_id(part) for part in parts):
-            text = f"{PARAM}={short_repr(ids)} must be a list of token ids, or a list of such lists"
-            raise InvalidRequestError(text, param="input_ids")
+            several = ", or a list of such lists" if param == "input_ids" else ""
+            raise InvalidRequestError(f"{PARAM}={short_repr(ids)} must be a list of token ids{several}", param=param)
         array = np.asarray(parts, np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         text = f"{PARAM} of shape {array.shape} and type {array.dtype} must be a row of integers"
-        raise InvalidRequestError(text, param="input_ids")
+        raise InvalidRequestError(text, param=param)
     return array.astype(np.int64)
 
 

@@ -13,10 +13,12 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.execution.model_runner import MAX_WEIGHT_VERSION
 from routed_experts.server.body import json_response, read_body
 from routed_experts.server.errors import ApiError
+from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.protocol import (
     AbortRequest,
     ContinueRequest,
     PauseRequest,
+    RememberRolloutsRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
 )
@@ -26,13 +28,31 @@ _MAX_PATH_CHARS = 1024
 
 
 async def flush_cache(request: Request, server: ServerState) -> Response:
-    """Drop all cached prefixes; refused while requests run."""
+    """Drop all cached prefixes, and with `drafts` all answers that are remembered; refused while requests run."""
+    drafts = request.query_params.get("drafts", "false")
+    if drafts not in ("true", "false"):
+        raise InvalidRequestError(f"drafts={short_repr(drafts)} must be true or false", param="drafts")
     stats = server.accepting_engine.engine.stats()
     if stats.accepted > sum(stats.finished.values()):
         text = f"{stats.running} requests run and {stats.waiting} wait; try again when they have ended"
         raise ApiError(text, status=400, code="requests_running")
-    freed = await asyncio.to_thread(server.engine.engine.flush_cache)
+    freed = await asyncio.to_thread(server.engine.engine.flush_cache, drafts=drafts == "true")
     return json_response({"success": True, "freed_pages": freed})
+
+
+async def remember_rollouts(request: Request, server: ServerState) -> Response:
+    """Take an answer to a prompt as a draft of later ones."""
+    body = await read_body(request, RememberRolloutsRequest, server.settings)
+    rollout = body.value
+    await asyncio.to_thread(
+        server.accepting_engine.engine.remember_rollouts,
+        rollout.prompt_ids,
+        rollout.output_ids,
+        seed=to_seed(rollout.seed),
+        choice=rollout.choice or 0,
+        extra_key=rollout.extra_key,
+    )
+    return json_response({"success": True})
 
 
 async def abort_request(request: Request, server: ServerState) -> Response:

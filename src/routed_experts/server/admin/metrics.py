@@ -230,6 +230,10 @@ def _speculative(totals: SpeculativeTotals | None, compat: Compat) -> Iterator[M
     by_index = {str(index): count for index, count in sorted(totals.accepted_at.items())}
     name = "spec_decode_num_accepted_tokens_per_pos"
     yield _by_label(CounterMetricFamily, name, text, "position", by_index)
+    for what, by_source in (("draft", totals.proposed_by), ("accepted", totals.accepted_by)):
+        text = f"{what.capitalize()} tokens by the text that they were copied from"
+        name_by_source = f"spec_decode_{what}_tokens_by_source"
+        yield _by_label(CounterMetricFamily, name_by_source, text, "source", dict(by_source))
     text = "Proposals that were not made, by reason"
     yield _by_label(CounterMetricFamily, "spec_decode_skipped", text, "reason", dict(totals.skipped))
     gauges = (

@@ -3,6 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -18,7 +19,7 @@ from routed_experts.server.openai.handler import (
     parse_options,
     to_sampling_params,
 )
-from routed_experts.server.protocol import ChatRequest
+from routed_experts.server.protocol import ChatRequest, Prediction
 from routed_experts.server.routing.response import openai_defaults, to_routing_params
 from routed_experts.server.state import ServerState
 
@@ -76,6 +77,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             stream=chat.stream is True,
             return_logprob=logprobs,
             top_logprobs_num=chat.top_logprobs or 0,
+            prediction=_prediction(chat.prediction),
             **to_routing_params(chat, enabled=chat.return_routed_experts),
         )
         requests = await server.process(
@@ -96,6 +98,25 @@ def _prompt_ids(server: ServerState, chat: ChatRequest) -> list[int]:
         tokenizer, chat.messages, add_generation_prompt=add_generation_prompt, scalars=chat.chat_template_kwargs
     )
     return tokenizer.encode(text, add_special_tokens=False, max_tokens=server.engine.context_length)
+
+
+def _prediction(prediction: Prediction | None) -> str | None:
+    """Return the text of a prediction."""
+    if prediction is None:
+        return None
+    if prediction.type != "content":
+        text = f"prediction.type={short_repr(prediction.type)} must be content"
+        raise InvalidRequestError(text, param="prediction.type")
+    if isinstance(prediction.content, str):
+        return prediction.content
+    texts: list[str] = []
+    for part in prediction.content:
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
+            message = f"prediction.content holds {short_repr(part)}; expected parts of type text"
+            raise InvalidRequestError(message, param="prediction.content")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _max_tokens(chat: ChatRequest) -> int | None:

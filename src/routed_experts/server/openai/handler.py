@@ -15,6 +15,7 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
@@ -157,6 +158,11 @@ class ChoiceState:
             return 0, 0
         last = self.sequence.last
         return last.cached_tokens, 0 if self.prompt_only else last.completion_tokens
+
+    def draft_counts(self) -> SpeculativeCounts:
+        """Return what became of the drafts of this choice so far."""
+        counts = self.sequence.last.speculative if self.sequence.has_output else None
+        return counts or SpeculativeCounts()
 
     def finish_fields(self) -> dict[str, object]:
         """Return `finish_reason` and `stop_reason` (the stop string, or the stop id that the request named), and
@@ -329,12 +335,20 @@ def _usage(choices: Sequence[ChoiceState]) -> dict[str, object]:
     prompt = sum(int(choice.request.input_ids.size) for choice in first)
     cached = sum(choice.num_tokens()[0] for choice in first)
     completion = sum(choice.num_tokens()[1] for choice in choices)
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(choice.request.prediction is not None for choice in choices):
+        counts = [choice.draft_counts() for choice in choices]
+        accepted = sum(count.predicted_accepted for count in counts)
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(count.predicted for count in counts) - accepted,
+        }
+    return usage
 
 
 def _text(token: TokenLogprob) -> str:

@@ -61,6 +61,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             return_logprob=_single_value("return_logprob", call.return_logprob) is True,
             logprob_start_len=-1 if logprob_start_len is None else logprob_start_len,
             top_logprobs_num=_single_value("top_logprobs_num", call.top_logprobs_num) or 0,
+            prediction=call.prediction,
             **to_routing_params(call, enabled=any(enabled) if isinstance(enabled, list) else enabled),
         )
         requests = await server.process(

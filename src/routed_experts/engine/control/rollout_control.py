@@ -1,0 +1,48 @@
+"""RolloutControl: takes answers to prompts from the caller, as drafts of later requests.
+
+Dims: S tokens of a prompt, G of an answer."""
+
+from collections.abc import Sequence
+
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.sampling_params import MAX_SEED
+from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.requests.input_processor import InputProcessor
+from routed_experts.speculation.drafter import Sample
+
+
+class RolloutControl:
+    """The answers that one engine's drafter remembers. Thread-safe."""
+
+    def __init__(self, context: EngineContext, input_processor: InputProcessor) -> None:
+        self._context, self._input_processor = context, input_processor
+
+    def remember(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        seed: int | None,
+        choice: int,
+        extra_key: str | None,
+    ) -> None:
+        """`Engine.remember_rollouts`."""
+        speculation = self._context.core.speculation
+        if speculation is None or not speculation.shares_answers:
+            text = "this engine takes no answers as drafts; build it with speculative_algorithm and"
+            raise InvalidRequestError(f"{text} speculative_scope='namespace'", param="speculative_scope")
+        prompt = self._input_processor.check_rollout(prompt_ids, "prompt_ids")
+        output = self._input_processor.check_rollout(output_ids, "output_ids")
+        if seed is not None:
+            _check_int("seed", seed, MAX_SEED)
+        _check_int("choice", choice, MAX_SEED)
+        if extra_key is not None and not isinstance(extra_key, str):
+            raise InvalidRequestError(f"{PARAM}={short_repr(extra_key)} must be text", param="extra_key")
+        sample = Sample(namespace=extra_key, noise=None if seed is None else (seed, choice))
+        self._context.thread.run_between_steps(lambda: speculation.remember(prompt, output, sample))
+
+
+def _check_int(param: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise InvalidRequestError(f"{PARAM}={short_repr(value)} must be an integer in 0..{most}", param=param)

@@ -1,0 +1,189 @@
+"""An engine that remembers answers: they are drafts of the next epoch, and change no answer; who may see whose text."""
+
+import numpy as np
+import pytest
+
+from oracles.testbeds import other_weights
+from routed_experts import Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
+from routed_experts.core.errors import InvalidRequestError
+from support.engines import open_engine
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+REMEMBERING = SpeculativeConfig(adaptive=False, scope="namespace", remember=True)
+PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 12).tolist() for seed in range(4)]
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 24, "n": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def epoch(engine, *, seed=5, **options):
+    """Tokens, logprobs and rows of each answer; and the meta_info."""
+    outs = engine.generate(
+        input_ids=PROMPTS,
+        sampling_params=SAMPLING | {"seed": seed},
+        return_logprob=True,
+        return_routed_experts=True,
+        **options,
+    )
+    metas = [out["meta_info"] for out in outs]
+    rows = [extract_routed_experts_from_meta_info(meta).tolist() for meta in metas]
+    logprobs = [meta["output_token_logprobs"] for meta in metas]
+    return [(out["output_ids"], *rest) for out, *rest in zip(outs, logprobs, rows, strict=True)], metas
+
+
+def open_remembering(folder, speculative=REMEMBERING):
+    return open_engine(folder, enable_return_routed_experts=True, deterministic=True, speculative=speculative)
+
+
+def by_source(engine, what="proposed_by"):
+    return dict(getattr(engine.stats().speculative, what))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """Answers without drafts: of the weights of the folder, and of others."""
+    with open_engine(folder, enable_return_routed_experts=True, deterministic=True) as engine:
+        first, _ = epoch(engine)
+        engine.update_weights(other_weights(3), version=1)
+        second, _ = epoch(engine)
+    return first, second
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "SUFFIX"])
+def test_the_second_epoch_with_the_same_seeds_accepts_all_and_answers_the_same(folder, plain, algorithm):
+    config = SpeculativeConfig(algorithm=algorithm, adaptive=False, scope="namespace", remember=True)
+    with open_remembering(folder, config) as engine:
+        first, _ = epoch(engine)
+        before = engine.stats().speculative.requests
+        second, metas = epoch(engine)
+        after = engine.stats().speculative
+    assert first == second == plain[0]
+    assert after.requests.proposed - before.proposed == after.requests.accepted - before.accepted > 8 * 15
+    assert all(meta["spec_accept_rate"] == 1.0 and meta["spec_verify_ct"] == 3 for meta in metas)
+
+
+def test_answers_of_old_weights_are_drafts_under_new_ones(folder, plain):
+    with open_remembering(folder) as engine:
+        epoch(engine)
+        engine.update_weights(other_weights(3), version=1)
+        before = by_source(engine), by_source(engine, "accepted_by")
+        second, metas = epoch(engine)
+        proposed = by_source(engine)["rollout"] - before[0].get("rollout", 0)
+        accepted = by_source(engine, "accepted_by").get("rollout", 0) - before[1].get("rollout", 0)
+    assert second == plain[1] != plain[0]
+    assert {meta["weight_version"] for meta in metas} == {"1"}
+    assert proposed > accepted, "the old answers are followed, and are wrong now and then"
+
+
+@pytest.mark.parametrize("other", [dict(extra_key="b"), dict(extra_key=None)])
+def test_another_extra_key_never_gets_an_answer(folder, plain, other):
+    with open_remembering(folder) as engine:
+        epoch(engine, extra_key="a")
+        before = by_source(engine)
+        answers, _ = epoch(engine, **other)
+        assert answers == plain[0]
+        again = by_source(engine)
+        assert again == {source: 2 * count for source, count in before.items()}, "choices of a prompt see each other"
+        epoch(engine, extra_key="a")
+        assert by_source(engine)["rollout"] - again["rollout"] > before["rollout"]
+
+
+def test_flush_cache_forgets_on_request_alone(folder):
+    with open_remembering(folder) as engine:
+        epoch(engine)
+        assert engine.stats().speculative.store_bytes > 4 * 24 * 8
+        counts = [by_source(engine)["rollout"]]
+        for drafts in (False, True):
+            engine.flush_cache(drafts=drafts)
+            epoch(engine)
+            counts.append(by_source(engine)["rollout"])
+        first, second, third = counts
+        assert second - first > first == third - second, "the third epoch knows nothing of the first"
+
+
+def test_without_the_flags_nothing_is_remembered(folder):
+    with open_remembering(folder, SpeculativeConfig(adaptive=False)) as engine:
+        for _ in range(2):
+            epoch(engine)
+        assert set(by_source(engine)) <= {"context", "rollout"}
+        *_, last = [metas for _, metas in (epoch(engine),)]
+        assert any(meta["spec_accept_rate"] < 1.0 for meta in last)
+
+
+def test_a_request_without_drafts_is_not_remembered(folder):
+    with open_remembering(folder) as engine:
+        options = dict(input_ids=PROMPTS[0], sampling_params={"temperature": 0.0, "speculative": False})
+        engine.generate(max_new_tokens=8, **options)
+        engine.generate(input_ids=PROMPTS[0], sampling_params={"temperature": 0.0}, max_new_tokens=8)
+        assert "rollout" not in by_source(engine)
+
+
+def test_answers_may_be_handed_in(folder, plain):
+    config = SpeculativeConfig(adaptive=False, scope="namespace")
+    with open_remembering(folder, config) as engine:
+        for index, (tokens, *_) in enumerate(plain[0]):
+            engine.remember_rollouts(PROMPTS[index // 2], tokens, seed=5, choice=index % 2, extra_key="k")
+        answers, metas = epoch(engine, extra_key="k")
+        assert answers == plain[0]
+        assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
+        for name, value in (
+            ("prompt_ids", []),
+            ("prompt_ids", "text"),
+            ("output_ids", [VOCAB_SIZE]),
+            ("output_ids", [0] * 100_000),
+            ("seed", -1),
+            ("choice", True),
+            ("extra_key", 3),
+        ):
+            arguments = dict(prompt_ids=[1], output_ids=[2]) | {name: value}
+            with pytest.raises(InvalidRequestError) as caught:
+                engine.remember_rollouts(**arguments)
+            assert caught.value.param == name
+
+
+@pytest.mark.parametrize("speculative", [None, SpeculativeConfig()])
+def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, speculative):
+    wanted = pytest.raises(InvalidRequestError, match="speculative_scope='namespace'")
+    with open_engine(folder, speculative=speculative) as engine, wanted:
+        engine.remember_rollouts([1, 2], [3])
+
+
+def test_a_prediction_is_a_draft_of_its_request_alone(folder):
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    with open_engine(folder, speculative=SpeculativeConfig(adaptive=False), deterministic=True) as engine:
+        plain = engine.generate(
+            input_ids=PROMPTS[0], max_new_tokens=24, sampling_params=greedy | {"speculative": False}
+        )
+        answer = plain["output_ids"]
+        edited = [*answer[:9], 0, *answer[10:]]
+        for prediction in (answer, edited, [], [1]):
+            drafted = engine.generate(
+                input_ids=PROMPTS[0], max_new_tokens=24, sampling_params=greedy, prediction=prediction
+            )
+            assert drafted["output_ids"] == answer
+        assert by_source(engine, "accepted_by")["prediction"] >= 20 + 16
+        for prediction, match in (([VOCAB_SIZE], "outside"), ([0] * 100_000, "context"), (["a"], "token ids")):
+            with pytest.raises(InvalidRequestError, match=match) as caught:
+                engine.generate(input_ids=PROMPTS[0], prediction=prediction)
+            assert caught.value.param == "prediction"
+        with pytest.raises(InvalidRequestError, match="one prompt"):
+            engine.generate(input_ids=PROMPTS, prediction=[1])
+    with open_engine(folder) as engine:
+        out = engine.generate(input_ids=PROMPTS[0], max_new_tokens=4, prediction=[1, 2])
+        assert len(out["output_ids"]) == 4
+
+
+def test_the_flat_names_are_those_of_the_config(folder):
+    flat = dict(speculative_algorithm="suffix", speculative_scope="namespace", speculative_remember=True)
+    with Engine(
+        str(folder),
+        precompile_bs_paddings=(4,),
+        precompile_token_paddings=(32,),
+        **flat,
+        speculative_store_bytes=1 << 21,
+    ) as engine:
+        engine.generate(input_ids=PROMPTS[0], max_new_tokens=4)
+        assert engine.stats().speculative.store_bytes > 0
