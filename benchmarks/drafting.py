@@ -5,9 +5,10 @@
 "step" is `extend` by one token and `propose` of 7, in microseconds: the median, and the mean of CPU time, in which the
 sorting of the index (once in 256 to 2,048 tokens) is spread over all steps; "sort" is the longest of these steps, in
 milliseconds. "build" is `open`, microseconds of CPU time a token. Bytes are those of the drafter after the steps.
-Texts: "zipf" has 50,000 tokens by a power law, "edit" repeats a third of itself with an error in 20 tokens, "letters"
-has 3 tokens, "same" has one. Last row: the policy chooses among 7 drafts of each of 32 requests, and learns what was
-accepted."""
+"ngram" and "suffix" search the text itself. "rollout" follows an answer of an earlier epoch; "suffix, shared" has 8
+other answers to the prompt and their namespace to search, too. Texts: "zipf" has 50,000 tokens by a power law, "edit"
+repeats a third of itself with an error in 20 tokens, "letters" has 3 tokens, "same" has one. Last row: the policy
+chooses among 7 drafts of each of 32 requests, and learns what was accepted."""
 
 import argparse
 import statistics
@@ -17,12 +18,17 @@ import numpy as np
 from common import print_table, write_result
 
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
+from routed_experts.speculation.continuations import PRIOR_SURVIVAL
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.drafter import Draft
-from routed_experts.speculation.ngram import NgramDrafter, prior_survival
+from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
+from routed_experts.speculation.namespace_texts import NamespaceTexts
+from routed_experts.speculation.rollouts import RolloutStore
+from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 MOST = 7
+SUFFIX = CopyRule(max_window=24, counts=True)
+DRAFTERS = ("ngram", "suffix", "rollout", "suffix, shared")
 REQUESTS = 32
 
 
@@ -41,13 +47,27 @@ def make_text(kind: str, length: int) -> np.ndarray:
     return text
 
 
-def drafting_row(kind: str, context: int, steps: int, repeats: int) -> dict[str, object]:
+def make_drafter(name: str, prompt: np.ndarray, answer: np.ndarray) -> TextDrafter:
+    """A drafter; the last two have a store, with 8 answers to the prompt: the true one, or others."""
+    if name in ("ngram", "suffix"):
+        return TextDrafter(CopyRule() if name == "ngram" else SUFFIX)
+    rule = CopyRule() if name == "rollout" else SUFFIX
+    contexts = context_hash(rule)
+    texts = NamespaceTexts(contexts, max_bytes=1 << 28) if rule.counts else None
+    drafter = TextDrafter(rule, store=RolloutStore(max_bytes=1 << 28), texts=texts, contexts=contexts)
+    for seed in range(8):
+        other = np.random.default_rng(seed).permutation(answer)
+        drafter.remember(prompt, answer if name == "rollout" and seed == 0 else other, Sample(noise=seed))
+    return drafter
+
+
+def drafting_row(name: str, kind: str, context: int, steps: int, repeats: int) -> dict[str, object]:
     """One text and context: the index of the prompt, then steps of one token."""
     text = make_text(kind, context + steps)
-    drafter, builds, seconds = NgramDrafter(), [], []
+    drafter, builds, seconds = make_drafter(name, text[:context], text[context:]), [], []
     for _ in range(repeats):
         start = time.thread_time()
-        drafter.open("text", text[:context])
+        drafter.open("text", text[:context], SequenceInfo(prompt_len=context, sample=Sample(noise=0)))
         builds.append(time.thread_time() - start)
     start = time.thread_time()
     for position in range(context, context + steps):
@@ -57,6 +77,7 @@ def drafting_row(kind: str, context: int, steps: int, repeats: int) -> dict[str,
         seconds.append(time.perf_counter() - began)
     total = time.thread_time() - start
     return {
+        "drafter": name,
         "text": kind,
         "context": context,
         "step_us": statistics.median(seconds) * 1e6,
@@ -74,8 +95,7 @@ def policy_row(steps: int) -> dict[str, object]:
         for tokens in {REQUESTS, padded}:
             costs.set(REQUESTS, padded, tokens, 0.01 + 1e-5 * tokens)
     policy, estimates = DraftPolicy(costs), AcceptanceEstimates()
-    survival = prior_survival(12, MOST)
-    drafts = [Draft(np.zeros(MOST, np.int32), survival[1 + key % 12]) for key in range(REQUESTS)]
+    drafts = [Draft(np.zeros(MOST, np.int32), PRIOR_SURVIVAL[1 + key % 12, :MOST]) for key in range(REQUESTS)]
     choosing, learning = [], []
     for _ in range(steps):
         start = time.thread_time()
@@ -102,7 +122,12 @@ def main() -> None:
     small = parser.parse_args().small
     contexts, steps, repeats = ([512], 50, 1) if small else ([1024, 8192, 32_768], 4000, 7)
     kinds = ("zipf", "edit", "letters", "same")
-    rows = [drafting_row(kind, context, steps, repeats) for kind in kinds for context in contexts]
+    rows = [
+        drafting_row(name, kind, context, steps, repeats)
+        for name in DRAFTERS
+        for kind in (kinds if name in ("ngram", "suffix") else ("zipf", "edit"))
+        for context in (contexts if name == "ngram" else contexts[-1:])
+    ]
     policy = policy_row(5 if small else 500)
     print_table(rows)
     print_table([policy])

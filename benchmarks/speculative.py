@@ -11,8 +11,10 @@ a figure is the median over rounds of the ratio of neighbouring runs, with their
 prompt token to its last answer, capture on and asked in all but "capture off".
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
-between two. oracle: a drafter that is right with probability 0.8, three drafts. `tokens a step` is of a request, and
-`bound` is that over the cost of a step with so many tokens, by the table that the engine measured at start."""
+between two. oracle: a drafter that is right with probability 0.8, three drafts. rollouts: the answer is remembered, as
+of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since. `tokens a step` is
+of a request, and `bound` is that over the cost of a step with so many tokens, by the table that the engine measured at
+start."""
 
 import argparse
 import dataclasses
@@ -34,11 +36,13 @@ from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.speculation import DraftLimits, Speculation
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.drafter import Draft
+from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
 
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
+ENGINES = {"oracle": ("oracle",), "rollouts": ("rollouts",), "old rollouts": ("rollouts",)}  # beside "off", by load
 ALPHA, ORACLE_DRAFTS = 0.8, 3
-LOADS = ("random", "copy and edit", "oracle")
+CHANGED = 0.1  # of the tokens of "old rollouts"
+LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts")
 
 
 class GivenText:
@@ -90,7 +94,7 @@ class Oracle:
         self._known: dict[str, int] = {}
         self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
 
-    def open(self, key: str, tokens: np.ndarray) -> None:
+    def open(self, key: str, tokens: np.ndarray, info: SequenceInfo) -> None:
         self._known[key] = tokens.size
 
     def extend(self, key: str, tokens: np.ndarray) -> None:
@@ -99,11 +103,29 @@ class Oracle:
     def close(self, key: str) -> None:
         self._known.pop(key, None)
 
+    def remember(self, prompt: np.ndarray, output: np.ndarray, sample: Sample) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
     def propose(self, key: str, most: int) -> Draft:
         ahead = self.answers[key][self._known[key] :][:most].copy()
         wrong = self._noise.random(ahead.size) >= ALPHA
         ahead[wrong] = self._noise.integers(0, self._vocabulary, int(wrong.sum()))
         return Draft(ahead, ALPHA ** np.arange(1, ahead.size + 1))
+
+
+def remember(
+    engine: "Runner", prompts: list[np.ndarray], answers: list[np.ndarray], changed: float, noise: np.random.Generator
+) -> None:
+    """Hand in the answers of an earlier epoch: these, but for some tokens."""
+    speculation, vocabulary = engine.core.speculation, engine.core.runner.config.vocab_size
+    assert speculation is not None
+    for prompt, answer in zip(prompts, answers, strict=True):
+        others = noise.integers(0, vocabulary, answer.size)
+        old = np.where(noise.random(answer.size) < changed, others, answer).astype(np.int32)
+        speculation.remember(prompt, old, Sample())
 
 
 def text_of(load: str, prompt: np.ndarray, new: int, noise: np.random.Generator, vocabulary: int) -> np.ndarray:
@@ -161,8 +183,8 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
         skip_tokenizer_init=True,
     )
 
-    def make(*, capture: bool, drafts: int) -> EngineComponents:
-        speculative = SpeculativeConfig(num_draft_tokens=drafts + 1) if drafts else None
+    def make(*, capture: bool, drafts: int, scope: str = "request") -> EngineComponents:
+        speculative = SpeculativeConfig(num_draft_tokens=drafts + 1, scope=scope) if drafts else None
         server = ServerArgs(enable_return_routed_experts=capture, **sizes)
         return build_engine(server, model=model, speculative=speculative)
 
@@ -172,6 +194,7 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
     }
     oracle = make(capture=True, drafts=ORACLE_DRAFTS)
     engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
+    engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
     engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
     return engines
 
@@ -179,7 +202,7 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
 def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, load: str) -> list[dict[str, object]]:
     """One row for each engine beside "off"."""
     vocabulary = engines["off"].core.runner.config.vocab_size
-    names = ["off", "oracle"] if load == "oracle" else ["off", "ngram", "ngram, capture off"]
+    names = ["off", *ENGINES.get(load, ("ngram", "ngram, capture off"))]
     noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
     before = {name: counts_of(engines[name]) for name in names}
     for turn in range(-1, args.rounds):
@@ -191,6 +214,8 @@ def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, lo
         for name in names if turn % 2 else names[::-1]:
             ask = name != "ngram, capture off"
             requests = Prompts(turn + 1).build_requests(prompts, new=args.new, ask=ask)
+            if name == "rollouts":
+                remember(engines[name], prompts, answers, CHANGED if load == "old rollouts" else 0.0, noise)
             took = engines[name].run(requests, answers)
             if turn >= 0:
                 seconds[name].append(took)

@@ -21,7 +21,20 @@ from routed_experts.core.speculative_config import SpeculativeConfig
             for name in ("NEXTN", "eagle", "EAGLE3", "STANDALONE")
         ),
         (dict(algorithm="deepseek_mtp"), ["deepseek_mtp", "NGRAM"]),
-        (dict(algorithm="SUFFIX"), ["SUFFIX", "not in this version", "NGRAM"]),
+        (dict(scope="all"), ["scope='all'", "request, namespace"]),
+        (dict(scope=None), ["scope=None", "request, namespace"]),
+        (dict(remember=True), ["remember=True", "scope='namespace'"]),
+        (dict(remember=1, scope="namespace"), ["remember=1", "True or False"]),
+        (dict(store_bytes=1000), ["store_bytes=1000", "1048576"]),
+        (dict(store_bytes=1e9), ["store_bytes=1000000000.0", "1048576"]),
+        (dict(suffix_max_tree_depth=12), ["suffix_max_tree_depth=12", "is of SUFFIX", "NGRAM"]),
+        (dict(algorithm="suffix", suffix_max_tree_depth=65), ["suffix_max_tree_depth=65", "1..64"]),
+        (dict(algorithm="suffix", suffix_max_spec_factor=0), ["suffix_max_spec_factor=0", "above 0"]),
+        (dict(algorithm="suffix", suffix_max_spec_factor=float("nan")), ["suffix_max_spec_factor=nan", "above 0"]),
+        (dict(algorithm="suffix", suffix_min_token_prob=1.5), ["suffix_min_token_prob=1.5", "0..1"]),
+        (dict(algorithm="suffix", suffix_min_token_prob=True), ["suffix_min_token_prob=True", "0..1"]),
+        (dict(algorithm="suffix", suffix_max_cached_requests=-1), ["suffix_max_cached_requests=-1", "at least 0"]),
+        (dict(algorithm="suffix", draft_model_path="x"), ["draft_model_path='x'", "suffix has no draft model"]),
         *((dict(algorithm=name), [name, "not read", "NGRAM"]) for name in ("MEDUSA", "P-EAGLE", "DFlash", "DSpark")),
         (dict(eagle_topk=2), ["eagle_topk=2", "chains", "1"]),
         (dict(eagle_topk=True), ["eagle_topk=True", "chains"]),
@@ -105,7 +118,7 @@ def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
         ),
         ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
         ({}, ["no method", "ngram"]),
-        ({"method": "eagle3", "model": "folder"}, ["folder", "n-grams"]),
+        ({"method": "eagle3", "model": "folder"}, ["folder", "no draft models"]),
         ("{method: ngram}", ["no JSON"]),
         ("[" * 100_000, ["no JSON", "(100000 characters)"]),
         ("[1]", ["must be a dict"]),
@@ -133,3 +146,22 @@ def test_one_way_to_say_it():
             SpeculativeConfig.create(other, {})
     with pytest.raises(ConfigError, match="speculative_num_steps without speculative_algorithm"):
         SpeculativeConfig.create(None, {"num_steps": 3})
+
+
+def test_vllms_suffix_decoding_is_read_and_remembers_where_it_asks_for_that():
+    words = {
+        "method": "suffix",
+        "num_speculative_tokens": 5,
+        "suffix_decoding_max_tree_depth": 20,
+        "suffix_decoding_max_spec_factor": 2.0,
+        "suffix_decoding_min_token_prob": 0.2,
+    }
+    read = SpeculativeConfig.from_vllm(words)
+    assert (read.num_drafts, read.min_window, read.max_window) == (5, 1, 20)
+    assert (read.suffix_max_spec_factor, read.suffix_min_token_prob) == (2.0, 0.2)
+    assert (read.counts_continuations, read.shares_answers, read.remember) == (True, False, False)
+    for most, remembers in ((0, False), (100, True)):
+        read = SpeculativeConfig.from_vllm(words | {"suffix_decoding_max_cached_requests": most})
+        assert (read.suffix_max_cached_requests, read.shares_answers, read.remember) == (most, remembers, remembers)
+    with pytest.raises(ConfigError, match="suffix_max_tree_depth=20 is of SUFFIX"):
+        SpeculativeConfig.from_vllm({"method": "ngram", "suffix_decoding_max_tree_depth": 20})

@@ -37,18 +37,19 @@ def test_the_keywords_of_drafts_are_fields_of_their_config_that_are_left_out_by_
     params = {name: parameter for name, parameter in keywords(Engine.__init__).items() if name.startswith(OF_DRAFTS)}
     assert params.pop(OF_DRAFTS).default is None
     fields = {f"speculative_{field.name}": field for field in dataclasses.fields(SpeculativeConfig)}
-    of_trees = (
+    of_config = (
         "bfs",
         "threshold",
         "match_type",
         "trie_depth",
         "branch_length",
         "capacity",
-    )  # no other value, or no effect
-    trees = {name for name in fields if any(part in name for part in of_trees)}
-    assert params.keys() == fields.keys() - trees and len(trees) == 8
+        "suffix",
+    )  # no other value, no effect, or not SGLang's
+    others = {name for name in fields if any(part in name for part in of_config)}
+    assert params.keys() == fields.keys() - others and len(others) == 12
     assert all(parameter.default is None for parameter in params.values())
-    for name in trees:
+    for name in others:
         with pytest.raises(ConfigError, match=rf"give it as {name.removeprefix('speculative_')} of speculative="):
             Engine("nowhere", **{name: 1})
     with pytest.raises(ConfigError, match=r"did you mean speculative_num_steps\?"):

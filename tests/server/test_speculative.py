@@ -84,6 +84,79 @@ def test_a_value_that_is_no_bool_is_refused_and_other_requests_go_on(server, val
     assert server.post("/generate", BODY).status_code == 200
 
 
+def chat(server, **fields):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0}
+    return server.post("/v1/chat/completions", body | fields)
+
+
+def test_a_prediction_of_a_chat_is_drafted_and_counted(engine, server):
+    plain = chat(server, ignore_eos=True).json()
+    assert "completion_tokens_details" not in plain["usage"]
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]):
+        before = engine.stats().speculative.accepted_by["prediction"]
+        answer = chat(server, ignore_eos=True, prediction={"type": "content", "content": content}).json()
+        assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == engine.stats().speculative.accepted_by["prediction"] - before
+        assert details["rejected_prediction_tokens"] >= 0
+    wrong = chat(server, ignore_eos=True, prediction={"type": "content", "content": "x y z"}).json()
+    assert wrong["choices"][0]["message"] == plain["choices"][0]["message"]
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "text",
+        {"content": "a"},
+        {"type": "tokens", "content": "a"},
+        {"type": "content"},
+        {"type": "content", "content": 3},
+        {"type": "content", "content": [{"type": "image_url"}]},
+        {"type": "content", "content": "a", "more": 1},
+        {"type": "content", "content": "ab " * 9999},
+    ],
+)
+def test_a_wrong_prediction_is_refused_and_other_requests_go_on(server, prediction):
+    assert parse_error(chat(server, prediction=prediction), 400)["param"] == "prediction"
+    assert chat(server).status_code == 200
+
+
+def test_generate_takes_a_prediction_as_text_or_ids(engine, server):
+    plain = server.post("/generate", BODY).json()
+    for prediction in (plain["output_ids"], plain["text"]):
+        before = engine.stats().speculative.proposed_by["prediction"]
+        assert server.post("/generate", BODY | {"prediction": prediction}).json()["output_ids"] == plain["output_ids"]
+        assert engine.stats().speculative.proposed_by["prediction"] > before
+    body = BODY | {"input_ids": [[1], [2]], "prediction": [1]}
+    assert parse_error(server.post("/generate", body), 400)["param"] == "prediction"
+
+
+def test_answers_are_handed_in_and_forgotten_over_http(engine, server, tmp_path):
+    rollout = {"prompt_ids": BODY["input_ids"], "output_ids": [1, 2]}
+    assert parse_error(server.post("/remember_rollouts", rollout), 400)["param"] == "speculative_scope"
+    options = dict(speculative_algorithm="NGRAM", speculative_scope="namespace", speculative_adaptive=False)
+    with open_engine(write_tiny_checkpoint(tmp_path), **options) as other, running(other) as sharing:
+        answer = sharing.post("/generate", BODY).json()["output_ids"]
+        rollout["output_ids"] = answer
+        assert sharing.post("/remember_rollouts", rollout).json() == {"success": True}
+        again = sharing.post("/generate", BODY).json()
+        assert again["output_ids"] == answer and again["meta_info"]["spec_accept_rate"] == 1.0
+        assert other.stats().speculative.accepted_by["rollout"] > 10
+        lines = sharing.client.get("/metrics").text.splitlines()
+        assert any(
+            line.startswith('routed_experts_spec_decode_accepted_tokens_by_source_total{source="rollout"}')
+            for line in lines
+        )
+        assert parse_error(sharing.post("/flush_cache?drafts=yes", None), 400)["param"] == "drafts"
+        assert sharing.post("/flush_cache?drafts=true", None).status_code == 200
+        before = other.stats().speculative.proposed_by["rollout"]
+        assert sharing.post("/generate", BODY).json()["output_ids"] == answer
+        assert other.stats().speculative.proposed_by["rollout"] == before
+        assert parse_error(sharing.post("/remember_rollouts", rollout | {"seed": "a"}), 400)["param"] == "seed"
+
+
 @pytest.mark.parametrize(
     ("compat", "expected"),
     [

@@ -9,13 +9,14 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from routed_experts.speculation.sorted_contexts import (
+    MOST_DRAFTS,
     NO_TOKEN,
     ContextHash,
     Match,
     Query,
     SortedContexts,
     common_length,
-    equal_contexts,
+    continuations,
     scan,
 )
 
@@ -54,7 +55,7 @@ class ContextIndex:
         if size > self._hash.position_mask:
             most = int(self._hash.position_mask)
             raise ValueError(f"a sequence of {size} tokens is too long to index; at most {most} are")
-        if window + size > self._buffer.size:
+        if window + size + MOST_DRAFTS > self._buffer.size:
             grown = np.full(window + size + max(size // 2, MIN_TAIL), NO_TOKEN, np.int32)
             grown[: window + start] = self._buffer[: window + start]
             self._buffer = self._sorted.padded = grown
@@ -82,7 +83,7 @@ class ContextIndex:
         """Return the latest earlier occurrence of the longest suffix that has one, or NO_MATCH. `query`: that of this
         index."""
         min_window, column = self._hash.min_window, self._size - self._num_sorted - 1
-        best = self._sorted.find(query)
+        best = in_sorted = self._sorted.find(query)
         row = max(best.length - min_window, 0)
         latest = self._find_in_tail(row, column)
         if latest < 0:
@@ -98,20 +99,20 @@ class ContextIndex:
         length = common_length(self._hash, self._buffer, latest, query)
         if length < min_window + row:  # two contexts share a tag
             return scan(self._hash, self._buffer, np.arange(self._size - 1), query)
-        return Match(length, latest + 1)
+        return in_sorted._replace(end=latest + 1) if length == in_sorted.length else Match(length, latest + 1)
 
-    def occurrences(self, query: Query, length: int, most: int) -> Int64[np.ndarray, " m"]:
-        """Return the latest `most` earlier positions, increasing, whose context of `length` tokens is that of the
-        query; `length` is that of the longest match."""
+    def occurrences(self, query: Query, match: Match, most: int) -> Int64[np.ndarray, " m"]:
+        """Return the latest `most` earlier positions, increasing, whose context is that of the longest match, which
+        `find_longest` has returned."""
         column = self._size - self._num_sorted - 1
-        tags = self._tail[length - self._hash.min_window]
-        same = np.flatnonzero(tags[:column] == tags[column]) + self._num_sorted
-        found = same[-most:]
-        if not equal_contexts(self._hash, self._buffer, found, query, length).all():  # two contexts share a tag
-            found = same[equal_contexts(self._hash, self._buffer, same, query, length)][-most:]
-        if found.size < most:
-            found = np.concatenate([self._sorted.occurrences(query, length, most - found.size), found])
-        return found
+        tags = self._tail[match.length - self._hash.min_window]
+        is_same = tags[:column] == tags[column]
+        if not is_same.any():
+            return self._sorted.occurrences(query, match, most)
+        found = is_same.nonzero()[0][-most:] + self._num_sorted
+        if match.stop == 0 or found.size == most:
+            return found
+        return np.concatenate([self._sorted.occurrences(query, match, most - found.size), found])
 
     def tokens_from(self, start: int, most: int) -> Int32[np.ndarray, " m"]:
         """Return a copy of at most `most` tokens from position `start` on."""
@@ -120,9 +121,7 @@ class ContextIndex:
 
     def continuations(self, positions: Int64[np.ndarray, " m"], most: int) -> Int32[np.ndarray, "m k"]:
         """Return the `most` tokens behind each position, NO_TOKEN behind the end."""
-        at = positions[:, None] + np.arange(1, most + 1)
-        tokens = self._buffer[np.minimum(at, self._size - 1) + self._hash.max_window]
-        return np.where(at < self._size, tokens, NO_TOKEN)
+        return continuations(self._hash, self._buffer, positions, most)
 
     def _sort(self, count: int) -> SortedContexts:
         return SortedContexts(self._hash, self._buffer, np.arange(count), keep_all=self._keep_all)

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float64, Int32
 
 from routed_experts.speculation.drafter import Draft, DraftSource
+from routed_experts.speculation.sorted_contexts import MOST_DRAFTS
 
 MOST_OCCURRENCES = 16  # of a context, the latest: so many continuations are counted
 
@@ -23,8 +24,9 @@ def prior_survival(max_window: int, most: int) -> Float64[np.ndarray, "W k"]:
     return survival
 
 
-LONGEST_MATCH, LONGEST_DRAFT = 64, 31  # tokens; a longer match counts as this one
-PRIOR_SURVIVAL = prior_survival(LONGEST_MATCH, LONGEST_DRAFT)
+LONGEST_MATCH = 64  # tokens; a longer match counts as this one
+PRIOR_SURVIVAL = prior_survival(LONGEST_MATCH, MOST_DRAFTS)
+_CERTAIN = np.ones(MOST_DRAFTS)
 
 
 def most_frequent(
@@ -35,9 +37,9 @@ def most_frequent(
     `min_probability`."""
     last = continuations[-1]
     if len(continuations) == 1 or (continuations == last).all():
-        ends = np.flatnonzero(last < 0)
-        tokens = last[: ends[0]] if ends.size else last
-        return tokens.copy(), np.ones(tokens.size)
+        end = (last < 0).tobytes().find(1)
+        tokens = last.copy() if end < 0 else last[:end].copy()
+        return tokens, _CERTAIN[: tokens.size]
     tokens, probabilities = list[int](), list[float]()
     active, probability = range(len(continuations)), 1.0
     for column in continuations.T.tolist():

@@ -8,7 +8,7 @@ positions, R lengths, X keys, W tokens of the longest context."""
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Int32, Int64
 
 NO_TOKEN = -1  # stands before the first token, so that every position has a context of every length
 
@@ -22,13 +22,18 @@ class Query(NamedTuple):
 
 
 class Match(NamedTuple):
-    """An occurrence of the last `length` tokens; `end` is the position after it. Length 0: there is none."""
+    """An occurrence of the last `length` tokens; `end` is the position after it. Length 0: there is none. Of the sorted
+    positions that have this context the last key is keys[stop - 1], at length number `row`; stop 0: none is known."""
 
     length: int
     end: int
+    row: int = 0
+    stop: int = 0
 
 
 NO_MATCH = Match(0, 0)
+MOST_DRAFTS = 31  # tokens of a continuation
+_BEHIND = np.arange(1, MOST_DRAFTS + 1)
 
 
 class ContextHash:
@@ -85,7 +90,8 @@ class SortedContexts:
         contexts = self._hash
         if self._keys.size == 0:
             return NO_MATCH
-        found = self._keys[self._keys.searchsorted(query.tags | contexts.position_mask, "right") - 1]
+        stops = self._keys.searchsorted(query.tags | contexts.position_mask, "right")
+        found = self._keys[stops - 1]
         row = ((found & contexts.tag_mask) == query.tags).tobytes().rfind(1)  # of the longest; -1: none
         if row < 0:
             return NO_MATCH
@@ -93,23 +99,15 @@ class SortedContexts:
         length = common_length(contexts, self.padded, position, query)
         if length < contexts.min_window + row:  # two contexts share a tag
             return scan(contexts, self.padded, self._positions, query)
-        return Match(length, position + 1)
+        return Match(length, position + 1, row, int(stops[row]))
 
-    def occurrences(self, query: Query, length: int, most: int) -> Int64[np.ndarray, " m"]:
-        """Return the latest `most` positions, increasing, whose context of `length` tokens is that of the query; with
-        `keep_all`, and for the length of the longest match alone."""
-        contexts = self._hash
-        tags = query.tags[: length - contexts.min_window + 1]
-        ends = self._keys.searchsorted(tags | contexts.position_mask, "right").tolist()
-        for row in range(len(ends) - 1, -1, -1):  # a context that one position has is not entered at all lengths
-            start = int(self._keys.searchsorted(tags[row]))
-            if start < ends[row]:
-                found = self._keys[max(start, ends[row] - most) : ends[row]] & contexts.position_mask
-                is_equal = equal_contexts(contexts, self.padded, found, query, length)
-                if is_equal.all() and (found[1:] > found[:-1]).all():
-                    return found
-                break  # two contexts share a tag
-        return self._positions[equal_contexts(contexts, self.padded, self._positions, query, length)][-most:]
+    def occurrences(self, query: Query, match: Match, most: int) -> Int64[np.ndarray, " m"]:
+        """Return the latest `most` positions, increasing, whose context is that of the longest match; with `keep_all`.
+        Contexts that share a tag, of which there is one pair in 2**40, are taken for one."""
+        if match.stop == 0:
+            return np.array([match.end - 1])
+        start = max(int(self._keys.searchsorted(query.tags[match.row])), match.stop - most)
+        return self._keys[start : match.stop] & self._hash.position_mask
 
     def _sort(self) -> Int64[np.ndarray, " X"]:
         contexts, positions = self._hash, self._positions
@@ -142,16 +140,11 @@ def common_length(contexts: ContextHash, padded: Int32[np.ndarray, " WS"], posit
     return contexts.max_window - 1 - equal.tobytes().rfind(0)
 
 
-def equal_contexts(
-    contexts: ContextHash,
-    padded: Int32[np.ndarray, " WS"],
-    positions: Int64[np.ndarray, " P"],
-    query: Query,
-    length: int,
-) -> Bool[np.ndarray, " P"]:
-    """Return at which positions the last `length` tokens are those of the query."""
-    offsets = np.arange(contexts.max_window - length + 1, contexts.max_window + 1)
-    return (padded[positions[:, None] + offsets] == query.tokens[contexts.max_window - length :]).all(axis=1)
+def continuations(
+    contexts: ContextHash, padded: Int32[np.ndarray, " WS"], positions: Int64[np.ndarray, " P"], most: int
+) -> Int32[np.ndarray, "P k"]:
+    """Return the `most` tokens behind each position; the text has as many negative ones behind its end."""
+    return padded[positions[:, None] + (_BEHIND[:most] + contexts.max_window)]
 
 
 def scan(

@@ -233,7 +233,7 @@ class TextDrafter:
         most = min(most, int(rule.max_factor * match.length))
         if most < 1:
             return NO_DRAFT
-        places = index.occurrences(query, match.length, MOST_OCCURRENCES)
+        places = index.occurrences(query, match, MOST_OCCURRENCES)
         continuations = index.continuations(places, most)
         return frequent_draft(continuations, match.length, DraftSource.CONTEXT, rule.min_probability)
 
@@ -257,7 +257,7 @@ class TextDrafter:
             most = min(most, int(rule.max_factor * match.length))
         if most < 1:
             return NO_DRAFT
-        places = index.occurrences(query, match.length, MOST_OCCURRENCES)
+        places = index.occurrences(query, match, MOST_OCCURRENCES)
         continuations = index.continuations(places, most)
         draft = frequent_draft(continuations, match.length, source, rule.min_probability)
         if draft.tokens.size and source is not DraftSource.NAMESPACE:

@@ -9,7 +9,14 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from routed_experts.speculation.sorted_contexts import ContextHash, Match, Query, SortedContexts
+from routed_experts.speculation.sorted_contexts import (
+    MOST_DRAFTS,
+    ContextHash,
+    Match,
+    Query,
+    SortedContexts,
+    continuations,
+)
 
 NO_TEXT = -2  # between two texts; no sequence holds it
 
@@ -21,21 +28,21 @@ class TextIndex:
     def __init__(
         self, contexts: ContextHash, texts: Iterable[tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " T"]]]
     ) -> None:
-        self._window = contexts.max_window
+        self._hash = contexts
+        window = contexts.max_window
         separator = np.full(1, NO_TEXT, np.int32)
-        parts, positions = [np.full(self._window, NO_TEXT, np.int32)], [np.zeros(0, np.int64)]
+        parts, positions = [np.full(window, NO_TEXT, np.int32)], [np.zeros(0, np.int64)]
         self._starts, size = list[int](), 0  # of the texts, as positions
         for before, text in texts:
-            before = before[-self._window :]
+            before = before[-window:]
             start = size + 1 + before.size
             parts += [separator, before, text]
             first = start - 1 if before.size else start
             positions.append(np.arange(first, start + text.size - 1))
             self._starts.append(start)
             size = start + text.size
-        self._padded = np.concatenate([*parts, separator])
+        self._padded = np.concatenate([*parts, np.full(MOST_DRAFTS, NO_TEXT, np.int32)])
         self._sorted = SortedContexts(contexts, self._padded, np.concatenate(positions), keep_all=True)
-        self._size = size
 
     @property
     def nbytes(self) -> int:
@@ -46,14 +53,13 @@ class TextIndex:
         """Return the latest occurrence of the longest context of the query that has one, or NO_MATCH."""
         return self._sorted.find(query)
 
-    def occurrences(self, query: Query, length: int, most: int) -> Int64[np.ndarray, " m"]:
-        """Return the latest `most` positions of the longest match, which has `length` tokens; increasing."""
-        return self._sorted.occurrences(query, length, most)
+    def occurrences(self, query: Query, match: Match, most: int) -> Int64[np.ndarray, " m"]:
+        """Return the latest `most` positions of the longest match, increasing."""
+        return self._sorted.occurrences(query, match, most)
 
     def continuations(self, positions: Int64[np.ndarray, " m"], most: int) -> Int32[np.ndarray, "m k"]:
-        """Return the `most` tokens behind each position; negative ones, but nothing after them, end the text."""
-        at = np.minimum(positions[:, None] + np.arange(1, most + 1), self._size)
-        return self._padded[at + self._window]
+        """Return the `most` tokens behind each position; the first negative one ends the text."""
+        return continuations(self._hash, self._padded, positions, most)
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the number of the text that a position with a continuation is in, and the place of the token behind it

@@ -106,7 +106,7 @@ def _prediction(prediction: Prediction | None) -> str | None:
         return None
     if prediction.type != "content":
         text = f"prediction.type={short_repr(prediction.type)} must be content"
-        raise InvalidRequestError(text, param="prediction.type")
+        raise InvalidRequestError(text, param="prediction")
     if isinstance(prediction.content, str):
         return prediction.content
     texts: list[str] = []
@@ -114,7 +114,7 @@ def _prediction(prediction: Prediction | None) -> str | None:
         text = part.get("text")
         if part.get("type") != "text" or not isinstance(text, str):
             message = f"prediction.content holds {short_repr(part)}; expected parts of type text"
-            raise InvalidRequestError(message, param="prediction.content")
+            raise InvalidRequestError(message, param="prediction")
         texts.append(text)
     return "".join(texts)
 
