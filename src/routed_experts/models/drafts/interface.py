@@ -48,9 +48,10 @@ class DraftModel(Protocol):
         target_norm: Float[Array, " T"],
         kernels: Kernels,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], Any]:
-        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `place`: static, the draft's
-        place in its chain from 0 on (a model of several modules has one for each place); `target_norm`: the scale of
-        the target's final norm. Returns the input of the head, the features of the next call, and the updated cache."""
+        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `place`: static, the place
+        of the draft in its chain from 0 on (a model of several modules has one for each place); `target_norm`: the
+        scale of the target's final norm. Returns the input of the head, the features of the next call, and the updated
+        cache."""
         ...
 
     def lm_head(self, target: LmHead) -> LmHead:
