@@ -76,7 +76,6 @@ class PredictorOracle:
         self.target = Oracle(case, folder).model
         layers = self.target.config.num_hidden_layers
         self.numbers = [index + (layers if names.first is None else names.first) for index in range(modules)]
-        self.prefixes = tuple(names.layer.format(number) for number in self.numbers)
         rng, dim = np.random.default_rng(7), self.target.config.hidden_size
         self.tensors, self.layers = {}, []
         for index, number in enumerate(self.numbers):
@@ -93,20 +92,20 @@ class PredictorOracle:
                     self.tensors[names.layer.format(number) + at.removeprefix("model.layers.0.")] = tensor
             drawn = {
                 names.projection: 0.12 * rng.standard_normal((dim, 2 * dim)),
-                **{at: 1.0 + 0.2 * rng.standard_normal(dim) for at in (names.embedding, names.hidden, names.norm) if at},
+                **{
+                    at: 1.0 + 0.2 * rng.standard_normal(dim) for at in (names.embedding, names.hidden, names.norm) if at
+                },
             }
             shift = 1.0 if name in OFFSET else 0.0
             for at, tensor in drawn.items():
                 value = (tensor - (shift if tensor.ndim == 1 else 0.0)).astype(np.float32)
                 self.tensors.setdefault(at.format(number), value)
         self.names = names
-        self.write(Path(folder), case.config, modules)
+        self.write(Path(folder), modules)
 
-    def write(self, folder, config, modules):
+    def write(self, folder, modules):
         """The target's folder with the modules' tensors, in the layout of the family's published files."""
         tensors = load_file(folder / "model.safetensors") | self.tensors
-        if self.name == "Qwen3_5Moe":
-            tensors = fused(tensors, self.prefixes)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         values = json.loads((folder / "config.json").read_text())
         values.pop("num_mtp_layers", None)
@@ -145,9 +144,8 @@ class PredictorOracle:
             model(inputs_embeds=torch.from_numpy(np.asarray(pairs, np.float32))[None])
         hook.remove()
         raw = seen[0][0].numpy().astype(np.float64)
-        norm = self.names.norm
-        scale = self.tensors[norm.format(self.numbers[module])] if norm else self.target.model.norm.weight
-        return raw, self.norm(raw, np.asarray(scale.detach() if not norm else scale))
+        own, shared = self.names.norm.format(self.numbers[module]), self.target.model.norm.weight.detach().numpy()
+        return raw, self.norm(raw, self.tensors[own] if own else shared)
 
     def scores(self, normed):
         """[S, V]."""
@@ -171,18 +169,3 @@ class PredictorOracle:
             recycled = raw if raw_out else normed
             pairs = np.concatenate([pairs, self.pairs(recycled[-1:], drafts[-1:], **order)])
         return np.stack(scores), drafts
-
-
-def fused(tensors, prefixes):
-    """The layers of these prefixes with all experts in one tensor."""
-    out = dict(tensors)
-    for prefix in prefixes:
-        at = f"{prefix}mlp.experts."
-        singles = sorted({int(name.removeprefix(at).split(".")[0]) for name in tensors if name.startswith(f"{at}0") or
-                          (name.startswith(at) and name.removeprefix(at)[0].isdigit())})
-        if singles:
-            parts = {part: np.stack([out.pop(f"{at}{e}.{part}_proj.weight") for e in singles]) for part in
-                     ("gate", "up", "down")}
-            out[f"{at}gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
-            out[f"{at}down_proj"] = parts["down"]
-    return out
