@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from oracles.families import VOCAB_SIZE
@@ -21,9 +22,9 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.decoder import embed
-from routed_experts.models.drafts.interface import DraftModel
 from routed_experts.models.drafts.predictor import Predictor, predictor_partitions
 from routed_experts.models.drafts.predictor_loader import (
     check_predictor,
@@ -33,6 +34,7 @@ from routed_experts.models.drafts.predictor_loader import (
 )
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.sharding import AXIS, ModelSharding
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -238,7 +240,7 @@ def test_every_tensor_that_is_missing_or_misshapen_is_named(name, write_target, 
     _, folder = write_target(name)
     config, whole = loose(folder, tmp_path)
     check_predictor(config, whole)
-    for at, (shape, _) in whole.names().items():
+    for at in whole.names():
         missing = loose(
             folder, tmp_path / "missing", lambda tensors, at=at: {k: t for k, t in tensors.items() if k != at}
         )
@@ -384,3 +386,38 @@ def test_random_weights_have_the_shapes_of_loaded_ones(name, write_target):
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.state(model)) for model in (drawn, loaded)]
     assert shapes[0] == shapes[1]
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(nnx.state(drawn)))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("by_expert", [False, True], ids=["by width", "by expert"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe", "Qwen3Next"])
+def test_two_devices_compute_what_one_does(name, by_expert, write_target):
+    oracle, folder = write_target(name)
+    hidden, opened, dtype = oracle.hidden(TOKENS[:-1]), ModelFolder.open(folder), jnp.dtype(jnp.float32)
+    parallel = ParallelConfig(devices=2, expert_parallel=by_expert)
+    partitions = predictor_partitions(opened.config, 1, by_expert=by_expert)
+    shards = ModelSharding.create(partitions, parallel)
+    state = nnx.state(opened.load_predictor(dtype, shards=shards))
+    local = Predictor(opened.config.shard(parallel), rngs=nnx.Rngs(0), dtype=dtype, num_modules=1)
+    graphdef, _ = nnx.split(local)
+    kernels = PLAIN[0].with_group(AxisGroup(axis=AXIS, count=2, expert_parallel=by_expert))
+    embeddings, norm = (oracle.embeddings(TOKENS[1:]), oracle.target.model.norm.weight.detach().numpy())
+    arrays = [jnp.asarray(array, jnp.float32) for array in (hidden, embeddings, norm)]
+    rows = jnp.arange(LENGTH, dtype=jnp.int32)
+
+    def program(state, features, embeddings, norm):
+        own = nnx.merge(graphdef, state)
+        options = dict(place=0, target_norm=norm, kernels=kernels)
+        return own(features, embeddings, rows, rows >= 0, causal, None, **options)[0]
+
+    specs = nnx.from_flat_state(
+        [
+            (path, leaf.replace(shards.spec(".".join(map(str, path)), leaf.ndim)))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+    )
+    where = (specs, *[PartitionSpec()] * 3)
+    run = jax.jit(jax.shard_map(program, mesh=shards.mesh, in_specs=where, out_specs=PartitionSpec(), check_vma=False))
+    expected = oracle.outputs(oracle.pairs(hidden, TOKENS[1:]))[1]
+    assert len(partitions) >= 4
+    assert difference(oracle.scores(np.asarray(run(state, *arrays))), oracle.scores(expected)) < 1e-5
