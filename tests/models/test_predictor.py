@@ -62,13 +62,13 @@ def write_target(tmp_path_factory):
 class Drafter:
     """A predictor beside its target, as a program runs them: one call a step."""
 
-    def __init__(self, folder, *, num_drafts=STEPS, kernels=PLAIN, **spec):
+    def __init__(self, folder, *, num_drafts=STEPS, kernels=PLAIN, dtype=jnp.float32, **spec):
         opened = ModelFolder.open(folder)
         if spec:
             predictor = dataclasses.replace(opened.config.predictor, **spec)
             opened = dataclasses.replace(opened, config=dataclasses.replace(opened.config, predictor=predictor))
-        self.target = opened.load(jnp.dtype(jnp.float32))
-        self.predictor = opened.load_predictor(jnp.dtype(jnp.float32), num_drafts=num_drafts)
+        self.target = opened.load(jnp.dtype(dtype))
+        self.predictor = opened.load_predictor(jnp.dtype(dtype), num_drafts=num_drafts)
         self.kernels, self.backend = kernels
         self.head = self.predictor.lm_head(self.target.lm_head())
         graphdef, self.state = nnx.split(self.predictor)
@@ -181,6 +181,18 @@ def test_paged_chunks_and_steps_are_those_of_the_equations(name, kernels, write_
             of_step, last, pool = drafter.paged(last, np.array([draft]), start + step, pool, place=step)
             chain.append(of_step[0])
         assert difference(np.stack(chain), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, NATIVE], ids=["plain", "native"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe", "Ernie4_5_Moe", "Qwen3Next"])
+def test_half_precision_has_the_dtype_of_the_weights(name, kernels, write_target):
+    oracle, folder = write_target(name)
+    hidden, drafter = oracle.hidden(TOKENS[:-1]), Drafter(folder, kernels=kernels, dtype=jnp.bfloat16)
+    scores, recycled = drafter.whole(jnp.asarray(hidden, jnp.bfloat16), TOKENS[1:])
+    expected = oracle.scores(oracle.outputs(oracle.pairs(hidden, TOKENS[1:]))[1])
+    assert recycled.dtype == jnp.bfloat16
+    # one expert chosen otherwise moves a row, and those that attend to it, further
+    assert np.median(np.abs(scores - expected).max(-1)) < 0.03 * np.abs(expected).max()
 
 
 def test_modules_of_their_own_take_their_places(write_target):

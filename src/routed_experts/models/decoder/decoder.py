@@ -128,14 +128,14 @@ class FamilyDecoder(nnx.Module):
             for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
                 (first, stride), (first_moe, moe_stride) = cache_layers[index], moe_layers[index]
+                x, cache = add_mixer(config, layer, x, params, step, cache, first + repeat * stride)
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
                     moe_layer = first_moe + repeat * moe_stride
                     replay = ReplayInputs(moe_layer, routed)
                     moe += 1
-                caches = cache, capture
-                x, cache, capture = run_layer(config, layer, x, params, step, caches, first + repeat * stride, replay)
+                x, capture = add_feed(config, layer, x, params, step, replay, capture)
             return (x, cache, capture), None
 
         return body
@@ -160,27 +160,37 @@ def add_to_stream(config: FamilyConfig, x: Float[Array, "N D"], y: Float[Array, 
     return x + y if x.dtype == y.dtype else (x.astype(y.dtype) + y).astype(x.dtype)
 
 
-def run_layer(
+def add_mixer(
     config: FamilyConfig,
     layer: LayerSpec,
     x: Float[Array, "N D"],
     params: LayerParams,
     step: LayerContext,
-    caches: tuple[Any, RoutedExpertsDeviceCache | None],
+    cache: Any,
     cache_layer: Int[Array, ""],
-    replay: ReplayInputs | None,
-) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
-    """Run one layer. `caches`: the pool, and the capture or None; `cache_layer`: its number among the layers whose rows
-    have its shape; `replay`: of a layer with experts. Returns the stream and the updated caches."""
-    cache, capture = caches
+) -> tuple[Float[Array, "N D"], Any]:
+    """The first half of a layer: add the mixer's output to the stream. `cache_layer`: its number among the layers whose
+    rows have its shape."""
     normed = apply_norm(config, x, "input_norm", params)
     mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, cache_layer)
-    x = add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params))
+    return add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params)), cache
+
+
+def add_feed(
+    config: FamilyConfig,
+    layer: LayerSpec,
+    x: Float[Array, "N D"],
+    params: LayerParams,
+    step: LayerContext,
+    replay: ReplayInputs | None,
+    capture: RoutedExpertsDeviceCache | None,
+) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
+    """The second half of a layer: add the feed-forward output to the stream, and scale that. `replay`: of a layer with
+    experts."""
     normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
     y, capture = layer.feed.run(normed, params, step, replay, capture)
     x = add_to_stream(config, x, _output(config, layer, y, x.dtype, "feed_norm", params))
-    x = x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x
-    return x, cache, capture
+    return x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x, capture
 
 
 def run_mixer(

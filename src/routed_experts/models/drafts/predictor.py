@@ -16,7 +16,7 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.lm_head import LmHead
 from routed_experts.models.base.interface import AttentionFn, SequenceOps
 from routed_experts.models.base.partitioning import AxisPartition
-from routed_experts.models.decoder.decoder import apply_norm, final_norm, run_layer
+from routed_experts.models.decoder.decoder import add_feed, add_mixer, apply_norm, final_norm
 from routed_experts.models.decoder.family_config import FamilyConfig, PredictorSpec, Recurrent
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
@@ -83,9 +83,9 @@ class Predictor(nnx.Module):
         x = params.project(pair, "projection")
         rotary = () if self._mixer.rotary is None else (self._mixer.rotary,)
         step = LayerContext.create(positions, valid, SequenceOps(attend), kernels, rotary)
-        layer = jnp.asarray(module, jnp.int32)
         replay = ReplayInputs(jnp.zeros((), jnp.int32), None) if isinstance(spec.layer.feed, Sparse) else None
-        x, cache, _ = run_layer(config, spec.layer, x, params, step, (cache, None), layer, replay)
+        x, cache = add_mixer(config, spec.layer, x, params, step, cache, params.index)
+        x, _ = add_feed(config, spec.layer, x, params, step, replay, None)
         scale = params.get("output_norm") if spec.output_norm else target_norm
         output = final_norm(config, x, scale, None, kernels.rows)
         return output, x.astype(dtype) if spec.raw_out else output, cache
