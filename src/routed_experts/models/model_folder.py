@@ -4,18 +4,15 @@ An architecture that models/registry.py does not list is refused with the list o
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
@@ -23,10 +20,12 @@ from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.drafts.predictor import Predictor
+from routed_experts.models.drafts.predictor_loader import check_predictor, load_predictor
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
-from routed_experts.models.loading.weight_loader import load
+from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
 
@@ -121,28 +120,42 @@ class ModelFolder:
         instead, and the arrays are global: the model runs only under shard_map."""
         if self.checkpoint is None:
             put_array = (lambda _, array: placed(array)) if shards is None else shards.put_array
-            build = functools.partial(FamilyDecoder, self.config, dtype=dtype)
-            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), device_for=device_for, put_array=put_array)
-        graphdef, state = self._split(dtype)
-        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        shardings = {
-            name: None if (device := device_for(name)) is None else SingleDeviceSharding(device) for name in flat
-        }
-        targets = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name]) for name, leaf in flat.items()
-        }
-        arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
-        if self.expert_sources is not None:
-            arrays |= load(*self.expert_sources, targets, progress=progress)
-        filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+            return dummy_model(self._build(dtype), device_for=device_for, put_array=put_array)
+        parts = [(self.checkpoint, self.sources), *([] if self.expert_sources is None else [self.expert_sources])]
+        return load_module(self._build(dtype), parts, progress=progress, device_for=device_for, shards=shards)
+
+    def check_predictor(self) -> None:
+        """Check the tensors of the layers that predict further tokens. Raises ConfigError where there are none, and
+        CheckpointError naming everything that does not fit."""
+        check_predictor(self.config, self.checkpoint)
+
+    def load_predictor(
+        self,
+        dtype: jnp.dtype,
+        *,
+        num_drafts: int = 1,
+        progress: Callable[[int, int], None] | None = None,
+        device_for: Callable[[str], Any] = lambda target: None,
+        shards: ModelSharding | None = None,
+    ) -> Predictor:
+        """Load the layers that predict further tokens, for chains of `num_drafts`; errors of `check_predictor`, other
+        arguments as for `load`. `shards` are made of `predictor_partitions`."""
+        return load_predictor(
+            self.config,
+            self.checkpoint,
+            dtype,
+            num_drafts=num_drafts,
+            progress=progress,
+            device_for=device_for,
+            shards=shards,
+        )
 
     def shapes(self, dtype: jnp.dtype) -> nnx.State[Any, Any]:
         """Names, shapes and dtypes of the model's arrays; nothing is loaded."""
-        return self._split(dtype)[1]
+        return nnx.split(nnx.eval_shape(self._build(dtype)))[1]
 
-    def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
-        return nnx.split(nnx.eval_shape(lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
+    def _build(self, dtype: jnp.dtype) -> Callable[[], FamilyDecoder]:
+        return lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:

@@ -128,19 +128,14 @@ class FamilyDecoder(nnx.Module):
             for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
                 (first, stride), (first_moe, moe_stride) = cache_layers[index], moe_layers[index]
-                normed = apply_norm(config, x, "input_norm", params)
-                mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, first + repeat * stride)
-                x = add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params))
+                x, cache = add_mixer(config, layer, x, params, step, cache, first + repeat * stride)
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
                     moe_layer = first_moe + repeat * moe_stride
                     replay = ReplayInputs(moe_layer, routed)
                     moe += 1
-                normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
-                y, capture = layer.feed.run(normed, params, step, replay, capture)
-                x = add_to_stream(config, x, _output(config, layer, y, x.dtype, "feed_norm", params))
-                x = x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x
+                x, capture = add_feed(config, layer, x, params, step, replay, capture)
             return (x, cache, capture), None
 
         return body
@@ -163,6 +158,39 @@ def add_to_stream(config: FamilyConfig, x: Float[Array, "N D"], y: Float[Array, 
     """Add the output of a part of a layer; one that is wider than the stream is rounded with it, once."""
     y = y * config.residual_scale if config.residual_scale != 1.0 else y
     return x + y if x.dtype == y.dtype else (x.astype(y.dtype) + y).astype(x.dtype)
+
+
+def add_mixer(
+    config: FamilyConfig,
+    layer: LayerSpec,
+    x: Float[Array, "N D"],
+    params: LayerParams,
+    step: LayerContext,
+    cache: Any,
+    cache_layer: Int[Array, ""],
+) -> tuple[Float[Array, "N D"], Any]:
+    """The first half of a layer: add the mixer's output to the stream. `cache_layer`: its number among the layers whose
+    rows have its shape."""
+    normed = apply_norm(config, x, "input_norm", params)
+    mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, cache_layer)
+    return add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params)), cache
+
+
+def add_feed(
+    config: FamilyConfig,
+    layer: LayerSpec,
+    x: Float[Array, "N D"],
+    params: LayerParams,
+    step: LayerContext,
+    replay: ReplayInputs | None,
+    capture: RoutedExpertsDeviceCache | None,
+) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
+    """The second half of a layer: add the feed-forward output to the stream, and scale that. `replay`: of a layer with
+    experts."""
+    normed = x if layer.feed.reads_stream else apply_norm(config, x, "post_norm", params)
+    y, capture = layer.feed.run(normed, params, step, replay, capture)
+    x = add_to_stream(config, x, _output(config, layer, y, x.dtype, "feed_norm", params))
+    return x * params.get("stream_scale").astype(x.dtype) if layer.scaled else x, capture
 
 
 def run_mixer(

@@ -18,7 +18,7 @@ from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.latent_attention import LatentAttention
-from routed_experts.models.decoder.layer_params import ParamSpec
+from routed_experts.models.decoder.layer_params import ParamKind, ParamSpec
 from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.decoder.short_convolution import ShortConvolution
 
@@ -74,6 +74,65 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorSpec:
+    """Layers that predict further tokens (DeepSeek-V3, section 2.2). Module i of `num_modules` computes from features
+    h, and from the embedding e of the token that follows, the input o of the head:
+
+        y = layer(projection [norm(e); norm(h)])        o = norm(y)
+
+    Names of tensors are patterns, in which "{}" is `first` + i; a name without it is of all modules. `output_norm` "":
+    the scale is that of the target's final norm. `hidden_first`: [h; e] is projected. `raw_in`: h is the output of the
+    target's last layer, not the normed one; `raw_out`: the features of the next call are y, not o. `tensors`: patterns
+    of all its tensors; `ignored`: of those among them that are not read. `refused`: what config.json says that is not
+    served; "" for nothing."""
+
+    num_modules: int
+    layer: LayerSpec
+    first: int
+    tensors: str
+    layer_prefix: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    output_norm: str = ""
+    hidden_first: bool = False
+    raw_in: bool = False
+    raw_out: bool = False
+    ignored: tuple[str, ...] = ()
+    refused: str = ""
+
+    def shard(self, parallel: ParallelConfig) -> "PredictorSpec":
+        """What one device does of it."""
+        return dataclasses.replace(self, layer=self.layer.shard(parallel))
+
+    def weights(self, config: "FamilyConfig") -> tuple[ParamSpec, ...]:
+        """All arrays of a module."""
+        hidden, fill = config.hidden_size, 1.0 - config.norm_offset
+        names = ("embedding_norm", "hidden_norm", *(("output_norm",) if self.output_norm else ()))
+        norms = (ParamSpec(name=name, shape=(hidden,), fill=fill) for name in names)
+        projection = ParamSpec(name="projection", shape=(2 * hidden, hidden), kind=ParamKind.MATRIX)
+        return (projection, *norms, *self.layer.weights(config))
+
+    def sources(self, config: "FamilyConfig", target: str) -> Iterator[WeightSource]:
+        """The table of names: where each tensor belongs in the arrays at `target`."""
+        hidden = config.hidden_size
+        for module in range(self.num_modules):
+            number, scope = self.first + module, CheckpointScope(target=target, row=module, prefix="")
+            yield scope.source(f"{self.projection.format(number)}.weight", (hidden, 2 * hidden), "projection")
+            yield scope.source(f"{self.embedding_norm.format(number)}.weight", (hidden,), "embedding_norm")
+            yield scope.source(f"{self.hidden_norm.format(number)}.weight", (hidden,), "hidden_norm")
+            if self.output_norm:
+                yield scope.source(f"{self.output_norm.format(number)}.weight", (hidden,), "output_norm")
+            prefix = self.layer_prefix.format(number)
+            yield from layer_sources(config, self.layer, dataclasses.replace(scope, prefix=prefix))
+
+    def named(self, *patterns: str) -> tuple[str, ...]:
+        """The patterns with the number of each module."""
+        numbers = range(self.first, self.first + self.num_modules)
+        return tuple(dict.fromkeys(pattern.format(number) for pattern in patterns for number in numbers))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBlock:
     """Layers first .. first + len(pattern) * repeats - 1."""
 
@@ -99,7 +158,8 @@ class FamilyConfig:
     the names of the layers' tensors and of the head's begin; `final_norm`: the name of the norm after the last layer;
     `output_norm_names` and `stream_scale`: of layers that have output norms or are scaled. `ignored_tensors`: shell
     patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that
-    predict further tokens; they are not run."""
+    predict further tokens; the decoder does not run them. `predictor`: how they compute; None where the model has none
+    of a served kind."""
 
     vocab_size: int
     hidden_size: int
@@ -123,6 +183,7 @@ class FamilyConfig:
     stream_scale: str = ""
     ignored_tensors: tuple[str, ...] = ()
     num_predicting: int = 0
+    predictor: PredictorSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -220,7 +281,9 @@ class FamilyConfig:
 
     def shard(self, parallel: ParallelConfig) -> "FamilyConfig":
         """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
-        return dataclasses.replace(self, layers=tuple(layer.shard(parallel) for layer in self.layers))
+        predictor = None if self.predictor is None else self.predictor.shard(parallel)
+        layers = tuple(layer.shard(parallel) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers, predictor=predictor)
 
     def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
         """How arrays are sharded, by dotted path; arrays that are not named are replicated."""
@@ -258,17 +321,22 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
             scope = CheckpointScope(
                 target=f"blocks.{number}.{kind}", row=row, prefix=f"{config.stem}layers.{run.first + index}."
             )
-            layer, names, norms = run.pattern[kind], config.norm_names, INPUT_NORMS
-            if layer.output_norms:
-                names, norms = (*names, *config.output_norm_names), (*norms, *OUTPUT_NORMS)
-            if layer.scaled:
-                yield scope.source(config.stream_scale, (1,), "stream_scale")
-            for name, to in zip(names, norms, strict=True):
-                yield scope.source(f"{name}.weight", (dim,), to)
-                if config.layer_norms:
-                    yield scope.source(f"{name}.bias", (dim,), f"{to}_bias")
-            yield from layer.mixer.sources(dim, scope)
-            yield from layer.feed.sources(dim, scope)
+            yield from layer_sources(config, run.pattern[kind], scope)
+
+
+def layer_sources(config: FamilyConfig, layer: LayerSpec, scope: CheckpointScope) -> Iterator[WeightSource]:
+    """The tensors of one layer."""
+    dim, names, norms = config.hidden_size, config.norm_names, INPUT_NORMS
+    if layer.output_norms:
+        names, norms = (*names, *config.output_norm_names), (*norms, *OUTPUT_NORMS)
+    if layer.scaled:
+        yield scope.source(config.stream_scale, (1,), "stream_scale")
+    for name, to in zip(names, norms, strict=True):
+        yield scope.source(f"{name}.weight", (dim,), to)
+        if config.layer_norms:
+            yield scope.source(f"{name}.bias", (dim,), f"{to}_bias")
+    yield from layer.mixer.sources(dim, scope)
+    yield from layer.feed.sources(dim, scope)
 
 
 def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:

@@ -11,7 +11,7 @@ from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.grouped_attention import AttentionNames
 from routed_experts.models.families.common_config import read_sizes, refuse
-from routed_experts.models.families.deepseek import num_predicting, read_biased_router
+from routed_experts.models.families.deepseek import predicting, read_biased_router
 
 _ATTENTION = AttentionNames(
     at="attention", fused="query_key_value", out="dense", q_norm="query_layernorm.weight", k_norm="key_layernorm.weight"
@@ -38,5 +38,5 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
         LayerSpec(mixer=attention, feed=Dense(width=dense) if index < first else sparse)
         for index in range(sizes.num_layers)
     ]
-    config = sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
-    return dataclasses.replace(config, embed_name="word_embeddings")
+    config = dataclasses.replace(sizes.within(rotary).decoder(layers), embed_name="word_embeddings")
+    return predicting(reader, config, LayerSpec(mixer=attention, feed=sparse), output_norm="final_layernorm")

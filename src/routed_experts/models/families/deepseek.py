@@ -2,12 +2,13 @@
 dense layers first, shared experts beside the routed ones. V2 ranks by softmax and groups by their best score; V3 by
 sigmoid plus a bias that moves the choice alone, and groups by the sum of their two best."""
 
+import dataclasses
 from collections.abc import Collection
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary, read_rotary
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.latent_attention import LatentAttention
 from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
@@ -88,6 +89,29 @@ def num_predicting(reader: ConfigReader) -> int:
     return reader.int("num_nextn_predict_layers", minimum=0, default=0)
 
 
+def predicting(
+    reader: ConfigReader, config: FamilyConfig, layer: LayerSpec, *, output_norm: str = "shared_head.norm"
+) -> FamilyConfig:
+    """The decoder with V3's layers that predict further tokens: each has the prefix of a layer behind the last one, and
+    may hold copies of the embeddings and of the head. `output_norm` is the family's name."""
+    count, prefix = num_predicting(reader), f"{config.stem}layers.{{}}."
+    if not count:
+        return config
+    predictor = PredictorSpec(
+        num_modules=count,
+        layer=layer,
+        first=config.num_layers,
+        tensors=f"{prefix}*",
+        layer_prefix=prefix,
+        projection=f"{prefix}eh_proj",
+        embedding_norm=f"{prefix}enorm",
+        hidden_norm=f"{prefix}hnorm",
+        output_norm=f"{prefix}{output_norm}",
+        ignored=(f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"),
+    )
+    return dataclasses.replace(config, num_predicting=count, predictor=predictor)
+
+
 def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
     """Concatenated shared experts are one network."""
     return width * reader.int("n_shared_experts", minimum=0, default=default)
@@ -115,7 +139,7 @@ def latent_decoder(
     layers = [
         LayerSpec(mixer=attention, feed=network if index in dense else sparse) for index in range(sizes.num_layers)
     ]
-    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
+    return predicting(reader, sizes.within(rotary).decoder(layers), LayerSpec(mixer=attention, feed=sparse))
 
 
 def read_latent(

@@ -1,13 +1,17 @@
 """Ernie 4.5 MoE (Baidu 2025): softmax scores, a bias that moves the choice alone, shared experts, dense layers around
-the sparse ones, rotary positions in pairs. Its routers compute in float32, and so they do here."""
+the sparse ones, rotary positions in pairs. Its routers compute in float32, and so they do here. Layers that predict
+further tokens are dense, and their outputs go through the norm of the last layer."""
+
+import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.expert_names import ExpertNames
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
+from routed_experts.models.families.deepseek import num_predicting
 
 _NAMES = ExpertNames(selection_bias="mlp.moe_statics.e_score_correction_bias", selection_bias_rows=True)
 
@@ -37,4 +41,18 @@ def read_ernie4_5_moe(reader: ConfigReader) -> FamilyConfig:
     last = sizes.num_layers - 1 if last == -1 else last
     is_sparse = [first <= layer <= last and (layer + 1) % step == 0 for layer in range(sizes.num_layers)]
     layers = [LayerSpec(mixer=sizes.attention(rotary.spec), feed=sparse if routed else dense) for routed in is_sparse]
-    return sizes.within(rotary).decoder(layers, ignored_tensors=("model.mtp*",))
+    config = sizes.within(rotary).decoder(layers, ignored_tensors=("model.mtp*",))
+    count = num_predicting(reader)
+    if not count:
+        return config
+    predictor = PredictorSpec(
+        num_modules=count,
+        layer=LayerSpec(mixer=sizes.attention(rotary.spec), feed=dense),
+        first=0,
+        tensors="model.mtp*",
+        layer_prefix="model.mtp_block.{}.",
+        projection="model.mtp_linear_proj.{}",
+        embedding_norm="model.mtp_emb_norm.{}",
+        hidden_norm="model.mtp_hidden_norm.{}",
+    )
+    return dataclasses.replace(config, predictor=predictor)

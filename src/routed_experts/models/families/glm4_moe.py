@@ -8,7 +8,7 @@ from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.families.common_config import read_sizes
-from routed_experts.models.families.deepseek import num_predicting, read_biased_router, shared_width
+from routed_experts.models.families.deepseek import predicting, read_biased_router, shared_width
 
 
 def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
@@ -26,4 +26,4 @@ def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
         LayerSpec(mixer=attention, feed=Dense(width=dense) if index < first else sparse)
         for index in range(sizes.num_layers)
     ]
-    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
+    return predicting(reader, sizes.within(rotary).decoder(layers), LayerSpec(mixer=attention, feed=sparse))

@@ -1,7 +1,7 @@
 """Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not
 grow, the fourth is grouped-query attention with gated heads, a quarter of each head rotated by position; experts and a
-gated shared expert in every layer; norms scale by 1 + w. A state cannot be truncated to a prefix, so prefixes are
-not cached for these models."""
+gated shared expert in every layer; norms scale by 1 + w. The layer that predicts further tokens attends. A state cannot
+be truncated to a prefix, so prefixes are not cached for these models."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.expert_names import ExpertNames
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, PredictorSpec
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
 from routed_experts.models.families.qwen2_moe import moe_layers
@@ -64,7 +64,29 @@ def _decoder(reader: ConfigReader, *, layout: str) -> FamilyConfig:
         LayerSpec(mixer=mixers[kind], feed=sparse if dense is None or index in routed else dense)
         for index, kind in enumerate(_layer_types(reader, sizes))
     ]
-    return dataclasses.replace(sizes.within(rotary).decoder(layers, ignored_tensors=("mtp.*",)), norm_offset=1.0)
+    config = sizes.within(rotary).decoder(layers, ignored_tensors=("mtp.*",))
+    predictor = _predictor(reader, LayerSpec(mixer=full, feed=sparse))
+    return dataclasses.replace(config, norm_offset=1.0, predictor=predictor)
+
+
+def _predictor(reader: ConfigReader, layer: LayerSpec) -> PredictorSpec | None:
+    """Qwen3-Next does not say that it has one. Several layers share all that is around them."""
+    count = reader.int("mtp_num_hidden_layers", minimum=0, default=1)
+    dedicated = reader.bool("mtp_use_dedicated_embeddings", default=False)
+    if not count:
+        return None
+    return PredictorSpec(
+        num_modules=count,
+        layer=layer,
+        first=0,
+        tensors="mtp.*",
+        layer_prefix="mtp.layers.{}.",
+        projection="mtp.fc",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        output_norm="mtp.norm",
+        refused="mtp_use_dedicated_embeddings=true; expected false" if dedicated else "",
+    )
 
 
 def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:

@@ -88,13 +88,24 @@ class Checkpoint:
             self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
 
 
-def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: Iterable[str] = ()) -> None:
+def check(
+    sources: Iterable[WeightSource],
+    checkpoint: Checkpoint,
+    *,
+    ignore: Iterable[str] = (),
+    among: Iterable[str] = ("*",),
+) -> None:
     """Raise one CheckpointError that names every missing, unexpected and misshapen tensor and every dtype we cannot
     read.
 
-    `ignore` holds shell patterns of unused tensors that are allowed, such as "*.rotary_emb.inv_freq"."""
-    present, expected = checkpoint.names(), {source.name: source for source in sources}
-    patterns = tuple(ignore)
+    `ignore` holds shell patterns of unused tensors that are allowed, such as "*.rotary_emb.inv_freq". `among`: patterns
+    of the tensors that are compared; others are not looked at."""
+    expected, patterns, compared = {source.name: source for source in sources}, tuple(ignore), tuple(among)
+    present = {
+        name: header
+        for name, header in checkpoint.names().items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in compared)
+    }
     shared = [(name, source.shape, *present[name]) for name, source in expected.items() if name in present]
     if packed := sorted(
         {method for name in present if name not in expected for end, method in _PACKED.items() if name.endswith(end)}

@@ -13,11 +13,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -28,6 +29,8 @@ from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.load_plan import ShardRead, TensorRead, plan_reads, shard_boxes
 from routed_experts.models.sharding import ModelSharding
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 def load(
@@ -72,6 +75,29 @@ def load(
         shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
         loaded[target] = jax.make_array_from_single_device_arrays(shape, shardings[target], filled)
     return loaded
+
+
+def load_module(
+    build: Callable[[], M],
+    parts: Iterable[tuple[Checkpoint, Iterable[WeightSource]]],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    device_for: Callable[[str], Any] = lambda target: None,
+    shards: ModelSharding | None = None,
+) -> M:
+    """Load the module that `build` describes from the checkpoints that hold its tensors; `build` itself is only traced.
+    `device_for` maps the dotted name of an array to its device; None: the default one."""
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    shardings = {name: None if (device := device_for(name)) is None else SingleDeviceSharding(device) for name in flat}
+    targets = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name]) for name, leaf in flat.items()
+    }
+    arrays: dict[str, jax.Array] = {}
+    for checkpoint, sources in parts:
+        arrays |= load(checkpoint, sources, targets, progress=progress, shards=shards)
+    filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 @dataclass(slots=True)
