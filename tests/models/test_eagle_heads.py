@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from oracles.eagle_heads import LLAMA3, D, HeadCase, TorchHead, V, eagle3_case, eagle_case, target_config
 from routed_experts.layers.attention import PagedBatch, attend_all
@@ -16,7 +17,10 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.lm_head import LmHead
 from routed_experts.layers.native.ops import NATIVE_KERNELS
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.models.drafts.draft_folder import load_draft_head
+from routed_experts.layers.parallel import AxisGroup
+from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.drafts.draft_folder import DraftFolder, load_draft_head
+from routed_experts.models.sharding import AXIS, ModelSharding
 from support.kernels import ATTENTION, MOE
 
 REFERENCE = Kernels(moe=MOE["tiled"])
@@ -102,7 +106,9 @@ def dense_attend(queries, keys, values, cache, layer):
     return attend_all(queries, *rows, mask), (arrays, positions)
 
 
-def run_rows(head, target, kernels, attend, cache, features, tokens, positions, valid=None, dtype=jnp.float32):
+def run_rows(
+    head, target, kernels, attend, cache, features, tokens, positions, valid=None, dtype=jnp.float32, matrix=None
+):
     """One call: scores, recycled features, the cache."""
     tokens, positions = jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
     valid = jnp.ones(len(positions), bool) if valid is None else jnp.asarray(valid)
@@ -119,7 +125,8 @@ def run_rows(head, target, kernels, attend, cache, features, tokens, positions, 
         kernels=kernels,
         tokens=tokens,
     )
-    return head.lm_head(target.lm_head).logits(hidden, kernels.lm_head), recycled, cache
+    lm_head = target.lm_head if matrix is None else LmHead(matrix=matrix)
+    return head.lm_head(lm_head).logits(hidden, kernels.lm_head), recycled, cache
 
 
 def named_id(head, draft_id: int) -> int:
@@ -310,6 +317,39 @@ def test_a_head_of_half_precision_is_near_its_equations(tmp_path, name, kernels)
         expected = run_oracle(rounded, target, sequence)
         np.testing.assert_allclose(outs[0], expected[0], atol=0.25, rtol=0)
         assert np.abs(outs[0] - expected[0]).mean() < 0.03
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("name", ["speculators", "biases", "the target's head", "eagle 1 of two layers"])
+def test_a_head_on_two_devices_computes_the_same(tmp_path, name):
+    _, target, head = write_and_load(name, tmp_path)
+    sequence, parallel = target.sequence(LENGTH, len(head.tapped_layers), 7), ParallelConfig(devices=2)
+    folder = DraftFolder.open(tmp_path / "head", target_config(target.width))
+    shards = ModelSharding.create(folder.config.partitions(), parallel)
+    assert shards is not None
+    part = folder.load(jnp.dtype("float32"), shards=shards)
+    part.config = part.config.shard(parallel)
+    graphdef, state = nnx.split(part)
+    flat = nnx.to_flat_state(state)
+    specs = nnx.from_flat_state(
+        [(at, leaf.replace(shards.spec(".".join(map(str, at)), leaf.ndim))) for at, leaf in flat]
+    )
+    kernels = REFERENCE.with_group(AxisGroup(axis=AXIS, count=2))
+    layout, positions = part.cache, jnp.arange(LENGTH, dtype=jnp.int32)
+    shape = (2, layout.num_layers, LENGTH, layout.num_kv_heads, layout.head_dim)
+    head_part = jnp.split(jnp.asarray(target.head.T), 2)
+
+    def scored(state):
+        own = nnx.merge(graphdef, state)
+        features, cache = features_of(own, sequence, kernels), (jnp.zeros(shape), positions)
+        matrix = jnp.stack(head_part)[jax.lax.axis_index(AXIS)]  # [D/2, V]
+        return run_rows(
+            own, target, kernels, dense_attend, cache, features, sequence.successors, positions, matrix=matrix
+        )[0]
+
+    run = jax.shard_map(scored, mesh=shards.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+    assert layout.num_kv_heads == head.cache.num_kv_heads // 2
+    assert_same([np.asarray(jax.jit(run)(state))], run_whole(head, target, sequence)[:1])
 
 
 def test_one_program_runs_every_step_of_a_chain(tmp_path):
