@@ -9,7 +9,8 @@ Dims: N tokens, D width of the head, T width of the target, F width of features 
 vocabulary."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,12 +30,15 @@ from routed_experts.models.drafts.llama_layer import LlamaLayer, layer_context, 
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _INPUT_NORMS = ("hidden_norm", "input_layernorm")
-_FIXED_SWITCHES = {  # of `eagle_config`: other values are other heads
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-}
+_FIXED_SWITCHES: Mapping[str, bool] = MappingProxyType(  # of `eagle_config`: other values are other heads
+    {
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "norm_before_fc": False,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +187,6 @@ def read_eagle3(reader: ConfigReader) -> Eagle3Config:
     for section in (reader, eagle):
         for switch, value in _FIXED_SWITCHES.items():
             section.require(section.bool(switch, default=value) is value, switch, _no_such_head(value))
-        section.require(not section.bool("norm_before_fc", default=False), "norm_before_fc", _no_such_head(False))
     layer = read_llama_layer(inner, input_norms=_INPUT_NORMS, doubled=True)
     vocab, ids = inner.int("vocab_size", minimum=1), reader.ints(LAYER_IDS, default=())
     nested = eagle.ints(LAYER_IDS, default=ids)

@@ -7,7 +7,7 @@ from jaxtyping import Int32
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.checkpoint import Checkpoint
 
-_DTYPES = {"I64", "I32"}, {"BOOL", "U8", "I8", "I32", "I64"}
+_DTYPES = frozenset({"I64", "I32"}), frozenset({"BOOL", "U8", "I8", "I32", "I64"})
 
 
 def check_token_map(checkpoint: Checkpoint, d2t: str, t2d: str | None, *, vocab_size: int, draft_size: int) -> None:
