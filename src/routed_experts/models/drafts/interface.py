@@ -30,7 +30,9 @@ class DraftModel(Protocol):
         """Target layers whose outputs `features` takes, raw, in this order; empty: it takes the final hidden states."""
         ...
 
-    def features(self, hidden: Float[Array, "N T"], streams: Sequence[Float[Array, "N T"]]) -> Float[Array, "N F"]:
+    def features(
+        self, hidden: Float[Array, "N T"], streams: Sequence[Float[Array, "N T"]], *, kernels: Kernels
+    ) -> Float[Array, "N F"]:
         """Features of tokens that the target has run. `hidden`: behind the target's final norm; `streams`: the outputs
         of the tapped layers."""
         ...
@@ -47,11 +49,12 @@ class DraftModel(Protocol):
         place: int,
         target_norm: Float[Array, " T"],
         kernels: Kernels,
+        tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N F"], Any]:
-        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `place`: static, the place
-        of the draft in its chain from 0 on (a model of several modules has one for each place); `target_norm`: the
-        scale of the target's final norm. Returns the input of the head, the features of the next call, and the updated
-        cache."""
+        """Run the draft layers. `embeddings`: of the successors, as the target embeds them; `place`: static, the
+        draft's place in its chain from 0 on (a model of several modules has one for each place); `target_norm`: the
+        scale of the target's final norm; `tokens`: ids of the successors, for a model that embeds them itself. Returns
+        the input of the head, the features of the next call, and the updated cache."""
         ...
 
     def lm_head(self, target: LmHead) -> LmHead:

@@ -54,8 +54,11 @@ class Predictor(nnx.Module):
         """None, or the last layer where its raw output goes in."""
         return (self.config.num_layers - 1,) if self.spec.raw_in else ()
 
-    def features(self, hidden: Float[Array, "N D"], streams: Sequence[Float[Array, "N D"]]) -> Float[Array, "N D"]:
+    def features(
+        self, hidden: Float[Array, "N D"], streams: Sequence[Float[Array, "N D"]], *, kernels: Kernels
+    ) -> Float[Array, "N D"]:
         """The final hidden states of the target, normed or raw."""
+        del kernels
         return streams[0] if self.spec.raw_in else hidden
 
     def __call__(
@@ -70,9 +73,11 @@ class Predictor(nnx.Module):
         place: int,
         target_norm: Float[Array, " D"],
         kernels: Kernels,
+        tokens: Int[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any]:
         """Run the module of `place`. Returns the input of the head and the features of the next call, both in the dtype
         of the weights, and the updated cache."""
+        del tokens  # embedded by the target
         config, spec = self.config, self.spec
         module = place if place < self.num_modules else 0
         params = self._module(module, kernels)
