@@ -82,7 +82,9 @@ ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkerBatch:
     """One step. `return_routed_experts`: the rows that requested routed experts; all rows are captured (DESIGN law 6).
-    `all_generated`: no token is of a prompt (a step of one token a row may have prompt tokens)."""
+    `all_generated`: no token is of a prompt (a step of one token a row may have prompt tokens). Where a model drafts:
+    `drafts_ahead`: the next step is to have drafts; `next_tokens`: of rows that do not sample, the token of the prompt
+    that follows their last one, -1 of the others."""
 
     step: int
     mode: ForwardMode
@@ -102,6 +104,8 @@ class ModelWorkerBatch:
     prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row requests prompt logprobs
     return_routed_experts: tuple[bool, ...]
     all_generated: bool = False
+    drafts_ahead: bool = False
+    next_tokens: Int[np.ndarray, " B"] | None = None
 
     @property
     def origins(self) -> TokenOrigins:
@@ -119,7 +123,9 @@ class StepResult:
     each request of a verify step, the drafts that the model sampled itself. `rows` are its routed experts [N, M*K], or
     an int32 table whose last columns are packed rows (CaptureSpec.row_words of them), real tokens first, or None
     without capture: any array that np.asarray can read; the host cache reads it when it files them. `rerouting`: of
-    each token, slots that capacities moved to other experts and slots left empty; None without capacities."""
+    each token, slots that capacities moved to other experts and slots left empty; None without capacities. `drafts`: of
+    each request k tokens that a draft model proposes (negative: none from there on), and the bits of their
+    probabilities; None where it was not asked."""
 
     tokens: Int[np.ndarray, " B"] | Int[np.ndarray, " N"]
     logprobs: Float[np.ndarray, " B"] | Float[np.ndarray, " N"]
@@ -132,3 +138,4 @@ class StepResult:
     weight_version: int
     rerouting: Int[np.ndarray, "N 2"] | None = None
     accepted: Int[np.ndarray, " B"] | None = None
+    drafts: Int[np.ndarray, "B 2k"] | None = None

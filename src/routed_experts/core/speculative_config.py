@@ -11,13 +11,15 @@ from typing import Any
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError
 
-ALGORITHMS = ("NGRAM", "SUFFIX")
+ALGORITHMS = ("NGRAM", "SUFFIX", "NEXTN", "EAGLE", "EAGLE3")
 SCOPES = ("request", "namespace")
 DEFAULT_DRAFT_TOKENS = 8  # the last known token and 7 drafts
 MAX_DRAFT_TOKENS = 32
 MAX_WINDOW = 64  # tokens
 MIN_STORE_BYTES, DEFAULT_STORE_BYTES = 1 << 20, 256 << 20
-_WITH_MODEL = ("NEXTN", "MTP", "EAGLE", "EAGLE3", "STANDALONE", "DRAFT_MODEL")
+DEFAULT_STEPS, MAX_STEPS = 3, 15  # drafts of a model
+_OF_TEXT = ("NGRAM", "SUFFIX")
+_NOT_SERVED = ("STANDALONE", "DRAFT_MODEL")
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
 _VLLM_WINDOWS = ("prompt_lookup_min", "prompt_lookup_max")
 _VLLM_SUFFIX = {
@@ -47,14 +49,16 @@ class SpeculativeConfig:
     # NGRAM: what followed the longest repeated suffix of the request's own tokens; SUFFIX: what followed it most often;
     # any case
     algorithm: str = "NGRAM"
-    # tokens that a request feeds in a verify step: the last known one and its drafts, 2 to 32; None: 8
+    # tokens of a request in a verify step: the last known one and its drafts, 2 to 32; None: num_steps + 1, or 8
     num_draft_tokens: int | None = None
-    # drafts of a model; NGRAM and SUFFIX have none: num_draft_tokens - 1, if it is given
+    # drafts of a request in a step, of a model at most 15; None: num_draft_tokens - 1, and 3 of a model
     num_steps: int | None = None
     # continuations of a token: drafts are chains
     eagle_topk: int = 1
-    # the folder of a draft model; NGRAM and SUFFIX have none
+    # the folder of an EAGLE or EAGLE3 head; the others have none
     draft_model_path: str | None = None
+    # of EAGLE3: the layers of the model whose outputs the head reads, counted from 0; None: those that its config names
+    eagle_layers: tuple[int, ...] | None = None
     # tokens of the shortest and the longest suffix that is looked up
     ngram_min_match_window_size: int = 1
     ngram_max_match_window_size: int = 12
@@ -91,10 +95,11 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         """Check every field once."""
         self._check_algorithm()
+        most = MAX_STEPS if self.has_draft_model else MAX_DRAFT_TOKENS - 1
         queries = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
-        _check_int("speculative_num_draft_tokens", queries, 2, MAX_DRAFT_TOKENS)
+        _check_int("speculative_num_draft_tokens", queries, 2, most + 1)
         if self.num_steps is not None:
-            _check_int("speculative_num_steps", self.num_steps, 1, MAX_DRAFT_TOKENS - 1)
+            _check_int("speculative_num_steps", self.num_steps, 1, most)
             if self.num_draft_tokens is not None and self.num_draft_tokens != self.num_steps + 1:
                 raise ConfigError(
                     f"speculative_num_draft_tokens={self.num_draft_tokens} and speculative_num_steps={self.num_steps}: "
@@ -110,10 +115,7 @@ class SpeculativeConfig:
                     f"speculative_{name}={short_repr(value)}; below 1.0 tokens are accepted that the model did not "
                     "sample: give 1.0, or leave it out"
                 )
-        if self.draft_model_path is not None:
-            path = short_repr(self.draft_model_path)
-            text = f"speculative_draft_model_path={path}, but {self.algorithm} has no draft model"
-            raise ConfigError(f"{text}; leave it out")
+        self._check_draft_model()
         self._check_ngram()
         self._check_suffix()
         self._check_store()
@@ -171,12 +173,14 @@ class SpeculativeConfig:
         if given.get("rejection_sample_method", "standard") != "standard":
             text = f"rejection_sample_method={short_repr(given['rejection_sample_method'])} changes what is sampled"
             raise ConfigError(f"{text}; give 'standard', or leave it out")
-        if "model" in given and given["model"] not in ("ngram", "[ngram]"):
-            raise ConfigError(f"model={short_repr(given['model'])}: this version has no draft models; leave it out")
-        method = given.get("method", "ngram" if "model" in given else None)
+        model = given.get("model")
+        is_ngram = model in ("ngram", "[ngram]")
+        method = given.get("method", "ngram" if is_ngram else None)
         if method is None:
             raise ConfigError("speculative_config has no method; give {'method': 'ngram', 'num_speculative_tokens': 3}")
         fields: dict[str, Any] = {"algorithm": method.upper() if isinstance(method, str) else method}
+        if model is not None and not is_ngram:
+            fields["draft_model_path"] = model
         if "num_speculative_tokens" in given:
             fields["num_draft_tokens"] = _int_of(given, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
         windows = [_int_of(given, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in given]
@@ -193,9 +197,15 @@ class SpeculativeConfig:
     @property
     def num_drafts(self) -> int:
         """k: drafts of a request in a step, at most."""
-        if self.num_draft_tokens is None and self.num_steps is not None:
-            return self.num_steps
-        return (self.num_draft_tokens or DEFAULT_DRAFT_TOKENS) - 1
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens - 1
+        default = DEFAULT_STEPS if self.has_draft_model else DEFAULT_DRAFT_TOKENS - 1
+        return default if self.num_steps is None else self.num_steps
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model drafts: layers of the model itself, or a head."""
+        return isinstance(self.algorithm, str) and self.algorithm.upper() not in _OF_TEXT
 
     @property
     def min_window(self) -> int:
@@ -220,15 +230,35 @@ class SpeculativeConfig:
     def _check_algorithm(self) -> None:
         name = self.algorithm.upper() if isinstance(self.algorithm, str) else ""
         text = f"speculative_algorithm={short_repr(self.algorithm)}"
-        if name in ALGORITHMS:
+        if name in ALGORITHMS or name == "MTP" or name.endswith("_MTP"):
             return
-        if name in _WITH_MODEL or name.endswith("_MTP"):
+        if name in _NOT_SERVED:
             raise ConfigError(
-                f"{text} needs a draft model, which this version does not run; choose NGRAM, which needs none"
+                f"{text}: this version runs no second model; choose NGRAM, which needs none, NEXTN, EAGLE or EAGLE3"
             )
         if name in _OTHER_HEADS:
             raise ConfigError(f"{text}: heads of this kind are not read; choose NGRAM")
         raise ConfigError(f"{text} is unknown; choose one of {', '.join(ALGORITHMS)}")
+
+    def _check_draft_model(self) -> None:
+        name, path = self.algorithm.upper(), self.draft_model_path
+        text = f"speculative_draft_model_path={short_repr(path)}"
+        if path is not None and not isinstance(path, str):
+            raise ConfigError(f"{text} must be the path of a folder")
+        if path is not None and name not in ("EAGLE", "EAGLE3"):
+            kind = "drafts with layers of the model itself" if self.has_draft_model else "has no draft model"
+            raise ConfigError(f"{text}, but {self.algorithm} {kind}; leave it out")
+        if path is None and name == "EAGLE3":
+            raise ConfigError(f"{text} with speculative_algorithm={self.algorithm!r}; give the folder of its head")
+        layers = self.eagle_layers
+        if layers is None:
+            return
+        if name != "EAGLE3":
+            text = f"speculative_eagle_layers={short_repr(layers)} is of EAGLE3, and this is {self.algorithm}"
+            raise ConfigError(f"{text}; leave it out")
+        if not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
+            text = f"speculative_eagle_layers={short_repr(layers)} must be layers of the model, counted from 0"
+            raise ConfigError(f"{text}, such as 1 23 45")
 
     def _check_ngram(self) -> None:
         low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"

@@ -31,18 +31,25 @@ class RunnerConfig:
     vocab_size: int
 
 
+Jobs = dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]  # a call that lowers a program, by its key
+
+
 def lowerings(
-    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
-) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    state: nnx.State[Any, Any],
+    spec: ProgramSpec,
+    config: RunnerConfig,
+    *,
+    more: Callable[[BatchShape, ForwardOut], Jobs] | None = None,
+) -> Jobs:
     """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
-    leaves."""
-    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    leaves. `more`: further programs of a shape, from the shapes of its layers' outputs."""
+    jobs: Jobs = {}
     tree, mesh_specs = jax.tree.structure(state), spec.mesh_specs
     same = (REPLICATED,)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
         args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
-        program = _flatten_weights(functools.partial(forward, spec=spec, shape=shape), tree)
+        program = flatten_weights(functools.partial(forward, spec=spec, shape=shape), tree)
         donated = (1,) if spec.counts is None else (1, 4)
         run = jit_sharded(
             program,
@@ -54,15 +61,16 @@ def lowerings(
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out)
+        jobs |= {} if more is None else more(shape, out)
     return jobs
 
 
 def sampling_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
-) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+) -> Jobs:
     """The programs that follow the layers of a step; `out` has the shapes of the layers' outputs. Steps of other
     sizes may share some of them, under the same keys."""
-    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    jobs: Jobs = {}
     weights, mesh_specs = abstract_inputs(state, spec, config, shape)[0], spec.mesh_specs
     mesh = None if mesh_specs is None else mesh_specs.mesh
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
@@ -87,7 +95,7 @@ def sampling_jobs(
         same = (REPLICATED,)
         tree = jax.tree.structure(weights)
         run = jit_sharded(
-            _flatten_weights(functools.partial(score_prompt, spec=spec), tree),
+            flatten_weights(functools.partial(score_prompt, spec=spec), tree),
             mesh_specs,
             in_specs=(WEIGHTS, *same * 2),
             out_specs=REPLICATED,
@@ -122,6 +130,7 @@ def _verify_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> Ve
         shape=shape,
         num_drafts=spec.num_drafts,
         block=shape.num_requests if spec.batch_invariant else spec.sampled_rows(shape),
+        draft_model=spec.draft_model,
     )
 
 
@@ -130,7 +139,7 @@ def _with_sharding(shapes: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
-def _flatten_weights(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+def flatten_weights(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
     """The same program, with the weights as a list of leaves."""
 
     def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:

@@ -20,9 +20,21 @@ _MIN_PAGE = 16  # the smallest that is advised; smaller ones are slow, and some 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDemand:
+    """Bytes of a draft model: its weights, and what its layers keep of a token."""
+
+    weights: int = 0
+    bytes_per_token: int = 0
+
+
+NO_DRAFT_MODEL = DraftDemand()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
     """Bytes that one device must hold. `model`: shapes of its pool, from `args`; `row_bytes`: rows of a token, 0 with
-    capture off; `device`: bytes of the device; `num_drafts`: the longest draft, 0 without speculative decoding."""
+    capture off; `device`: bytes of the device; `num_drafts`: the longest draft, 0 without speculative decoding;
+    `draft`: of a model that drafts."""
 
     args: ServerArgs
     model: KVPoolSpec
@@ -32,6 +44,7 @@ class MemoryDemand:
     context_length: int
     device: int
     num_drafts: int = 0
+    draft: DraftDemand = NO_DRAFT_MODEL
 
     @property
     def limit(self) -> int:
@@ -61,8 +74,8 @@ class MemoryDemand:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers."""
-        return self.model.bytes_per_token * self.args.page_size
+        """Bytes of a page in all layers, those of a draft model included."""
+        return (self.model.bytes_per_token + self.draft.bytes_per_token) * self.args.page_size
 
     @property
     def required_pages(self) -> int:
@@ -74,7 +87,7 @@ class MemoryDemand:
     @property
     def fitting_pages(self) -> int:
         """Pages that fit next to the padding page; below 1 if none does."""
-        other = self.penalties + self.capture_device + self.verify_scores + self.model.state_bytes
+        other = self.penalties + self.capture_device + self.verify_scores + self.model.state_bytes + self.draft.weights
         return (self.limit - self.weights - other) // self.page_bytes - 1
 
     @property
@@ -164,6 +177,7 @@ def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
     cause = cause if args.max_total_tokens is None else f", max_total_tokens={args.max_total_tokens}"
     terms = {
         "weights": demand.weights,
+        "weights of the draft model": demand.draft.weights,
         "penalties": demand.penalties,
         "rows of two steps": demand.capture_device,
         "scores of verify steps": demand.verify_scores,

@@ -16,7 +16,7 @@ from flax import nnx
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.memory_demand import MemoryDemand, format_size
+from routed_experts.execution.memory_demand import NO_DRAFT_MODEL, DraftDemand, MemoryDemand, format_size
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 _COMPUTED = ("bfloat16", "float16", "float32")
@@ -38,6 +38,7 @@ class MemoryPlan:
     num_devices: int = 1
     experts_host: int = 0  # of the host's store of offloaded experts
     verify_scores: int = 0
+    draft: DraftDemand = NO_DRAFT_MODEL
 
     @property
     def kv(self) -> int:
@@ -52,6 +53,8 @@ class MemoryPlan:
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
         verify = f"verify scores   {format_size(self.verify_scores)}  scores and noise of the largest verify step"
+        of_draft = self.draft.weights + self.draft.bytes_per_token * self.pool.num_slots
+        draft = f"draft model     {format_size(of_draft)}  weights, and {self.draft.bytes_per_token:,} bytes a token"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",
@@ -60,6 +63,7 @@ class MemoryPlan:
             f"capture, device {format_size(self.capture_device)}  rows of two steps",
             f"capture, host   {format_size(self.capture_host)}  {rows}",
             *([verify] if self.verify_scores else []),
+            *([draft] if self.draft.weights else []),
             *([store] if self.experts_host else []),
             f"limit           {format_size(self.limit)}  mem_fraction_static of {device}",
         ]
@@ -74,10 +78,11 @@ def plan_memory(
     context_length: int,
     vocab_size: int,
     num_drafts: int = 0,
+    draft: DraftDemand = NO_DRAFT_MODEL,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and
-    `state` are what one holds. `num_drafts`: the longest draft, 0 without speculative decoding. Raises MemoryPlanError,
-    with the values that would fit, if it does not."""
+    `state` are what one holds. `num_drafts`: the longest draft, 0 without speculative decoding; `draft`: of a
+    model that drafts. Raises MemoryPlanError, with the values that would fit, if it does not."""
     demand = MemoryDemand(
         args=args,
         model=model,
@@ -87,6 +92,7 @@ def plan_memory(
         context_length=context_length,
         device=device_bytes(args.tp_size),
         num_drafts=num_drafts,
+        draft=draft,
     )
     demand.require_fit()
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
@@ -102,6 +108,7 @@ def plan_memory(
         limit=demand.limit,
         num_devices=args.tp_size,
         verify_scores=demand.verify_scores,
+        draft=draft,
     )
 
 

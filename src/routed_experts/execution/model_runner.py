@@ -40,6 +40,7 @@ class PendingStep:
     rows: UInt[Array, "N MK"] | None  # None, too, where `sampled` has them
     weight_version: int
     rerouting: Int32[Array, "N 2"] | None = None
+    drafts: Int32[Array, "B 2k"] | None = None
 
 
 class ModelRunner:
@@ -57,7 +58,8 @@ class ModelRunner:
         mesh_specs = spec.mesh_specs
         advise_hugepages(self._weights)
         self.allocate_pool()
-        self._last_tokens = sharded_zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), mesh_specs)
+        last_tokens = jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32)
+        self._last_tokens: Array = sharded_zeros(last_tokens, mesh_specs)
         counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
         self._token_counts = sharded_zeros(counts, mesh_specs)  # now: no later allocation or compilation
         self._replicated = None if mesh_specs is None else mesh_specs.everywhere
@@ -97,13 +99,14 @@ class ModelRunner:
             full = PenaltyInputs(counts, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
         drafts = (out.tokens,) if batch.mode is ForwardMode.TARGET_VERIFY else ()
-        self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        self._last_tokens, sampled, *accepted = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        proposed = self._draft(batch, shape, packed, out, accepted)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         if self._needs_d2h:
-            for array in (sampled, scored, out.rows, out.rerouting):
+            for array in (sampled, scored, out.rows, out.rerouting, proposed):
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
@@ -113,6 +116,7 @@ class ModelRunner:
             rows=out.rows,
             weight_version=self.weight_version,
             rerouting=out.rerouting,
+            drafts=proposed,
         )
 
     def take_counts(self) -> Int32[Array, "F M E"]:
@@ -123,6 +127,12 @@ class ModelRunner:
         counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
         counts.copy_to_host_async()
         return counts
+
+    def _draft(
+        self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
+    ) -> Int32[Array, "B 2k"] | None:
+        """Draft the tokens of the next step; None: no model drafts. `accepted`: of each request, in a verify step."""
+        del batch, shape, packed, out, accepted
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """Return the lowerings that `compile` compiles."""
@@ -161,6 +171,7 @@ class ModelRunner:
             rows=rows,
             weight_version=pending.weight_version,
             rerouting=None if pending.rerouting is None else np.asarray(pending.rerouting),
+            drafts=None if pending.drafts is None else np.asarray(pending.drafts),
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:

@@ -39,7 +39,8 @@ class ProgramSpec:
     of its tokens (0: in an array of their own). They follow the metadata that both programs read. This pays where the
     host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed.
     `num_drafts`: the longest draft of a verify step. `batch_invariant`: a verify step samples in blocks of as many rows
-    as other steps have, so that no product and no sum depends on the number of drafts."""
+    as other steps have, so that no product and no sum depends on the number of drafts. `draft_model`: a model drafts
+    after each step; `tapped_layers`: those whose outputs it reads."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -53,6 +54,8 @@ class ProgramSpec:
     with_logits: bool = True
     num_drafts: int = 0
     batch_invariant: bool = False
+    draft_model: bool = False
+    tapped_layers: tuple[int, ...] = ()
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct | None:
@@ -83,7 +86,7 @@ class ProgramSpec:
 class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
     empty. `counts` are donated to the next step; the rest feeds the programs that follow. Rows that leave with the
-    tokens follow the metadata in `words`."""
+    tokens follow the metadata in `words`. `streams`: outputs of the tapped layers."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
@@ -92,6 +95,7 @@ class ForwardOut:
     rows: UInt[Array, "N MK"] | None
     counts: Int32[Array, "F M E"] | None = None
     rerouting: Int32[Array, "N 2"] | None = None
+    streams: tuple[Float[Array, "N D"], ...] = ()
 
 
 def forward(
@@ -120,9 +124,12 @@ def forward(
         capacity_limited=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
-    hidden, pool, capture = model(
-        tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed
-    )
+    inputs = tokens, paged.positions, paged.valid, ops, pool, capture
+    streams: tuple[Array, ...] = ()
+    if spec.tapped_layers:
+        hidden, pool, capture, streams = model.run_tapped(*inputs, kernels=spec.kernels, tapped=spec.tapped_layers)
+    else:
+        hidden, pool, capture = model(*inputs, kernels=spec.kernels, routed=routed)
     rows = None if capture is None or spec.capture is None else capture.rows()
     words = packed if is_verify else packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.row_words_in(shape):
@@ -134,7 +141,7 @@ def forward(
         scored = hidden[: spec.sampled_rows(shape)] if is_verify else batch.of_last_tokens(hidden)
         block = shape.num_requests if is_verify and spec.batch_invariant else scored.shape[0]
         logits = map_blocks(functools.partial(model.logits, product=spec.kernels.lm_head), block, scored)
-    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
+    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams)
 
 
 def score_prompt(

@@ -92,15 +92,20 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
 
 
 def sample(
-    logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode
+    logits: Float[Array, "B V"],
+    batch: SamplingBatch,
+    mode: SamplingMode,
+    *,
+    token_ids: Int[Array, " V"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Return the token of each row and the processed logits it was drawn from. Ties go to the lower id.
 
-    `logits` are float32, after `penalize`. In GREEDY mode the caller guarantees that all rows have temperature 0."""
+    `logits` are float32, after `penalize`. In GREEDY mode the caller guarantees that all rows have temperature 0.
+    `token_ids`: whose noise each column has, where the columns are not the tokens 0, 1, .. themselves."""
     processed = processed_logits(logits, batch, mode)
     scores = processed
     if mode is not SamplingMode.GREEDY:
-        noise = gumbel_noise(batch, logits.shape[-1])
+        noise = gumbel_noise(batch, logits.shape[-1], token_ids=token_ids)
         scores = jnp.where(is_greedy(batch)[:, None], processed, processed + noise)
     return best_token(scores), processed
 
@@ -118,8 +123,11 @@ def is_greedy(batch: SamplingBatch) -> Bool[Array, " B"]:
     return batch.temperature < jnp.finfo(jnp.float32).tiny
 
 
-def gumbel_noise(batch: SamplingBatch, vocab_size: int) -> Float[Array, "B V"]:
-    """Return standard Gumbel noise of (seed, choice, position), row by row; finite.
+def gumbel_noise(
+    batch: SamplingBatch, vocab_size: int, *, token_ids: Int[Array, " V"] | None = None
+) -> Float[Array, "B V"]:
+    """Return standard Gumbel noise of (seed, choice, position), row by row; finite. `token_ids`: of these tokens, None
+    for all in order.
 
     All 32 random bits are used, with the fine end of the float where the noise is large: it reaches 22.8, where the
     usual 23 bits end at 15.9 and starve the tail of a large vocabulary (each token below 1e-7)."""
@@ -127,7 +135,8 @@ def gumbel_noise(batch: SamplingBatch, vocab_size: int) -> Float[Array, "B V"]:
     keys = batch.seed[:, 0], batch.seed[:, 1]
     for data in (batch.choice, batch.position):
         keys = _threefry(keys, jnp.uint32(0), data.astype(jnp.uint32))
-    high, low = _threefry((keys[0][:, None], keys[1][:, None]), jnp.uint32(0), jnp.arange(vocab_size, dtype=jnp.uint32))
+    ids = jnp.arange(vocab_size, dtype=jnp.uint32) if token_ids is None else token_ids.astype(jnp.uint32)
+    high, low = _threefry((keys[0][:, None], keys[1][:, None]), jnp.uint32(0), ids)
     bits = (high ^ low).astype(jnp.float32)
     # (0, 1), open at both ends: 2^-33 .. 1 - 2^-24
     uniform = jnp.minimum((bits + jnp.float32(0.5)) * jnp.float32(2.0**-32), jnp.float32(1 - 2.0**-24))

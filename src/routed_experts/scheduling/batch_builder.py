@@ -64,9 +64,16 @@ class BatchBuilder:
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
         self._cached_layout = None
 
-    def build(self, chunks: Sequence[ScheduledChunk], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
-        """Pad the chunks, in their order, to the smallest bucket. `all_generated`: no chunk feeds a token of a
-        prompt."""
+    def build(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        *,
+        step: int,
+        all_generated: bool = False,
+        drafts_ahead: bool = False,
+    ) -> ModelWorkerBatch:
+        """Pad the chunks, in their order, to the smallest bucket. `all_generated`: no chunk feeds a token of a prompt;
+        `drafts_ahead`: a model drafts for the next step."""
         counts = [chunk.count for chunk in chunks]
         total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, chunks))
         mode, padded_tokens, padded_rows = self._shape(chunks, total, scored=scored)
@@ -106,6 +113,8 @@ class BatchBuilder:
             samples=tuple([chunk.samples for chunk in chunks]),
             prompt_targets=_prompt_targets(chunks, padded_tokens) if scored else None,
             return_routed_experts=layout.return_routed_experts,
+            drafts_ahead=drafts_ahead,
+            next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
         )
 
     def _shape(self, chunks: Sequence[ScheduledChunk], total: int, *, scored: bool) -> tuple[ForwardMode, int, int]:
@@ -174,6 +183,15 @@ def _to_columns(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:
     """Return views of the table's rows by name, each in its own dtype."""
     columns: dict[str, np.ndarray] = {name: words[index].view(np.float32) for index, name in enumerate(_FLOAT_COLUMNS)}
     return columns | {name: words[len(_FLOAT_COLUMNS) + index] for index, name in enumerate(_INT_COLUMNS)}
+
+
+def _next_tokens(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " B"]:
+    """Return the token that follows each chunk that does not sample, -1 for the others."""
+    following = np.full(padded, -1, np.int32)
+    for index, chunk in enumerate(chunks):
+        if not chunk.samples:
+            following[index] = chunk.req.tokens[chunk.start + chunk.count]
+    return following
 
 
 def _prompt_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:

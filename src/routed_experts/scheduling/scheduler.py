@@ -92,9 +92,10 @@ class Scheduler:
                 self._leaders[req.source.group] = req
             self.waiting.append(req)
 
-    def schedule(self, drafts: Drafts = NO_DRAFTS) -> ModelWorkerBatch | None:
+    def schedule(self, drafts: Drafts = NO_DRAFTS, *, drafts_ahead: bool = False) -> ModelWorkerBatch | None:
         """Build the batch of the next step; None when nothing can run now. `drafts` are cut to what a request may
-        verify, and dropped where the step has prompt chunks or pages are short."""
+        verify, and dropped where the step has prompt chunks or pages are short. `drafts_ahead`: a model drafts for the
+        step after it; the pages that it writes to are allocated as far as there are some."""
         chunks = [
             ScheduledChunk(req, req.num_dispatched, 1, True)
             for req in self.running
@@ -117,7 +118,12 @@ class Scheduler:
         if drafts and len(chunks) == decoding:
             assert not self._in_flight, "drafts follow tokens that the host knows"
             chunks = self._with_drafts(chunks, drafts)
-        batch = self._batch_builder.build(chunks, step=self._step, all_generated=len(chunks) == decoding)
+        if drafts_ahead:
+            for chunk in chunks:
+                self._grow_ahead(chunk)
+        batch = self._batch_builder.build(
+            chunks, step=self._step, all_generated=len(chunks) == decoding, drafts_ahead=drafts_ahead
+        )
         self._in_flight[self._step] = tuple(chunks)
         self._step += 1
         for chunk in chunks:
@@ -211,6 +217,12 @@ class Scheduler:
                 spare -= count
             following.append(chunk)
         return following
+
+    def _grow_ahead(self, chunk: ScheduledChunk) -> None:
+        """Allocate pages for the drafts of a model behind a chunk, where that is possible."""
+        req = chunk.req
+        if chunk.samples:
+            self.pages.grow(req, min(chunk.start + chunk.count + self._buckets.lookahead, req.max_len))
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int:
         """Admit waiting requests while tokens, slots and pages last; appends their first chunks to `chunks`."""

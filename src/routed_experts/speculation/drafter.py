@@ -12,12 +12,13 @@ from jaxtyping import Float64, Int32
 
 
 class DraftSource(enum.Enum):
-    """Whose text a draft was copied from."""
+    """Where a draft is from."""
 
     CONTEXT = "context"  # the sequence itself
     ROLLOUT = "rollout"  # an earlier answer to the same prompt, or another choice of it
     NAMESPACE = "namespace"  # earlier answers of the namespace
     PREDICTION = "prediction"  # what the caller expects
+    MODEL = "model"  # sampled by a draft model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

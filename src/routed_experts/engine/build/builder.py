@@ -22,6 +22,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.calibration import measure_costs
+from routed_experts.engine.build.draft_model import FoundDraft, find_draft_model
 from routed_experts.engine.build.memory_planning import EnginePlan, abstract_arrays, plan_engine
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
@@ -41,8 +42,9 @@ from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import DraftLimits, Sharing, Speculation
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
+from routed_experts.execution.drafting_runner import DraftingRunner, LoadedDraft
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.memory_plan import MemoryPlan
+from routed_experts.execution.memory_plan import MemoryPlan, common_dtype
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
@@ -58,6 +60,8 @@ from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
 from routed_experts.scheduling.scheduler import Scheduler
 from routed_experts.speculation.draft_policy import DraftPolicy
+from routed_experts.speculation.drafter import Drafter
+from routed_experts.speculation.model_drafter import ModelDrafter
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -116,6 +120,9 @@ def build_engine(
     source, config = _open(args, model, load_format)
     if speculative is not None:
         _check_speculation(config, offloads_experts=offloads_experts, placement=placement)
+    draft: FoundDraft | None = None
+    if speculative is not None and speculative.has_draft_model:
+        draft = _find_draft(speculative, source, config, args, has_placement=placement is not None)
     offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
     shards = create_sharding(args, config, placement)
     args = _disable_prefix_cache_if_recurrent(args, config)
@@ -128,10 +135,14 @@ def build_engine(
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
     clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
     num_drafts = 0 if speculative is None else speculative.num_drafts
-    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts)
+    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts, draft=draft)
     planned = None if offload is not None else plan_memory(abstract_arrays(source, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
+    loaded_draft: LoadedDraft | None = None
+    if draft is not None:
+        assert planned is not None, "experts on the host have no draft model"
+        loaded_draft = draft.load(planned.memory.pool, common_dtype(state))
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     host_bytes = 0 if offloaded is None else offloaded.host_bytes  # known once the model is split
     planned = planned or plan_memory(abstract_state(state), None, experts_host=host_bytes)
@@ -149,10 +160,12 @@ def build_engine(
         piggyback_row_words=_piggyback_row_words(capture, one_program=mesh_specs is None and offload is None),
         num_drafts=num_drafts,
         batch_invariant=args.deterministic,
+        draft_model=loaded_draft is not None,
+        tapped_layers=() if loaded_draft is None else loaded_draft.model.tapped_layers,
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
-    runner = offload_runner or _create_runner(state, spec, sizes, config, placement)
+    runner = offload_runner or _create_runner(state, spec, sizes, config, placement, loaded_draft)
     watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, offload, load_balancers)
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
@@ -161,7 +174,8 @@ def build_engine(
     if speculative is not None:
         sizes_of_pool = {"request": planned.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
         speculation = _create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
-        clock.done("calibrate", f"{speculative.algorithm}, up to {num_drafts} drafts a request")
+        by = speculative.algorithm if draft is None else f"{speculative.algorithm}, {draft.description}"
+        clock.done("calibrate", f"{by}, up to {num_drafts} drafts a request")
     core = new_core(speculation)
     sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
     if args.deterministic:
@@ -209,6 +223,24 @@ def _check_speculation(config: DecoderConfig, *, offloads_experts: bool, placeme
         raise ConfigError(f"not with speculation: {reason}, or leave speculative decoding out")
 
 
+def _find_draft(
+    speculative: SpeculativeConfig,
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    args: ServerArgs,
+    *,
+    has_placement: bool,
+) -> FoundDraft:
+    """Find the draft model; it runs on one device."""
+    if has_placement:
+        text = "placed experts have no draft model in this version"
+        raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or no placement")
+    if args.tp_size > 1 or args.ep_size > 1:
+        text = f"tp_size={args.tp_size}, ep_size={args.ep_size}: a draft model runs on one device in this version"
+        raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or one device")
+    return find_draft_model(speculative, source, config)
+
+
 def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
     """Words of a row where rows leave in the sampler's output: on CPU, where a step is one program on one device."""
     return capture.row_words if capture is not None and one_program and jax.default_backend() == "cpu" else 0
@@ -222,10 +254,12 @@ def _plan_memory(
     shards: ModelSharding | None,
     *,
     num_drafts: int,
+    draft: FoundDraft | None,
     experts_host: int = 0,
 ) -> EnginePlan:
     """Plan memory and report it to the clock."""
-    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts)
+    demand = None if draft is None else draft.demand
+    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, draft_demand=demand)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     return dataclasses.replace(planned, memory=plan)
@@ -237,8 +271,11 @@ def _create_runner(
     sizes: RunnerConfig,
     config: DecoderConfig,
     placement: PlacementConfig | None,
+    draft: LoadedDraft | None,
 ) -> ModelRunner:
     """Create the runner of a model whose experts are all on accelerators."""
+    if draft is not None:
+        return DraftingRunner(state, spec, sizes, draft)
     if placement is None or not isinstance(config, FamilyConfig):
         return ModelRunner(state, spec, sizes)
     factor = parse_fraction(placement.capacity_factor) if placement.capacity_limited else None
@@ -320,8 +357,10 @@ def _create_speculation(
     return Speculation(_create_drafter(speculative), policy, limits, costs=costs, sharing=sharing)
 
 
-def _create_drafter(speculative: SpeculativeConfig) -> TextDrafter:
+def _create_drafter(speculative: SpeculativeConfig) -> Drafter:
     """Create the drafter, and the store of answers that it may share."""
+    if speculative.has_draft_model:
+        return ModelDrafter()
     rule = CopyRule(
         min_window=speculative.min_window,
         max_window=speculative.max_window,

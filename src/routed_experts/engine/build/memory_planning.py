@@ -1,6 +1,7 @@
 """Plans the memory of an engine from its arguments and the shapes of a model, for `inspect` and for the builder."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.served_model import abstract_state
+from routed_experts.execution.memory_demand import NO_DRAFT_MODEL, DraftDemand
 from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
@@ -36,10 +38,11 @@ def plan_engine(
     shards: ModelSharding | None,
     *,
     num_drafts: int = 0,
+    draft_demand: Callable[[KVPoolSpec, jnp.dtype], DraftDemand] | None = None,
 ) -> EnginePlan:
     """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. `num_drafts`: the longest
-    draft, 0 without speculative decoding. Raises what plan_memory
-    raises, and ConfigError for a context_length above the model's."""
+    draft, 0 without speculative decoding; `draft_demand`: of a model that drafts, beside the target's pool and in the
+    dtype of its weights. Raises what plan_memory raises, and ConfigError for a context_length above the model's."""
     part, per_device = (
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
     )
@@ -47,8 +50,9 @@ def plan_engine(
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)
     sizes = {"context_length": context_length, "num_drafts": num_drafts}
-    memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, **sizes)
-    buckets = Buckets.from_args(args, **sizes)
+    draft = NO_DRAFT_MODEL if draft_demand is None else draft_demand(shapes, jnp.dtype(common_dtype(arrays)))
+    memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, draft=draft, **sizes)
+    buckets = Buckets.from_args(args, draft_model=draft_demand is not None, **sizes)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 
 

@@ -235,8 +235,10 @@ class EngineCore:
 
     def _next_batch(self, drafts: Drafts) -> ModelWorkerBatch | None:
         """Schedule, and mark the requests that left the queue."""
-        num_running = len(self.scheduler.running)
-        batch = self.scheduler.schedule(drafts)
+        running, speculation = self.scheduler.running, self.speculation
+        num_running = len(running)
+        drafts_ahead = speculation is not None and speculation.wants_model_drafts(running, self.num_steps)
+        batch = self.scheduler.schedule(drafts, drafts_ahead=drafts_ahead)
         self.request_table.mark_scheduled(self.scheduler.running[num_running:])
         return batch
 

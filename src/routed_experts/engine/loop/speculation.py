@@ -18,6 +18,7 @@ from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftSource, Sample, SequenceInfo
+from routed_experts.speculation.model_drafter import ModelDrafter
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
@@ -115,8 +116,15 @@ class Speculation:
             return False
         return self.policy.should_try(step)
 
+    def wants_model_drafts(self, running: Sequence[Req], step: int) -> bool:
+        """Whether a draft model is to draft after the step that is dispatched next, as the one after it may verify."""
+        return isinstance(self._drafter, ModelDrafter) and self.policy.should_try(step)
+
     def propose(self, running: Sequence[Req]) -> dict[str, Int32[np.ndarray, " k"]]:
         """The drafts that the next step verifies, by request id; no step is in flight."""
+        drafter = self._drafter
+        if isinstance(drafter, ModelDrafter) and not any(drafter.is_ready(req.rid, req.num_known) for req in running):
+            return {}  # the last steps rested; the draft model is asked after this one
         self._unverified.clear()
         start, is_probe = time.perf_counter(), self.policy.is_probe
         drafts = [self._draft(req) for req in running]
@@ -154,7 +162,8 @@ class Speculation:
         hears of text that has become predictable. The step in flight hides this work."""
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
-        if self.is_off or step % every or not self.policy.is_probe:
+        is_model = isinstance(self._drafter, ModelDrafter)  # it drafts for steps that verify alone
+        if self.is_off or is_model or step % every or not self.policy.is_probe:
             return
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
@@ -186,6 +195,8 @@ class Speculation:
             accepted = 0 if result.accepted is None else int(result.accepted.sum())
             drafts = 0 if result.accepted is None else num_drafts
             self.policy.tried(num_requests=num_requests, num_drafts=drafts, num_emitted=num_requests + accepted)
+        if result.drafts is not None:
+            self._offer(batch, result.drafts, advanced)
         if result.accepted is None:
             return
         self.totals.steps += 1
@@ -207,6 +218,18 @@ class Speculation:
             self.totals.accepted_by[source.value] += num_tokens
             if source is DraftSource.PREDICTION:
                 req.speculative = req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
+
+    def _offer(self, batch: ModelWorkerBatch, drafts: Int32[np.ndarray, "B 2k"], advanced: Iterable[Req]) -> None:
+        """Give the drafter what a draft model proposes after a step."""
+        if not isinstance(self._drafter, ModelDrafter):
+            return
+        rows = {slot: row for row, slot in enumerate(batch.request_slots[: batch.num_requests].tolist())}
+        most = drafts.shape[1] // 2
+        probabilities = np.ascontiguousarray(drafts[:, most:]).view(np.float32)
+        for req in advanced:
+            if req.state is ReqState.RUNNING:
+                row = rows[req.slot]
+                self._drafter.offer(req.rid, req.num_known, drafts[row, :most], probabilities[row])
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the

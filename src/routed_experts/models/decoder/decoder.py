@@ -81,33 +81,74 @@ class FamilyDecoder(nnx.Module):
     ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
         it."""
+        inputs = tokens, positions, valid, attend, cache, capture
+        hidden, cache, capture, _ = self._run(*inputs, kernels=kernels, routed=routed, remat=remat, tapped=())
+        return hidden, cache, capture
+
+    def run_tapped(
+        self,
+        tokens: Int[Array, " N"],
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        attend: AttentionFn | SequenceOps,
+        cache: Any,
+        capture: RoutedExpertsDeviceCache | None,
+        *,
+        kernels: Kernels,
+        tapped: tuple[int, ...],
+    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None, tuple[Float[Array, "N D"], ...]]:
+        """The same, and the stream behind each of the layers `tapped`, in this order. A block that has such layers runs
+        layer by layer."""
+        inputs = tokens, positions, valid, attend, cache, capture
+        return self._run(*inputs, kernels=kernels, routed=None, remat=False, tapped=tapped)
+
+    def _run(
+        self,
+        tokens: Int[Array, " N"],
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        attend: AttentionFn | SequenceOps,
+        cache: Any,
+        capture: RoutedExpertsDeviceCache | None,
+        *,
+        kernels: Kernels,
+        routed: TokenRouting | None,
+        remat: bool,
+        tapped: tuple[int, ...],
+    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None, tuple[Float[Array, "N D"], ...]]:
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
         x = embed(config, self.embed[...], tokens, kernels.group, kernels.stream_dtype)
         carry, normed = (x, cache, capture), None
+        streams = jnp.zeros((len(tapped) + 1, *x.shape), x.dtype) if tapped else None  # the last one: of other layers
         counts = LayerCounts()
         for block, arrays in zip(config.blocks, self.blocks, strict=True):
-            kernel, normed = find_fused_path(config, block, step, routed), None
+            is_tapped = any(0 <= layer - block.first < block.num_layers for layer in tapped)
+            kernel, normed = None if is_tapped else find_fused_path(config, block, step, routed), None
             if kernel is not None:
                 carry, normed = run_fused(
                     kernel, config, block, tuple(arrays), self.norm[...], step, carry, routed, counts
                 )
             else:
-                body = self._pattern(block, arrays, step, counts, None if routed is None else routed.valid)
+                replayed = None if routed is None else routed.valid
+                body = self._pattern(block, arrays, step, counts, replayed, tapped if is_tapped else ())
                 slices = [
                     scanned_params(layer.weights(config), repeat, kernels)
                     for layer, repeat in zip(block.pattern, arrays, strict=True)
                 ]
                 repeats = jnp.arange(block.repeats, dtype=jnp.int32)
                 scanned = repeats, slices, _sliced_routing(routed, block, counts.moe)
-                carry, _ = lax.scan(checkpointed(body) if remat else body, carry, scanned)
+                begin = (*carry, streams) if is_tapped else carry
+                (x, cache, capture, *taken), _ = lax.scan(checkpointed(body) if remat else body, begin, scanned)
+                carry, streams = (x, cache, capture), taken[0] if is_tapped else streams
             counts = counts.after(config, block)
         x, cache, capture = carry
+        taken = () if streams is None else tuple(streams[index] for index in range(len(tapped)))
         if normed is not None:  # by the last block's kernel
-            return scale_logits(config, normed), cache, capture
+            return scale_logits(config, normed), cache, capture, taken
         bias = None if self.norm_bias is None else self.norm_bias[...]
-        return final_norm(config, x, self.norm[...], bias, kernels.rows), cache, capture
+        return final_norm(config, x, self.norm[...], bias, kernels.rows), cache, capture, taken
 
     def _pattern(
         self,
@@ -116,13 +157,16 @@ class FamilyDecoder(nnx.Module):
         step: LayerContext,
         counts: LayerCounts,
         replayed: Bool[Array, " N"] | None,
+        tapped: tuple[int, ...],
     ) -> Callable[[Any, Any], tuple[Any, None]]:
-        """The body of a block's scan: the layers of its pattern, one after another."""
+        """The body of a block's scan: the layers of its pattern, one after another. With `tapped` the carry ends with
+        their outputs."""
         config = self.config
         cache_layers, moe_layers = counts.cache_layers(config, block), counts.moe_layers(block)
+        places = _tapped_places(block, tapped)
 
         def body(carry: Any, scanned: Any) -> tuple[Any, None]:
-            x, cache, capture = carry
+            x, cache, capture, *streams = carry
             repeat, slices, ids = scanned
             moe = 0
             for index, layer in enumerate(block.pattern):
@@ -136,9 +180,17 @@ class FamilyDecoder(nnx.Module):
                     replay = ReplayInputs(moe_layer, routed)
                     moe += 1
                 x, capture = add_feed(config, layer, x, params, step, replay, capture)
-            return (x, cache, capture), None
+                streams = [lax.dynamic_update_index_in_dim(all_, x, places[repeat, index], 0) for all_ in streams]
+            return (x, cache, capture, *streams), None
 
         return body
+
+
+def _tapped_places(block: LayerBlock, tapped: tuple[int, ...]) -> Int[Array, "R P"]:
+    """Where the output of each layer of a block goes among those of the tapped layers; behind them if it is none."""
+    layers = range(block.first, block.first + block.num_layers)
+    places = [tapped.index(layer) if layer in tapped else len(tapped) for layer in layers]
+    return jnp.array(places, jnp.int32).reshape(block.repeats, len(block.pattern))
 
 
 def embed(

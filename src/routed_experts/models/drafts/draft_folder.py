@@ -121,7 +121,11 @@ class DraftFolder:
         return self._split(dtype)[1]
 
     def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
-        return nnx.split(nnx.eval_shape(lambda: _build(self.config, dtype)))
+        return nnx.split(nnx.eval_shape(lambda: self.build(dtype)))
+
+    def build(self, dtype: jnp.dtype) -> EagleModel:
+        """The head with random weights."""
+        return _build(self.config, dtype)
 
 
 def read_draft_config(path: str | Path) -> DraftConfig:

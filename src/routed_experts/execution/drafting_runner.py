@@ -1,0 +1,140 @@
+"""DraftingRunner: a ModelRunner whose steps also feed a draft model, which proposes the tokens of the next step.
+
+The draft layers have a pool of their own with the target's pages: a token's keys and values are at its slot in both, so
+that they share page tables, prefixes and lifetimes."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
+from routed_experts.execution.aot_programs import Jobs, RunnerConfig, abstract_inputs, flatten_weights, lowerings
+from routed_experts.execution.draft_programs import DraftSpec, pack_draft_inputs, run_draft_model
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.base.weight_format import shape_of
+from routed_experts.models.drafts.interface import DraftModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft:
+    """A draft model with its weights, and the shape of its pool."""
+
+    model: DraftModel
+    pool: KVPoolSpec
+
+
+class DraftingRunner(ModelRunner):
+    """The target and its draft model, on one device."""
+
+    def __init__(
+        self,
+        state: nnx.State[Any, Any],
+        spec: ProgramSpec,
+        config: RunnerConfig,
+        draft: LoadedDraft,
+        *,
+        weight_version: int = 0,
+    ) -> None:
+        assert spec.draft_model and spec.mesh_specs is None, spec
+        assert draft.pool.num_pages == config.pool.num_pages, (draft.pool, config.pool)
+        graphdef, draft_state = nnx.split(draft.model)
+        self._draft_pool_spec = draft.pool
+        self._draft_weights, self._draft_tree = jax.tree.flatten(draft_state)
+        self._draft_spec = DraftSpec(
+            graphdef=graphdef,
+            target=spec.graphdef,
+            kernels=spec.kernels,
+            attention=spec.attention,
+            num_pages=draft.pool.num_pages,
+            page_size=draft.pool.page_size,
+        )
+        super().__init__(state, spec, config, weight_version=weight_version)
+
+    def allocate_pool(self) -> None:
+        """Allocate both pools, empty."""
+        super().allocate_pool()
+        self._draft_pool = self._draft_pool_spec.allocate()
+
+    def overwrite_pool(self) -> None:
+        """Fill both pools with a finite value that no softmax hides."""
+        super().overwrite_pool()
+        self._draft_pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype), self._draft_pool)
+
+    def release(self, *, pool: bool, weights: bool) -> None:
+        """Free the pools and the target's weights; those of the draft model stay."""
+        super().release(pool=pool, weights=weights)
+        if pool:
+            for leaf in jax.tree.leaves(self._draft_pool):
+                leaf.delete()
+
+    def _draft(
+        self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
+    ) -> Int32[Array, "B 2k"] | None:
+        """Feed the step's tokens to the draft model; draft where the next step is to have drafts."""
+        program = self._programs["draft", shape, self._num_drafts_after(shape, drafts_ahead=batch.drafts_ahead)]
+        inputs = pack_draft_inputs(batch)
+        self._draft_pool, proposed = program(
+            self._draft_weights,
+            self._weights,
+            self._draft_pool,
+            out.hidden,
+            out.streams,
+            out.tokens,
+            self._last_tokens,
+            packed,
+            inputs,
+            *accepted,
+        )
+        return proposed
+
+    def _num_drafts_after(self, shape: BatchShape, *, drafts_ahead: bool) -> int:
+        """Drafts of a request that follow a step; verify steps are always followed by some."""
+        is_verify = shape.mode is ForwardMode.TARGET_VERIFY
+        return self.spec.num_drafts if drafts_ahead or is_verify else 0
+
+    def _jobs(self) -> Jobs:
+        return lowerings(self.state, self.spec, self.config, more=self._draft_jobs)
+
+    def _draft_jobs(self, shape: BatchShape, out: ForwardOut) -> Jobs:
+        """The programs of the draft model after a step of this shape: with drafts, and without but for verify steps."""
+        weights, _, last_tokens, packed = abstract_inputs(self.state, self.spec, self.config, shape)
+        of_requests = jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)
+        is_verify = shape.mode is ForwardMode.TARGET_VERIFY
+        arguments = (
+            jax.tree.map(shape_of, self._draft_weights),
+            jax.tree.leaves(weights),
+            self._draft_pool_spec.abstract,
+            out.hidden,
+            out.streams,
+            out.tokens,
+            last_tokens,
+            packed,
+            jax.ShapeDtypeStruct((shape.num_requests + 1,), jnp.int32),
+            *([of_requests] if is_verify else []),
+        )
+        jobs: Jobs = {}
+        for drafts_ahead in (True,) if is_verify else (False, True):
+            num_drafts = self._num_drafts_after(shape, drafts_ahead=drafts_ahead)
+            program = functools.partial(run_draft_model, spec=self._draft_spec, shape=shape, num_drafts=num_drafts)
+            on_leaves = flatten_weights(_flatten_second(program, self._tree), self._draft_tree)
+            run = jax.jit(on_leaves, donate_argnums=(2,))
+            jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
+        return jobs
+
+
+def _flatten_second(program: Any, tree: Any) -> Any:
+    """The same program, with its second argument as a list of leaves."""
+
+    def on_leaves(first: Any, leaves: Sequence[Array], *rest: Any) -> Any:
+        return program(first, jax.tree.unflatten(tree, leaves), *rest)
+
+    return on_leaves
