@@ -16,11 +16,17 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(algorithm="x" * 5000), ["(5000 characters)", "NGRAM"]),
         (dict(algorithm="mlp_speculator"), ["mlp_speculator", "not read", "NGRAM"]),
         (dict(algorithm="ngram_gpu"), ["ngram_gpu", "unknown", "NGRAM"]),
-        *(
-            (dict(algorithm=name), [name, "draft model", "NGRAM"])
-            for name in ("NEXTN", "eagle", "EAGLE3", "STANDALONE")
-        ),
-        (dict(algorithm="deepseek_mtp"), ["deepseek_mtp", "NGRAM"]),
+        (dict(algorithm="STANDALONE"), ["STANDALONE", "no second model", "NGRAM"]),
+        (dict(algorithm="draft_model"), ["draft_model", "no second model", "NGRAM"]),
+        (dict(algorithm="EAGLE3"), ["draft_model_path=None", "EAGLE3", "folder"]),
+        (dict(algorithm="NEXTN", draft_model_path="x"), ["draft_model_path='x'", "layers of the model itself"]),
+        (dict(algorithm="EAGLE3", draft_model_path=3), ["draft_model_path=3", "path"]),
+        (dict(algorithm="NEXTN", num_steps=16), ["num_steps=16", "1..15"]),
+        (dict(algorithm="NEXTN", num_draft_tokens=17), ["num_draft_tokens=17", "2..16"]),
+        (dict(algorithm="NEXTN", num_steps=3, num_draft_tokens=5), ["num_draft_tokens=5", "num_steps=3", "4"]),
+        (dict(eagle_layers=(1, 2)), ["eagle_layers", "is of EAGLE3", "NGRAM"]),
+        (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=()), ["eagle_layers", "counted from 0"]),
+        (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=(-1,)), ["eagle_layers", "counted from 0"]),
         (dict(scope="all"), ["scope='all'", "request, namespace"]),
         (dict(scope=None), ["scope=None", "request, namespace"]),
         (dict(remember=True), ["remember=True", "scope='namespace'"]),
@@ -78,6 +84,15 @@ def test_lengths_by_either_name():
     assert SpeculativeConfig(num_draft_tokens=4).num_drafts == 3
     assert SpeculativeConfig(num_draft_tokens=4, num_steps=3).num_drafts == 3
     assert SpeculativeConfig(algorithm="ngram").num_drafts == 7
+    assert SpeculativeConfig(algorithm="NEXTN").num_drafts == 3
+    assert SpeculativeConfig(algorithm="eagle", num_steps=5).num_drafts == 5
+    assert SpeculativeConfig(algorithm="eagle3", draft_model_path="x", num_draft_tokens=2).num_drafts == 1
+
+
+@pytest.mark.parametrize("name", ["NEXTN", "mtp", "deepseek_mtp", "GLM4_MOE_MTP", "EAGLE"])
+def test_names_of_prediction_layers(name):
+    config = SpeculativeConfig(algorithm=name)
+    assert config.has_draft_model and config.draft_model_path is None
 
 
 def test_vllms_config_is_read_as_a_dict_and_as_json():
@@ -103,7 +118,6 @@ def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
     [
         ({"method": "ngram", "num_speculative_token": 3}, ["num_speculative_token'", "num_speculative_tokens"]),
         ({"num_speculative_tokens": 3}, ["no method", "ngram"]),
-        ({"method": "mtp"}, ["MTP", "NGRAM"]),
         ({"method": "medusa"}, ["MEDUSA", "NGRAM"]),
         ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens=0", "1..31"]),
         ({"method": "ngram", "num_speculative_tokens": "3"}, ["num_speculative_tokens='3'", "1..31"]),
@@ -118,7 +132,9 @@ def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
         ),
         ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
         ({}, ["no method", "ngram"]),
-        ({"method": "eagle3", "model": "folder"}, ["folder", "no draft models"]),
+        ({"method": "eagle3"}, ["draft_model_path=None", "folder"]),
+        ({"method": "ngram", "model": "folder"}, ["draft_model_path='folder'", "NGRAM has no draft model"]),
+        ({"model": "folder"}, ["no method", "ngram"]),
         ("{method: ngram}", ["no JSON"]),
         ("[" * 100_000, ["no JSON", "(100000 characters)"]),
         ("[1]", ["must be a dict"]),
@@ -165,3 +181,10 @@ def test_vllms_suffix_decoding_is_read_and_remembers_where_it_asks_for_that():
         assert (read.suffix_max_cached_requests, read.shares_answers, read.remember) == (most, remembers, remembers)
     with pytest.raises(ConfigError, match="suffix_max_tree_depth=20 is of SUFFIX"):
         SpeculativeConfig.from_vllm({"method": "ngram", "suffix_decoding_max_tree_depth": 20})
+
+
+def test_vllms_draft_models_are_read():
+    read = SpeculativeConfig.from_vllm({"method": "eagle3", "model": "folder", "num_speculative_tokens": 4})
+    assert (read.algorithm, read.draft_model_path, read.num_drafts) == ("EAGLE3", "folder", 4)
+    read = SpeculativeConfig.from_vllm({"method": "deepseek_mtp", "num_speculative_tokens": 1})
+    assert (read.has_draft_model, read.draft_model_path, read.num_drafts) == (True, None, 1)

@@ -20,9 +20,10 @@ MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small 
 _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
     {
         "revision": "the main branch; of a Hugging Face id",
-        "speculative_num_draft_tokens": "8",
+        "speculative_num_draft_tokens": "8; of a draft model 4",
         "speculative_num_steps": "one less than --speculative-num-draft-tokens",
-        "speculative_draft_model_path": "none; NGRAM and SUFFIX need none",
+        "speculative_draft_model_path": "none; EAGLE3 needs one",
+        "speculative_eagle_layers": "those that the head's config names",
         "speculative_suffix_max_cached_requests": "any number that fits --speculative-store-bytes",
         "speculative_ngram_max_trie_depth": "unbounded",
         "speculative_ngram_branch_length": "unbounded",

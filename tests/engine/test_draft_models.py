@@ -1,0 +1,306 @@
+"""Engines whose drafts come from a model: what is drafted is what an independent implementation of the draft model
+proposes for the tokens so far, and no answer changes."""
+
+import functools
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from oracles.eagle_heads import LAYERS, TorchHead, V, eagle3_case, eagle_case
+from oracles.predictors import PredictorOracle
+from routed_experts import Engine, SpeculativeConfig
+from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.speculation.model_drafter import ModelDrafter
+from support.family_folders import VOCAB_SIZE, write_family
+
+SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
+EXACT = dict(deterministic=True, enable_return_routed_experts=True)
+FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe")
+NUM_DRAFTS = 3
+STOPS = list(range(0, VOCAB_SIZE, 7))
+
+
+class Offers:
+    """What draft models have proposed: by request, (tokens known, drafts, probabilities)."""
+
+    def __init__(self, monkeypatch):
+        self.by_request = defaultdict(list)
+        offer = ModelDrafter.offer
+
+        def noted(drafter, key, length, tokens, probabilities):
+            self.by_request[key].append((length, tokens.tolist(), probabilities.tolist()))
+            offer(drafter, key, length, tokens, probabilities)
+
+        monkeypatch.setattr(ModelDrafter, "offer", noted)
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    return Offers(monkeypatch)
+
+
+def prompts_of(vocab, lengths=(5, 17, 9, 30)):
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+def answers(engine, prompts, temperature=0.0, *, new=16, n=1, **sampling):
+    sampling = {"temperature": temperature, "seed": 3, "ignore_eos": True, "max_new_tokens": new, "n": n} | sampling
+    outs = engine.generate(
+        input_ids=prompts,
+        sampling_params=sampling,
+        return_logprob=True,
+        return_routed_experts=True,
+        rid="call",
+    )
+    metas = [out["meta_info"] for out in outs]
+    return [
+        (out["output_ids"], meta["output_token_logprobs"], meta["routed_experts"])
+        for out, meta in zip(outs, metas, strict=True)
+    ], metas
+
+
+@functools.cache
+def family_folder(name, root):
+    folder = root / name
+    folder.mkdir()
+    return PredictorOracle(name, folder, modules=1), folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return lambda name: family_folder(name, root)
+
+
+def assert_drafts_are(offers, prompts, outputs, expected_of, *, at_least):
+    """Every draft that was made, of requests call-0, call-1, ..: `expected_of(tokens)` are the true ones."""
+    checked = 0
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        sequence = [*prompt, *output]
+        for length, drafts, probabilities in offers.by_request[f"call-{index}"]:
+            assert drafts == expected_of(sequence[:length]), (index, length)
+            assert all(0 < probability <= 1 for probability in probabilities)
+            checked += 1
+    assert checked >= at_least
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prediction_layer_drafts_what_its_equations_say_and_changes_no_answer(name, written, offers):
+    oracle, folder = written(name)
+    prompts = prompts_of(VOCAB_SIZE)
+    with Engine(str(folder), **SIZES, **EXACT) as engine:
+        plain = {t: answers(engine, prompts, t)[0] for t in (0.0, 1.0)}
+    config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
+    with Engine(str(folder), **SIZES, **EXACT, chunked_prefill_size=8, speculative=config) as engine:
+        greedy, metas = answers(engine, prompts)
+
+        def expected(tokens):
+            pairs = oracle.pairs(oracle.hidden(tokens[:-1]), tokens[1:])
+            return oracle.chain(pairs, NUM_DRAFTS - 1)[1]
+
+        assert_drafts_are(offers, prompts, [output for output, *_ in greedy], expected, at_least=40)
+        sampled, _ = answers(engine, prompts, 1.0)
+        assert engine.compiles.serving == 0
+        totals = engine.stats().speculative
+    assert (greedy, sampled) == (plain[0.0], plain[1.0])
+    assert all(len(meta["spec_correct_drafts_histogram"]) == NUM_DRAFTS + 1 for meta in metas)
+    assert totals.requests.accepted > 0, "some drafts of a random model are right, at temperature 1 by common noise"
+    assert set(totals.proposed_by) == {"model"}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A target of the heads' sizes: its folder, and its transformers model."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=V,
+        hidden_size=16,
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("qwen")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+HEADS = {
+    "EAGLE3": lambda: eagle3_case(),
+    "EAGLE3 of few tokens": lambda: eagle3_case(draft_vocab_size=24, fc_norm=True),
+    "EAGLE3 with its own embedding": lambda: eagle3_case(own_embedding=True, norm_before_residual=True, own_head=False),
+    "EAGLE": lambda: eagle_case(num_hidden_layers=2),
+}
+
+
+def head_drafts(case, model, tokens):
+    """The drafts of a head after these tokens, by the equations."""
+    import torch
+
+    with torch.no_grad():
+        out = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    hidden, states = out.last_hidden_state[0].numpy(), out.hidden_states
+    weights = [model.model.embed_tokens.weight, model.lm_head.weight]
+    head = TorchHead(case, *(weight.detach().numpy() for weight in weights))
+    features = head.features(hidden, [states[layer + 1][0].numpy() for layer in (1, 3, 6)])
+    successors, first, drafts = np.asarray(tokens[1:]), 0, []
+    for _ in range(NUM_DRAFTS):
+        scores, recycled = head.call(features, successors, first)
+        drafts.append(head.target_id(int(scores[-1].argmax())))
+        first = len(tokens) - 1 + len(drafts) - 1
+        features, successors = recycled[-1:], np.asarray(drafts[-1:])
+    return drafts
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, offers, tmp_path):
+    folder, model = qwen
+    case, prompts = HEADS[name](), prompts_of(V, (5, 17, 9))
+    with Engine(str(folder), **SIZES, **EXACT) as engine:
+        plain = {t: answers(engine, prompts, t, new=10)[0] for t in (0.0, 1.0)}
+    config = SpeculativeConfig(algorithm=name.split()[0], draft_model_path=str(case.write(tmp_path)), adaptive=False)
+    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+        greedy, _ = answers(engine, prompts, new=10)
+        expected = functools.partial(head_drafts, case, model)
+        assert_drafts_are(offers, prompts, [output for output, *_ in greedy], expected, at_least=20)
+        sampled, _ = answers(engine, prompts, 1.0, new=10)
+        assert engine.stats().speculative.requests.accepted > 0
+    for found, wanted in ((greedy, plain[0.0]), (sampled, plain[1.0])):
+        assert found == wanted
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(deterministic=True)], ids=["default", "deterministic"])
+def test_answers_are_the_same_under_every_schedule(mode, written):
+    """Chunks, choices, prefixes, requests that are sent back for want of pages, seeds, filters and early ends."""
+    _, folder = written("Glm4Moe")
+    common = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20).tolist()
+    prompts = [*prompts_of(VOCAB_SIZE, (3, 12, 30)), [*common, 1], [*common, 2, 3]]
+    sampling = [
+        dict(n=2, temperature=1.0, new=18),
+        dict(temperature=0.7, top_k=5, new=9),
+        dict(
+            temperature=1.0, top_p=0.8, min_p=0.05, new=17, min_tokens=8, stop_token_ids=list(range(0, VOCAB_SIZE, 7))
+        ),
+    ]
+    schedules = [
+        dict(),
+        dict(chunked_prefill_size=4),
+        dict(max_total_tokens=96),
+        dict(max_running_requests=1),
+        dict(disable_radix_cache=True),
+    ]
+    plain = None
+    for schedule in schedules:
+        speculative = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
+        found = []
+        for drafts in (None, speculative) if plain is None else (speculative,):
+            options = SIZES | dict(enable_return_routed_experts=True) | mode | schedule
+            with Engine(str(folder), **options, speculative=drafts) as engine:
+                found.append([answers(engine, prompts, **how)[0] for how in map(dict, sampling)])
+                assert not engine.check_integrity()
+        plain = found[0] if plain is None else plain
+        for expected, got in zip(itertools.chain(*plain), itertools.chain(*found[-1]), strict=True):
+            if mode:
+                assert got == expected, schedule
+            else:
+                assert got[0] == expected[0], schedule
+        if schedule.get("max_total_tokens"):
+            assert engine.components.core.scheduler.num_retracted > 0
+
+
+def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):
+    """A policy that drafts in one step of several: drafts of the steps between are not stale ones."""
+    _, folder = written("Glm4Moe")
+    with Engine(str(folder), **SIZES, **EXACT) as engine:
+        plain, _ = answers(engine, prompts_of(VOCAB_SIZE), new=30)
+    config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
+    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+        policy = engine.components.core.speculation.policy
+        policy.should_try = lambda step: step % 7 in (3, 4, 5)
+        rested, metas = answers(engine, prompts_of(VOCAB_SIZE), new=30)
+    assert rested == plain
+    assert all(meta["spec_verify_ct"] > 1 for meta in metas)
+    assert all(len(made) < 20 for made in offers.by_request.values()), "nothing is drafted where no step verifies"
+
+
+def test_memory_that_is_released_and_taken_back_serves_drafts_again(written):
+    _, folder = written("Glm4Moe")
+    config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
+    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+        before, _ = answers(engine, prompts_of(VOCAB_SIZE))
+        engine.release_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation()
+        again, metas = answers(engine, prompts_of(VOCAB_SIZE))
+    assert again == before
+    assert all(meta["spec_verify_ct"] > 0 for meta in metas)
+
+
+def test_the_plan_has_a_line_for_the_draft_model(written):
+    _, folder = written("Glm4Moe")
+    with Engine(str(folder), **SIZES, speculative=SpeculativeConfig(algorithm="mtp")) as engine:
+        plan = engine.components.plan
+    assert plan.draft.weights > 0 and plan.draft.bytes_per_token == plan.pool.bytes_per_token // plan.pool.num_layers
+    assert [line for line in plan.lines() if line.startswith("draft model")]
+    assert "draft model" not in "".join(engine_lines(folder))
+
+
+def engine_lines(folder):
+    with Engine(str(folder), **SIZES) as engine:
+        return engine.components.plan.lines()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(tp_size=2), ["tp_size=2", "one device", "NGRAM"]),
+        (dict(algorithm="EAGLE3", draft_model_path="/nowhere"), ["/nowhere"]),
+    ],
+)
+def test_what_does_not_go_with_a_draft_model_is_refused_by_name(options, words, written):
+    _, folder = written("Glm4Moe")
+    names = ("algorithm", "draft_model_path")
+    config = SpeculativeConfig(**{"algorithm": "NEXTN"} | {name: options[name] for name in names if name in options})
+    others = {name: value for name, value in options.items() if name not in names}
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        Engine(str(folder), **SIZES, **others, speculative=config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_model_without_prediction_layers_is_refused_before_it_loads(tmp_path):
+    folder = write_family(tmp_path, "olmoe")
+    with pytest.raises(ConfigError, match=r"no layers that predict further tokens.*NGRAM"):
+        Engine(str(folder), **SIZES, speculative=SpeculativeConfig(algorithm="NEXTN"))
+
+
+def test_a_head_for_the_other_algorithm_is_refused(qwen, tmp_path):
+    path = str(eagle_case().write(tmp_path))
+    with pytest.raises(ConfigError, match="choose speculative_algorithm='EAGLE'"):
+        Engine(str(qwen[0]), **SIZES, speculative=SpeculativeConfig(algorithm="EAGLE3", draft_model_path=path))
+
+
+def test_a_module_without_a_folder_has_no_prediction_layers(written):
+    from routed_experts.models.model_folder import ModelFolder
+
+    opened = ModelFolder.open(str(written("Glm4Moe")[1]))
+    model = opened.load(opened.dtype("auto"))
+    with pytest.raises(ConfigError, match="model= has none"):
+        Engine(model=model, **SIZES, speculative=SpeculativeConfig(algorithm="NEXTN"))
