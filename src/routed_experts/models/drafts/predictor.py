@@ -16,11 +16,13 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.lm_head import LmHead
 from routed_experts.models.base.interface import AttentionFn, SequenceOps
 from routed_experts.models.base.partitioning import AxisPartition
-from routed_experts.models.decoder.decoder import add_feed, add_mixer, apply_norm, final_norm
-from routed_experts.models.decoder.family_config import FamilyConfig, PredictorSpec, Recurrent
+from routed_experts.models.decoder.decoder import add_feed, add_mixer, apply_norm, final_norm, scale_logits
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, PredictorSpec, Recurrent
 from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.latent_attention import LatentAttention
+from routed_experts.models.decoder.layer_counts import LayerCounts
 from routed_experts.models.decoder.layer_params import LayerParams, make_params, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
@@ -88,11 +90,20 @@ class Predictor(nnx.Module):
         x = params.project(pair, "projection")
         rotary = () if self._mixer.rotary is None else (self._mixer.rotary,)
         step = LayerContext.create(positions, valid, SequenceOps(attend), kernels, rotary)
-        replay = ReplayInputs(jnp.zeros((), jnp.int32), None) if isinstance(spec.layer.feed, Sparse) else None
-        x, cache = add_mixer(config, spec.layer, x, params, step, cache, params.index)
-        x, _ = add_feed(config, spec.layer, x, params, step, replay, None)
         scale = params.get("output_norm") if spec.output_norm else target_norm
-        output = final_norm(config, x, scale, None, kernels.rows)
+        block = LayerBlock(first=0, pattern=(spec.layer,), repeats=1)
+        kernel = find_fused_path(config, block, step, None) if self.num_modules == 1 else None
+        if kernel is not None:
+            carry = (x, cache, None)
+            (x, cache, _), normed = run_fused(
+                kernel, config, block, (self.arrays,), scale, step, carry, None, LayerCounts()
+            )
+            output = scale_logits(config, normed)
+        else:
+            replay = ReplayInputs(jnp.zeros((), jnp.int32), None) if isinstance(spec.layer.feed, Sparse) else None
+            x, cache = add_mixer(config, spec.layer, x, params, step, cache, params.index)
+            x, _ = add_feed(config, spec.layer, x, params, step, replay, None)
+            output = final_norm(config, x, scale, None, kernels.rows)
         return output, x.astype(dtype) if spec.raw_out else output, cache
 
     def lm_head(self, target: LmHead) -> LmHead:
