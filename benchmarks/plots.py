@@ -1,5 +1,5 @@
-"""Draws the pictures of docs/performance.md from results/: a decode step against batch, layers and context, and a CPU
-beside other engines.
+"""Draws the pictures of docs/performance.md and docs/speculative.md from results/: a decode step against batch, layers
+and context, a CPU beside other engines, and what drafts cost and gain.
 
     python benchmarks/plots.py"""
 
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
+LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts")  # of speculative.py
 FLOOR = "floor: bytes that must be read / 4.3 TB/s"
 
 
@@ -59,6 +60,34 @@ def draw_engines() -> Figure:
     return figure
 
 
+def draw_speculation() -> Figure:
+    """The cost of a step by tokens of a request, and throughput with drafts over that without, by load and batch."""
+    figure = Figure(figsize=(11.5, 6.4), layout="constrained")
+    machines = {"speculative_cpu": "two CPU cores, benchmark model", "speculative_h200": "H200, Qwen3-30B-A3B"}
+    for (costs, gains), (name, machine) in zip(figure.subplots(2, 2), machines.items(), strict=True):
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        for batch, by_tokens in result["costs_ms"].items():
+            points = [(int(tokens) / int(batch), ms) for tokens, ms in by_tokens.items()]
+            costs.plot(*zip(*points, strict=True), "o-", label=f"batch {batch}")
+        costs.set(xlabel="tokens a request", ylabel="ms a step", title=machine, ylim=(0, None))
+        costs.grid(alpha=0.3)
+        costs.legend(fontsize="small")
+        rows = [row for row in result["rows"] if "capture off" not in row["engine"]]
+        loads = [load for load in LOADS if load in {row["text"] for row in rows}]
+        batches = sorted({row["batch"] for row in rows})
+        for index, batch in enumerate(batches):
+            found = {row["text"]: row["on / off"] for row in rows if row["batch"] == batch}
+            places = [at + (index - (len(batches) - 1) / 2) * 0.8 / len(batches) for at in range(len(loads))]
+            heights = [found.get(load, 0.0) for load in loads]
+            bars = gains.bar(places, heights, 0.8 / len(batches), label=f"batch {batch}")
+            gains.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], fontsize=7, padding=1)
+        gains.axhline(1, color="k", linewidth=0.8)
+        gains.set_xticks(range(len(loads)), loads)
+        gains.set(ylabel="tokens/s, drafts over none", title=machine)
+        gains.legend(fontsize="small")
+    return figure
+
+
 def main() -> None:
     """Read, draw, write."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -78,7 +107,8 @@ def main() -> None:
     draw_curve(context, [row for row in points.values() if row["layers"] == deep], "context", "batch 16, 48 layers")
     layers.legend(fontsize="small", loc="lower right")
     figure.suptitle("Decode step, Qwen3-30B-A3B shapes, one H200")
-    for name, picture in {"performance": figure, "cpu_engines": draw_engines()}.items():
+    pictures = {"performance": figure, "cpu_engines": draw_engines(), "speculative": draw_speculation()}
+    for name, picture in pictures.items():
         picture.savefig(IMAGES / f"{name}.png", dpi=100)
         print(IMAGES / f"{name}.png")
 

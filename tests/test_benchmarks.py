@@ -14,6 +14,7 @@ SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "_
 SMALLEST = {
     "capture": ["--small"],
     "cpu_parts": ["--small"],
+    "draft_models": ["--small"],
     "drafting": ["--small"],
     "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],
     "families_gpu": ["--small"],
