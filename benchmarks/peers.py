@@ -1,6 +1,6 @@
 """Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process and runs in turn.
 
-    python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
+    python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--drafts K] [--peer NAME=PYTHON ...]
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
 llama_cpp also needs torch, transformers and LLAMA_CPP=FOLDER, the source of llama.cpp.
@@ -8,7 +8,10 @@ Without --peer, transformers of this environment. This engine runs as a user cal
 of every request. Prefill is a run of one new token, and decode what the whole run takes more, for all alike. Rounds
 alternate, with half a second between two turns; a ratio is that of one round; medians are given. `same` is the share
 of greedy tokens before the first difference that equal those of this engine: a low share means that the peer computes
-something else."""
+something else.
+
+With --drafts K every engine drafts up to K tokens by n-grams of 1 to 12 tokens, and prompts repeat 16 tokens: the
+model's greedy answers then repeat themselves, so that about half of the drafts are right. Peers: vllm."""
 
 import argparse
 import dataclasses
@@ -24,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from common import VOCABULARY, benchmark_model, print_table, write_checkpoint, write_result
 
-from routed_experts import Engine
+from routed_experts import Engine, SpeculativeConfig
 
 # threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
 REST_S = 0.5
 
+REPEATED = 16  # tokens of a prompt that are repeated, where engines draft
 PROGRAMS = Path(__file__).parent / "peer_programs"
 
 
@@ -48,8 +52,8 @@ class PeerEnded(RuntimeError):
 class Peer:
     """Another engine's process. It must announce that it is ready: raises PeerEnded where it ends before."""
 
-    def __init__(self, name: str, python: str, folder: Path, dtype: str) -> None:
-        command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype]
+    def __init__(self, name: str, python: str, folder: Path, dtype: str, drafts: int) -> None:
+        command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype, *([str(drafts)] if drafts else [])]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process is
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
@@ -145,21 +149,30 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--drafts", type=int, default=0, help="of every engine, by n-grams")
     parser.add_argument("--peer", action="append", metavar="NAME=PYTHON")
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype(args.dtype))
-    engine = Engine(model=model, enable_return_routed_experts=True, max_total_tokens=16_384, skip_tokenizer_init=True)
+    engine = Engine(
+        model=model,
+        enable_return_routed_experts=True,
+        max_total_tokens=16_384,
+        skip_tokenizer_init=True,
+        speculative=SpeculativeConfig(num_draft_tokens=args.drafts + 1) if args.drafts else None,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_checkpoint(model, Path(temporary))
         named = [peer.split("=", 1) for peer in args.peer or [f"transformers={sys.executable}"]]
-        peers = [Peer(name, python, folder, args.dtype) for name, python in named]
+        peers = [Peer(name, python, folder, args.dtype, args.drafts) for name, python in named]
     noise, rows = np.random.default_rng(0), []
     for batch in args.batches:
         ours: list[Timing] = []
         theirs: dict[str, list[Timing]] = {peer.name: [] for peer in peers}
         for turn in range(-1, args.rounds):  # the first round warms up
             new = args.new if turn >= 0 else 8
-            prompts = noise.integers(0, VOCABULARY, (batch, args.prompt)).tolist()
+            repeats = args.prompt // REPEATED if args.drafts else 1
+            drawn = noise.integers(0, VOCABULARY, (batch, args.prompt // repeats))
+            prompts = np.tile(drawn, (1, repeats)).tolist()
             time.sleep(REST_S)
             own, _ = measure_engine(engine, prompts, new)
             answers: dict[str, Timing] = {}
@@ -176,10 +189,9 @@ def main() -> None:
     versions = {peer.name: peer.version for peer in peers}
     for peer in peers:
         peer.close()
-    name = f"peers_{args.dtype}_cpu"
-    print(
-        write_result(name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new, dtype=args.dtype, peers=versions)
-    )
+    name = f"peers_drafts_{args.dtype}_cpu" if args.drafts else f"peers_{args.dtype}_cpu"
+    sizes = {"rounds": args.rounds, "prompt": args.prompt, "new": args.new, "drafts": args.drafts}
+    print(write_result(name, rows, **sizes, dtype=args.dtype, peers=versions))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""vLLM's CPU build as a peer: python peer_vllm.py FOLDER DTYPE. Prefill is a run of one new token; no prefix is
-cached."""
+"""vLLM's CPU build as a peer: python peer_vllm.py FOLDER DTYPE [DRAFTS]. Prefill is a run of one new token; no prefix
+is cached."""
 
 import os
 import sys
@@ -13,6 +13,16 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 import vllm  # reads the two above
 
 
+def ngram(drafts: int) -> dict[str, object]:
+    """Drafts by n-grams, with this project's windows."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": drafts,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 12,
+    }
+
+
 def main() -> None:
     """Load, then serve."""
     engine = vllm.LLM(
@@ -23,6 +33,7 @@ def main() -> None:
         max_num_seqs=32,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        speculative_config=None if len(sys.argv) < 4 else ngram(int(sys.argv[3])),
     )
 
     def generate(prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
