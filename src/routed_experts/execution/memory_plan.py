@@ -51,7 +51,8 @@ class MemoryPlan:
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
-        verify = f"verify scores   {format_size(self.verify_scores)}  scores, noise and new counts of the largest verify step"
+        scores = "scores, noise and new counts of the largest verify step"
+        verify = f"verify scores   {format_size(self.verify_scores)}  {scores}"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",

@@ -1,10 +1,10 @@
 """The jitted program that follows the layers of a verify step: logits of all tokens to tokens, and accepted drafts.
 
 Each token of a request is sampled after with the request's own parameters and the noise of its position, as if it had
-been fed alone; so the tokens do not depend on the drafts. Penalties count, row by row, the tokens fed before that row is
-sampled: those of the request's slot, and at most Q of this step. `add_accepted` follows and adds the accepted ones to
-the slot. Dims: N padded tokens, S rows of logits (the first S tokens of the step), B padded requests, R request slots,
-V vocabulary, T top logprobs, Q = num_drafts + 1 tokens of a request."""
+been fed alone; so the tokens do not depend on the drafts. Penalties of a row count what its slot has fed before the
+step, and at most Q tokens of the step: those up to the row. `add_accepted` then adds the accepted ones to the slot.
+Dims: N padded tokens, S rows of logits (the first S tokens of the step), B padded requests, R request slots, V
+vocabulary, T top logprobs, Q = num_drafts + 1 tokens of a request."""
 
 import dataclasses
 import functools
