@@ -1,5 +1,6 @@
 """The accept program against the sampler: each row is what a step of one token would have sampled at its position."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,16 +11,22 @@ import pytest
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingArrays, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, to_batch_shape
 from routed_experts.execution.row_blocks import map_blocks
-from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, sample_tokens
-from routed_experts.execution.verify import ACCEPTED_COLUMN, VerifySpec, accept_tokens
-from routed_experts.layers.logprobs import log_softmax_at
-from support.small_runner import NUM_SLOTS, VERIFY, VOCAB_SIZE, Fed, build_step
+from routed_experts.execution.sampler import (
+    PenaltyInputs,
+    SamplerSpec,
+    TokenCounts,
+    sample_tokens,
+    update_token_counts,
+)
+from routed_experts.execution.verify import ACCEPTED_COLUMN, VerifySpec, accept_tokens, add_accepted
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, log_softmax_at
+from support.small_runner import EXTEND, NUM_SLOTS, VERIFY, VOCAB_SIZE, Fed, build_step
 
 COUNTS = (4, 1, 3)  # tokens of each request; one padding request, and padding tokens
 SAMPLING = (
     dict(temperature=1.0),
     dict(temperature=0.7, top_k=8, min_p=0.05, presence=0.5),
-    dict(temperature=1.3, top_p=0.8, frequency=0.2, choice=2),
+    dict(temperature=1.3, top_p=0.8, frequency=0.7, repetition=1.4, choice=2),
 )
 BIAS = (((5, 2.5), (9, -1.0)), (), ((7, 4.0),))
 
@@ -58,25 +65,30 @@ def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
     rng = np.random.default_rng(int(mode))
     starts, num_rows = (5, 3, 8), VERIFY.num_requests
     logits = jnp.asarray(rng.normal(size=(VERIFY.num_tokens, VOCAB_SIZE)) * 3, jnp.float32)
-    generated = jnp.asarray(rng.integers(0, 3, (num_rows, VOCAB_SIZE)), jnp.int32)
-    counts = TokenCounts(generated, jnp.asarray(rng.random((num_rows, VOCAB_SIZE)) < 0.2))
+    generated = jnp.asarray(rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)), jnp.int32)
+    counts = TokenCounts(generated, jnp.asarray(rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.2))
 
-    def sampled_alone(row, request, place):
-        part = fed_tokens(mode, request, [0], starts[request] + place)
+    def sampled_alone(row, request, fed):
+        part = fed_tokens(mode, request, [0], starts[request] + len(fed) - 1)
         batch = build_step(part, mode=ForwardMode.DECODE, sampling_mode=mode)
         rows = batch.request_slots.size
         words = jnp.asarray(pack(batch))[: num_sampler_words(rows)]
-        own = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[request], (rows, VOCAB_SIZE)), counts)
+        own = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[part.slot], (rows, VOCAB_SIZE)), counts)
+        own = TokenCounts(own.generated + jnp.bincount(jnp.asarray(fed), length=VOCAB_SIZE), own.prompt)
         full = penalty_inputs(batch, own)
         scores = jnp.broadcast_to(logits[row], (rows, VOCAB_SIZE))
         _, table = sample_tokens(scores, jnp.zeros(NUM_SLOTS, jnp.int32), words, full, spec=sampler_spec(mode, rows))
         return np.asarray(table)[0]
 
-    places = [(request, place) for request, count in enumerate(COUNTS) for place in range(count)]
-    expected = np.stack([sampled_alone(row, *where) for row, where in enumerate(places)])
-    sampled = expected[:, 0]
     # The first request gets two right drafts and a wrong one, the third two right ones.
-    ids = ([1, sampled[0], sampled[1], (sampled[2] + 1) % VOCAB_SIZE], [1], [1, sampled[5], sampled[6]])
+    ids, expected = ([1], [1], [1]), []
+    for request, count in enumerate(COUNTS):
+        for place in range(count):
+            expected.append(sampled_alone(len(expected), request, ids[request]))
+            ids[request].append((int(expected[-1][0]) + (request == 0 and place == 2)) % VOCAB_SIZE)
+        del ids[request][-1]  # no row feeds the token that is sampled last
+    expected = np.stack(expected)
+    sampled = expected[:, 0]
     parts = [fed_tokens(mode, request, ids[request], starts[request]) for request in range(len(COUNTS))]
     batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=mode)
     shape = to_batch_shape(batch)
@@ -86,8 +98,141 @@ def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
     last, table = accept_tokens(logits, jnp.zeros(NUM_SLOTS, jnp.int32), *inputs, spec=spec)
     table = np.asarray(table)
     assert table[: len(COUNTS), ACCEPTED_COLUMN].tolist() == [2, 0, 2]
-    assert_equal_rows(np.delete(table[: len(places)], ACCEPTED_COLUMN, axis=1), expected, bitwise=block == num_rows)
+    assert_equal_rows(np.delete(table[: sum(COUNTS)], ACCEPTED_COLUMN, axis=1), expected, bitwise=block == num_rows)
     assert np.asarray(last)[[1, 2, 3]].tolist() == [sampled[2], sampled[4], sampled[7]]
+
+
+def recounted_scores(logits, prompt, generated, how, bias):
+    """The scores of one token list, in float64: each token of the vocabulary in turn."""
+    scores = logits.astype(np.float64)
+    for token in range(scores.size):
+        count = generated.count(token)
+        if count or token in prompt:
+            scores[token] *= 1 / how["repetition"] if scores[token] > 0 else how["repetition"]
+        scores[token] -= how["frequency"] * count + (how["presence"] if count else 0.0)
+    for token, value in bias:
+        scores[token] += value
+    return scores
+
+
+def kept_logprobs(scores, how):
+    """Logprobs after temperature and min-p; a greedy row has those of the scores."""
+    scores = scores / (how["temperature"] or 1.0)
+    if how["temperature"]:
+        scores[scores < scores.max() + np.log(how["min_p"])] = -np.inf
+    return scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
+
+
+@dataclasses.dataclass
+class Penalised:
+    """A request of the test below, as its token lists."""
+
+    slot: int
+    prompt: list
+    how: dict
+    bias: tuple
+    generated: list = dataclasses.field(default_factory=list)
+    next: int = 0  # sampled, and not fed
+
+
+def few_ids(rng, count):
+    """Ids of which some occur twice."""
+    return rng.integers(0, 6, count).tolist()
+
+
+def random_request(rng, slot):
+    how = {name: float(rng.uniform(-1, 2)) for name in ("presence", "frequency")}
+    how |= dict(repetition=float(rng.uniform(0.6, 1.8)), temperature=float(rng.choice([0, 0, 0.8])), min_p=0.02)
+    bias = tuple((int(token), float(rng.uniform(-3, 3))) for token in rng.choice(9, rng.integers(0, 4), replace=False))
+    return Penalised(slot, few_ids(rng, rng.integers(1, 7)), how, bias, next=int(rng.integers(0, 6)))
+
+
+def fed_by(request, ids, start):
+    pages = tuple(range(1 + 8 * request.slot, 9 + 8 * request.slot))
+    where = dict(slot=request.slot, pages=pages, start=start, prompt_len=len(request.prompt))
+    return Fed(**where, ids=tuple(ids), seed=request.slot, bias=request.bias, sampling=request.how)
+
+
+@functools.cache
+def jitted_programs(block):
+    spec = VerifySpec(sampler=sampler_spec(SamplingMode.FULL, 4), shape=VERIFY, num_drafts=3, block=block)
+    accept = jax.jit(functools.partial(accept_tokens, spec=spec))
+    return accept, jax.jit(functools.partial(add_accepted, shape=VERIFY))
+
+
+@pytest.mark.parametrize("block", [VERIFY.num_tokens, VERIFY.num_requests], ids=["at_once", "in_blocks"])
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_of_each_row_are_those_of_a_loop_that_recounts_its_tokens(seed, block):
+    """Requests that share slots one after the other; drafts repeat ids, those of greedy requests are right at first."""
+    rng, (accept, add) = np.random.default_rng(seed), jitted_programs(block)
+    counts = TokenCounts(jnp.full((NUM_SLOTS, VOCAB_SIZE), 7, jnp.int32), jnp.ones((NUM_SLOTS, VOCAB_SIZE), bool))
+    num_accepted = 0
+    for _ in range(2):  # the second requests find the counts of the first ones
+        requests = [random_request(rng, slot) for slot in rng.permutation(np.arange(1, NUM_SLOTS))[:3].tolist()]
+        prefill = build_step(*(fed_by(request, request.prompt, 0) for request in requests))
+        counts, _ = update_token_counts(
+            counts, jnp.asarray(prefill.token_ids), jnp.asarray(pack(prefill)), shape=EXTEND
+        )
+        for _ in range(6):
+            logits = rng.normal(size=(VERIFY.num_tokens, VOCAB_SIZE)).astype(np.float32)
+            logits[:, :9] += 4
+            parts, expected = [], []
+            for request in requests:
+                drafts, num_right = few_ids(rng, rng.integers(0, 4)), int(rng.integers(0, 4))
+                ids = [request.next]
+                for place in range(1 + len(drafts)):
+                    seen = [*request.generated, *ids]
+                    scores = recounted_scores(logits[len(expected)], request.prompt, seen, request.how, request.bias)
+                    expected.append(kept_logprobs(scores, request.how))
+                    if place < len(drafts):
+                        is_right = place < num_right and not request.how["temperature"]
+                        ids.append(int(scores.argmax()) if is_right else drafts[place])
+                parts.append(fed_by(request, ids, len(request.prompt) + len(request.generated)))
+            batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=SamplingMode.FULL)
+            words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
+            last, table = accept(
+                jnp.asarray(logits), jnp.zeros(NUM_SLOTS, jnp.int32), words, tokens, penalty_inputs(batch, counts)
+            )
+            counts = TokenCounts(add(counts.generated, tokens, words, table), counts.prompt)
+            table = np.asarray(table)
+            logprobs, top = table[:, 1].view(np.float32), table[:, 3 + MAX_TOP_LOGPROBS :].copy().view(np.float32)
+            for row, own in enumerate(expected):
+                ranked = table[row, 3 : 3 + MAX_TOP_LOGPROBS]
+                np.testing.assert_allclose(top[row], np.sort(own)[::-1][:MAX_TOP_LOGPROBS], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(top[row], own[ranked], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(logprobs[row], own[table[row, 0]], rtol=1e-4, atol=1e-4)
+            for index, (request, part) in enumerate(zip(requests, parts, strict=True)):
+                first = int(batch.query_starts[index])
+                sampled = table[first : first + len(part.ids), 0].tolist()
+                matches = [*(draft == token for draft, token in zip(part.ids[1:], sampled, strict=False)), False]
+                accepted = matches.index(False)
+                num_accepted += accepted
+                if not request.how["temperature"]:
+                    assert sampled == [int(own.argmax()) for own in expected[first : first + len(part.ids)]]
+                assert table[index, ACCEPTED_COLUMN] == accepted
+                assert int(last[request.slot]) == sampled[accepted]
+                request.generated += part.ids[: 1 + accepted]
+                request.next = sampled[accepted]
+                of_slot = np.bincount(request.generated, minlength=VOCAB_SIZE)
+                np.testing.assert_array_equal(counts.generated[request.slot], of_slot)
+                in_prompt = np.isin(np.arange(VOCAB_SIZE), request.prompt)
+                np.testing.assert_array_equal(counts.prompt[request.slot], in_prompt)
+    assert num_accepted > 5
+
+
+def test_a_step_of_one_token_a_request_counts_as_a_step_without_drafts():
+    rng = np.random.default_rng(3)
+    counts = TokenCounts(
+        jnp.asarray(rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)), jnp.int32),
+        jnp.asarray(rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.2),
+    )
+    parts = [fed_tokens(SamplingMode.FULL, request, [5 * request], 6) for request in range(3)]
+    batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY)
+    words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
+    added = add_accepted(counts.generated, tokens, words, jnp.zeros((16, 3), jnp.int32), shape=VERIFY)
+    plain, _ = update_token_counts(counts, tokens, words, shape=VERIFY)
+    np.testing.assert_array_equal(added[1:], plain.generated[1:])  # slot 0 is padding
+    np.testing.assert_array_equal(counts.prompt[1:], plain.prompt[1:])
 
 
 def test_rows_in_blocks_are_joined_in_order():
@@ -135,9 +280,12 @@ def step_of_many(arrays, position, drafts):
     )
 
 
-def allowed(probabilities, how):
-    """The distribution that is left of a distribution after temperature and filters; float64, by definition."""
-    scores = np.log(probabilities) / how.get("temperature", 1.0)
+def allowed(probabilities, how, fed):
+    """The distribution that is left of a distribution after penalties of the tokens `fed`, temperature and filters;
+    float64, by definition."""
+    scores, counts = np.log(probabilities), np.bincount(fed, minlength=LETTERS)  # below 0, so repetition multiplies
+    scores = np.where(counts > 0, scores * how.get("repetition", 1.0) - how.get("presence", 0.0), scores)
+    scores = (scores - how.get("frequency", 0.0) * counts) / how.get("temperature", 1.0)
     left = np.exp(scores - scores.max())
     left /= left.sum()
     if "top_k" in how:
@@ -153,12 +301,20 @@ def allowed(probabilities, how):
 
 @pytest.mark.parametrize(
     "how",
-    [{}, dict(temperature=0.5), dict(temperature=2.0), dict(top_k=3), dict(top_p=0.7), dict(min_p=0.3)],
-    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p"],
+    [
+        {},
+        dict(temperature=0.5),
+        dict(temperature=2.0),
+        dict(top_k=3),
+        dict(top_p=0.7),
+        dict(min_p=0.3),
+        dict(presence=0.6, frequency=0.5, repetition=1.5),
+    ],
+    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "penalties"],
 )
 def test_tokens_that_follow_accepted_drafts_have_the_models_distribution(how):
     """Against an adversary that drafts the likeliest tokens: the tokens of each index of a run, accepted or not, and
-    those that are emitted."""
+    those that are emitted. With penalties all requests have the same drafts, the likeliest token twice."""
     critical = 40.0  # of chi-square with at most 8 degrees of freedom: chance 3e-6
     spec = VerifySpec(sampler=sampler_spec(SamplingMode.FULL, SEEDS), shape=MANY, num_drafts=2, block=MANY.num_tokens)
     run = jax.jit(functools.partial(accept_tokens, spec=spec))
@@ -170,11 +326,15 @@ def test_tokens_that_follow_accepted_drafts_have_the_models_distribution(how):
     )
     for _ in range(6):
         probabilities = rng.dirichlet(np.full(LETTERS, 0.7)) + 1e-3
-        expected = allowed(probabilities / probabilities.sum(), how)
+        probabilities /= probabilities.sum()
+        likely = np.argsort(-probabilities)[:2].astype(np.int32)
+        fixed = np.broadcast_to(likely[:1], (SEEDS, 2)) if "presence" in how else None
+        fed = [0, likely[0], likely[0]]
+        expected = [allowed(probabilities, how, fed[: 1 + index]) for index in range(3)]
         scores = np.full(VOCAB_SIZE, -1e9, np.float32)
         scores[:LETTERS] = np.log(probabilities)
         logits = jnp.broadcast_to(jnp.asarray(scores), (MANY.num_tokens, VOCAB_SIZE))
-        counts, emitted = np.zeros((3, LETTERS)), np.zeros(LETTERS)
+        counts, emitted, expected_emitted = np.zeros((3, LETTERS)), np.zeros(LETTERS), np.zeros(LETTERS)
         for step in range(STEPS):
             arrays = SamplingArrays(
                 temperature=np.full(SEEDS, how.get("temperature", 1.0), np.float32),
@@ -184,24 +344,26 @@ def test_tokens_that_follow_accepted_drafts_have_the_models_distribution(how):
                 seed=rng.integers(0, 2**32, (SEEDS, 2), dtype=np.uint32),
                 choice=np.zeros(SEEDS, np.int32),
                 position=np.zeros(SEEDS, np.int32),
-                presence=np.zeros(SEEDS, np.float32),
-                frequency=np.zeros(SEEDS, np.float32),
-                repetition=np.ones(SEEDS, np.float32),
+                presence=np.full(SEEDS, how.get("presence", 0.0), np.float32),
+                frequency=np.full(SEEDS, how.get("frequency", 0.0), np.float32),
+                repetition=np.full(SEEDS, how.get("repetition", 1.0), np.float32),
                 prompt_len=np.zeros(SEEDS, np.int32),
                 bias_ids=None,
                 bias_values=None,
             )
-            likely = np.argsort(-probabilities)[:2].astype(np.int32)
-            batch = step_of_many(arrays, 5 + step, rng.choice(likely, (SEEDS, 2)).astype(np.int32))
+            drafts = rng.choice(likely, (SEEDS, 2)).astype(np.int32) if fixed is None else fixed
+            batch = step_of_many(arrays, 5 + step, drafts)
             words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
             table = np.asarray(run(logits, jnp.zeros(SEEDS, jnp.int32), words, tokens, none)[1])
             sampled, accepted = table[:, 0].reshape(SEEDS, 3), table[:SEEDS, ACCEPTED_COLUMN]
             for index in range(3):
                 counts[index] += np.bincount(sampled[:, index], minlength=LETTERS)
-            emitted += np.bincount(sampled[np.arange(3) <= accepted[:, None]], minlength=LETTERS)
+            is_emitted = np.arange(3) <= accepted[:, None]
+            emitted += np.bincount(sampled[is_emitted], minlength=LETTERS)
+            expected_emitted += is_emitted.sum(axis=0) @ np.stack(expected)
         assert emitted.sum() > SEEDS * STEPS, "some drafts were accepted"
-        possible = expected > 0
-        for observed in (*counts, emitted):
+        means = [observed.sum() * own for observed, own in zip(counts, expected, strict=True)]
+        for observed, mean in zip((*counts, emitted), (*means, expected_emitted), strict=True):
+            possible = mean > 0
             assert observed[~possible].sum() == 0
-            mean = observed.sum() * expected[possible]
-            assert np.sum((observed[possible] - mean) ** 2 / mean) < critical
+            assert np.sum((observed[possible] - mean[possible]) ** 2 / mean[possible]) < critical

@@ -15,7 +15,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
-from routed_experts.execution.verify import VerifySpec, accept_program
+from routed_experts.execution.verify import VerifySpec, accept_program, accepted_counting_program
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.weight_format import shape_of
 
@@ -76,21 +76,27 @@ def sampling_jobs(
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
     at = leaves[0].sharding if mesh_specs is None else None  # of what runs there too, but has no weights
     is_verify = shape.mode is ForwardMode.TARGET_VERIFY
+    slot_counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
+    row_counts = slot_counts if is_verify else abstract_token_counts(shape.num_requests, config.vocab_size)
+    calls: dict[SamplingMode, tuple[Any, tuple[Any, ...]]] = {}
     for mode in SamplingMode:
         full = None
         if mode is SamplingMode.FULL:
-            bias, counts = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
-            full = PenaltyInputs(counts, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+            bias = (shape.num_requests, MAX_BIAS)
+            full = PenaltyInputs(row_counts, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
         inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
         if is_verify:
             run = accept_program(_verify_spec(spec, shape, mode), mesh)
         else:
             run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
-        jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *_with_sharding(inputs, at))
-    slot_counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
-    jobs["count", shape] = functools.partial(
-        counting_program(shape, mesh).lower, *_with_sharding((slot_counts, out.tokens, shape.packed), at)
-    )
+        calls[mode] = run, _with_sharding(inputs, at)
+        jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
+    counting, inputs = counting_program, (slot_counts, out.tokens, shape.packed)
+    if is_verify:
+        accept, arguments = calls[SamplingMode.FULL]
+        table = jax.eval_shape(accept, *arguments)[1]
+        counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, shape.packed, table)
+    jobs["count", shape] = functools.partial(counting(shape, mesh).lower, *_with_sharding(inputs, at))
     if shape.mode is ForwardMode.EXTEND:
         same = (REPLICATED,)
         tree = jax.tree.structure(weights)

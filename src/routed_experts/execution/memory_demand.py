@@ -68,9 +68,10 @@ class MemoryDemand:
 
     @property
     def verify_scores(self) -> int:
-        """Bytes of the scores and the noise of the largest verify step, float32."""
+        """Bytes of the scores and the noise of the largest verify step, float32, and of what each of its rows adds to
+        the counts of its slot, int8."""
         rows = max((min(tokens, size * (self.num_drafts + 1)) for size, tokens in self._buckets.verify), default=0)
-        return 2 * rows * self.vocab_size * np.dtype(np.float32).itemsize
+        return rows * self.vocab_size * (2 * np.dtype(np.float32).itemsize + np.dtype(np.int8).itemsize)
 
     @property
     def page_bytes(self) -> int:

@@ -52,7 +52,8 @@ class MemoryPlan:
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
-        verify = f"verify scores   {format_size(self.verify_scores)}  scores and noise of the largest verify step"
+        scores = "scores, noise and new counts of the largest verify step"
+        verify = f"verify scores   {format_size(self.verify_scores)}  {scores}"
         of_draft = self.draft.weights + self.draft.bytes_per_token * self.pool.num_slots
         draft = f"draft model     {format_size(of_draft)}  weights, and {self.draft.bytes_per_token:,} bytes a token"
         penalties = "token counts of request slots, five bytes a vocabulary entry"

@@ -19,7 +19,7 @@ from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
 from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
-from routed_experts.execution.sampler import PenaltyInputs
+from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
 from routed_experts.execution.spmd import REPLICATED, sharded_zeros
 from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
@@ -92,14 +92,19 @@ class ModelRunner:
         if batch.sampling_mode is SamplingMode.FULL:  # two programs look at all of it
             packed = jax.device_put(packed, self._replicated)
         out = self._forward(batch, shape, packed)
-        full = None
+        full, is_verify = None, batch.mode is ForwardMode.TARGET_VERIFY
         if batch.sampling_mode is SamplingMode.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._replicated)
-            self._token_counts, counts = self._programs["count", shape](self._token_counts, out.tokens, packed)
+            counts = self._token_counts
+            if not is_verify:
+                self._token_counts, counts = self._programs["count", shape](counts, out.tokens, packed)
             full = PenaltyInputs(counts, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
-        drafts = (out.tokens,) if batch.mode is ForwardMode.TARGET_VERIFY else ()
+        drafts = (out.tokens,) if is_verify else ()
         self._last_tokens, sampled, *accepted = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        if full is not None and is_verify:  # which of the tokens count is known now
+            generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, sampled)
+            self._token_counts = TokenCounts(generated, full.counts.prompt)
         proposed = self._draft(batch, shape, packed, out, accepted)
         scored = None
         if batch.prompt_targets is not None:

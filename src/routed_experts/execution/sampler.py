@@ -2,7 +2,8 @@
 
 `sample_tokens` depends only on sizes (padded requests, request slots, vocabulary) and on the logprobs mode. Steps of as
 many requests share it, and so do models of one vocabulary, through the compilation cache. The exception are decode
-steps whose rows leave with the tokens: their width is the model's. In the FULL mode `update_token_counts` comes first.
+steps whose rows leave with the tokens: their width is the model's. In the FULL mode `update_token_counts` comes first
+(not in verify steps: verify.py).
 Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
 
 import dataclasses
@@ -53,7 +54,7 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PenaltyInputs:
-    """What only the FULL sampler needs. `counts` is by row."""
+    """What only the FULL sampler needs. `counts` is by row; in a verify step by request slot, as the step found it."""
 
     counts: TokenCounts
     bias_ids: Int[Array, "B X"]

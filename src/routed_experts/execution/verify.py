@@ -1,8 +1,10 @@
 """The jitted program that follows the layers of a verify step: logits of all tokens to tokens, and accepted drafts.
 
 Each token of a request is sampled after with the request's own parameters and the noise of its position, as if it had
-been fed alone; so the tokens do not depend on the drafts. Dims: N padded tokens, S rows of logits (the first S tokens
-of the step), B padded requests, R request slots, V vocabulary, T top logprobs."""
+been fed alone; so the tokens do not depend on the drafts. Penalties of a row count what its slot has fed before the
+step, and at most Q tokens of the step: those up to the row. `add_accepted` then adds the accepted ones to the slot.
+Dims: N padded tokens, S rows of logits (the first S tokens of the step), B padded requests, R request slots, V
+vocabulary, T top logprobs, Q = num_drafts + 1 tokens of a request."""
 
 import dataclasses
 import functools
@@ -15,7 +17,14 @@ from jaxtyping import Array, Float, Int, Int32
 
 from routed_experts.execution.forward_batch import BatchShape, SamplerBatch, unpack, unpack_sampler
 from routed_experts.execution.row_blocks import map_blocks
-from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, choose_tokens, without_model
+from routed_experts.execution.sampler import (
+    Choices,
+    PenaltyInputs,
+    SamplerSpec,
+    TokenCounts,
+    choose_tokens,
+    without_model,
+)
 from routed_experts.execution.spmd import REPLICATED, jit_sharded
 from routed_experts.layers.acceptance import count_accepted
 from routed_experts.layers.logprobs import bitcast_int32
@@ -44,20 +53,30 @@ def accept_tokens(
     *,
     spec: VerifySpec,
 ) -> tuple[Array, ...]:
-    """Sample after every token and count the accepted drafts. Returns the slots' last tokens, and one int32 array a
-    row: token, logprob bits, accepted drafts (row b: of request b), and the rest as `sample_tokens` has it; for a draft
-    model also the accepted drafts [B]."""
+    """Sample after every token and count the accepted drafts. `full` has the counts of all slots, without the tokens of
+    this step. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, accepted drafts (row b:
+    of request b), and the rest as `sample_tokens` has it; for a draft model also the accepted drafts [B]."""
     shape, num_rows = spec.shape, logits.shape[0]
     paged = unpack(words, shape).paged
     row_requests, positions = paged.token_rows[:num_rows], paged.positions[:num_rows] + 1
     by_request = unpack_sampler(words, shape.num_requests)
+    fed = None
+    if full is not None:
+        fed = _fed_before(
+            tokens, paged.query_starts[row_requests], num_rows, most=spec.num_drafts + 1, pad=logits.shape[1]
+        )
 
-    def choose(logits: Float[Array, "R V"], rows: tuple[Int[Array, " R"], Int[Array, " R"]]) -> Any:
-        own = _of_rows(by_request, *rows)
-        inputs = None if full is None else jax.tree.map(lambda leaf: leaf[rows[0]], full)
+    def choose(
+        logits: Float[Array, "rows V"], requests: Int[Array, " rows"], positions: Int[Array, " rows"], fed: Any
+    ) -> Choices:
+        own = _of_rows(by_request, requests, positions)
+        inputs = None
+        if full is not None:
+            counts = _add_fed(full.counts, own.request_slots, fed)
+            inputs = PenaltyInputs(counts, full.bias_ids[requests], full.bias_values[requests])
         return choose_tokens(logits, own, inputs, spec=spec.sampler)
 
-    choices = map_blocks(choose, spec.block, logits, (row_requests, positions))
+    choices = map_blocks(choose, spec.block, logits, row_requests, positions, fed)
     accepted = count_accepted(choices.tokens, tokens[:num_rows], paged.query_starts, num_drafts=spec.num_drafts)
     last_rows = jnp.minimum(paged.query_starts[:-1] + accepted, num_rows - 1)
     last_tokens = last_tokens.at[by_request.request_slots].set(choices.tokens[last_rows])
@@ -67,6 +86,43 @@ def accept_tokens(
         columns.append(words[shape.packed.shape[0] :].reshape(spec.sampler.row_words, num_rows).T)
     table = jnp.concatenate(columns, axis=1)
     return (last_tokens, table, accepted) if spec.draft_model else (last_tokens, table)
+
+
+def add_accepted(
+    generated: Int[Array, "R V"],
+    tokens: Int[Array, " N"],
+    packed: Int32[Array, " words"],
+    table: Int32[Array, "S columns"],
+    *,
+    shape: BatchShape,
+) -> Int[Array, "R V"]:
+    """Add the first token and the accepted drafts of each request to the counts of its slot. A rejected draft is never
+    counted; the token that was sampled last is counted by the step that feeds it. All of them are generated: a verify
+    step feeds no token of a prompt."""
+    batch = unpack(packed, shape)
+    paged, accepted = batch.paged, table[: shape.num_requests, ACCEPTED_COLUMN]
+    last = (paged.query_starts[:-1] + accepted)[paged.token_rows]
+    is_counted = paged.valid & (jnp.arange(shape.num_tokens) <= last)
+    return generated.at[batch.request_slots[paged.token_rows], tokens].add(is_counted.astype(generated.dtype))
+
+
+def _fed_before(
+    tokens: Int[Array, " N"], first: Int[Array, " S"], num_rows: int, *, most: int, pad: int
+) -> Int[Array, "S Q"]:
+    """The tokens of its request that this step feeds up to each row, that of the row included, and then `pad`. `first`:
+    the first token of the row's request."""
+    at = first[:, None] + jnp.arange(most)
+    return jnp.where(at <= jnp.arange(num_rows)[:, None], tokens[jnp.minimum(at, tokens.shape[0] - 1)], pad)
+
+
+def _add_fed(counts: TokenCounts, slots: Int[Array, " rows"], fed: Int[Array, "rows Q"]) -> TokenCounts:
+    """The counts of each row: those of its slot, and the tokens `fed` before it; ids of V are padding. What is new for
+    each row takes a byte a token of the vocabulary; the counts of the slot are read where they are used."""
+    num_rows, most = fed.shape
+    assert most <= jnp.iinfo(jnp.int8).max, most
+    rows = jnp.arange(num_rows)[:, None]
+    new = jnp.zeros((num_rows, counts.generated.shape[1]), jnp.int8).at[rows, fed].add(jnp.int8(1), mode="drop")
+    return TokenCounts(counts.generated[slots] + new.astype(jnp.int32), counts.prompt[slots])
 
 
 def _of_rows(batch: SamplerBatch, requests: Int[Array, " R"], positions: Int[Array, " R"]) -> SamplerBatch:
@@ -82,3 +138,11 @@ def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
     outputs = same * (3 if spec.draft_model else 2)
     return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=outputs, donate_argnums=(1,))
+
+
+@functools.lru_cache(maxsize=256)
+def accepted_counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
+    """`add_accepted`, jitted in the same way."""
+    same = (REPLICATED,)
+    program = functools.wraps(add_accepted)(functools.partial(add_accepted, shape=shape))
+    return jit_sharded(program, without_model(mesh), in_specs=same * 4, out_specs=REPLICATED, donate_argnums=(0,))

@@ -87,9 +87,8 @@ class Req:
     @property
     def max_drafts(self) -> int:
         """Drafts that the next step may verify, so that all of its rows share one set of sampling parameters and no
-        row is sampled past the end. 0: none; a request with penalties counts each token before the next."""
-        source = self.source
-        if not self.is_prefilled or self.num_pending or self.pending_finish is not None or source.sampling.is_penalized:
+        row is sampled past the end. 0: none."""
+        if not self.is_prefilled or self.num_pending or self.pending_finish is not None:
             return 0
         most = self.max_len - self.num_known - 1
         if self.num_known < self.min_stop_len:  # stop ids are banned in all rows of a step, or in none

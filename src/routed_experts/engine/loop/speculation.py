@@ -348,6 +348,4 @@ def _may_speculate(req: Req) -> bool:
 
 def _refusal(req: Req) -> str | None:
     """Why a request has no drafts, whatever its text; None where it may."""
-    if not req.source.sampling.speculative:
-        return "not_requested"
-    return "penalties" if req.source.sampling.is_penalized else None
+    return None if req.source.sampling.speculative else "not_requested"
