@@ -16,8 +16,11 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(algorithm="x" * 5000), ["(5000 characters)", "NGRAM"]),
         (dict(algorithm="mlp_speculator"), ["mlp_speculator", "not read", "NGRAM"]),
         (dict(algorithm="ngram_gpu"), ["ngram_gpu", "unknown", "NGRAM"]),
-        (dict(algorithm="STANDALONE"), ["STANDALONE", "no second model", "NGRAM"]),
-        (dict(algorithm="draft_model"), ["draft_model", "no second model", "NGRAM"]),
+        (dict(algorithm="STANDALONE"), ["draft_model_path=None", "STANDALONE", "smaller model of the same vocabulary"]),
+        (dict(algorithm="draft_model"), ["draft_model_path=None", "draft_model", "smaller model of the same vocab"]),
+        (dict(algorithm="standalone", draft_model_path=3), ["draft_model_path=3", "path"]),
+        (dict(algorithm="standalone", draft_model_path="x", num_steps=16), ["num_steps=16", "1..15"]),
+        (dict(algorithm="standalone", draft_model_path="x", eagle_layers=(1,)), ["eagle_layers", "is of EAGLE3"]),
         (dict(algorithm="EAGLE3"), ["draft_model_path=None", "EAGLE3", "folder"]),
         (dict(algorithm="NEXTN", draft_model_path="x"), ["draft_model_path='x'", "layers of the model itself"]),
         (dict(algorithm="EAGLE3", draft_model_path=3), ["draft_model_path=3", "path"]),
@@ -87,6 +90,7 @@ def test_lengths_by_either_name():
     assert SpeculativeConfig(algorithm="NEXTN").num_drafts == 3
     assert SpeculativeConfig(algorithm="eagle", num_steps=5).num_drafts == 5
     assert SpeculativeConfig(algorithm="eagle3", draft_model_path="x", num_draft_tokens=2).num_drafts == 1
+    assert SpeculativeConfig(algorithm="standalone", draft_model_path="x").num_drafts == 3
 
 
 @pytest.mark.parametrize("name", ["NEXTN", "mtp", "deepseek_mtp", "GLM4_MOE_MTP", "EAGLE"])
@@ -133,6 +137,7 @@ def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
         ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
         ({}, ["no method", "ngram"]),
         ({"method": "eagle3"}, ["draft_model_path=None", "folder"]),
+        ({"method": "draft_model"}, ["draft_model_path=None", "smaller model of the same vocabulary"]),
         ({"method": "ngram", "model": "folder"}, ["draft_model_path='folder'", "NGRAM has no draft model"]),
         ({"model": "folder"}, ["no method", "ngram"]),
         ("{method: ngram}", ["no JSON"]),
@@ -188,3 +193,11 @@ def test_vllms_draft_models_are_read():
     assert (read.algorithm, read.draft_model_path, read.num_drafts) == ("EAGLE3", "folder", 4)
     read = SpeculativeConfig.from_vllm({"method": "deepseek_mtp", "num_speculative_tokens": 1})
     assert (read.has_draft_model, read.draft_model_path, read.num_drafts) == (True, None, 1)
+    read = SpeculativeConfig.from_vllm({"method": "draft_model", "model": "folder"})
+    assert (read.is_standalone, read.has_draft_model, read.draft_model_path, read.num_drafts) == (
+        True,
+        True,
+        "folder",
+        3,
+    )
+    assert not SpeculativeConfig(algorithm="EAGLE").is_standalone

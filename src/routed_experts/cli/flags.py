@@ -22,7 +22,7 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is N
         "revision": "the main branch; of a Hugging Face id",
         "speculative_num_draft_tokens": "8; of a draft model 4",
         "speculative_num_steps": "one less than --speculative-num-draft-tokens",
-        "speculative_draft_model_path": "none; EAGLE3 needs one",
+        "speculative_draft_model_path": "none; EAGLE3 and STANDALONE need one",
         "speculative_eagle_layers": "those that the head's config names",
         "speculative_suffix_max_cached_requests": "any number that fits --speculative-store-bytes",
         "speculative_ngram_max_trie_depth": "unbounded",

@@ -16,7 +16,8 @@ class Buckets:
     """`decode`: padded requests of decode steps (none in deterministic mode). `extend`: padded tokens of the others,
     which are all padded to `max_requests` requests. `table_width`: pages a request may have. `num_drafts`: drafts that
     a request may verify in a step, 0 without speculative decoding; `verify`: padded requests and tokens of these steps,
-    in order. `draft_model`: a model drafts, which feeds each of its drafts but the last itself."""
+    in order. `draft_model`: a model drafts; `lookahead`: tokens behind those that a step feeds, for which it needs
+    pages where drafts follow it, as a draft model feeds its own."""
 
     decode: tuple[int, ...]
     extend: tuple[int, ...]
@@ -25,10 +26,16 @@ class Buckets:
     num_drafts: int = 0
     verify: tuple[tuple[int, int], ...] = ()
     draft_model: bool = False
+    lookahead: int = 0
 
     @staticmethod
     def from_args(
-        args: ServerArgs, *, context_length: int, num_drafts: int = 0, draft_model: bool = False
+        args: ServerArgs,
+        *,
+        context_length: int,
+        num_drafts: int = 0,
+        draft_model: bool = False,
+        lookahead: int = 0,
     ) -> "Buckets":
         """Build the shapes of `args`, without those above the largest step: one token of every running request, and a
         prefill. `num_drafts`: the longest draft of a request, 0 without speculative decoding."""
@@ -52,13 +59,8 @@ class Buckets:
             num_drafts=num_drafts,
             verify=verify,
             draft_model=draft_model,
+            lookahead=lookahead,
         )
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens behind those that a step feeds, for which it needs pages where drafts follow it: a draft model feeds
-        its own."""
-        return self.num_drafts - 1 if self.draft_model else 0
 
     def shape(self, num_tokens: int, num_requests: int, *, all_decode: bool) -> tuple[ForwardMode, int, int]:
         """Return (mode, padded tokens, padded requests) of the smallest shape that holds a step."""

@@ -11,7 +11,7 @@ from typing import Any
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError
 
-ALGORITHMS = ("NGRAM", "SUFFIX", "NEXTN", "EAGLE", "EAGLE3")
+ALGORITHMS = ("NGRAM", "SUFFIX", "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 SCOPES = ("request", "namespace")
 DEFAULT_DRAFT_TOKENS = 8  # the last known token and 7 drafts
 MAX_DRAFT_TOKENS = 32
@@ -19,7 +19,8 @@ MAX_WINDOW = 64  # tokens
 MIN_STORE_BYTES, DEFAULT_STORE_BYTES = 1 << 20, 256 << 20
 DEFAULT_STEPS, MAX_STEPS = 3, 15  # drafts of a model
 _OF_TEXT = ("NGRAM", "SUFFIX")
-_NOT_SERVED = ("STANDALONE", "DRAFT_MODEL")
+_STANDALONE = ("STANDALONE", "DRAFT_MODEL")  # SGLang's name and vLLM's
+_OF_FOLDER = ("EAGLE3", *_STANDALONE)  # need a folder of their own; EAGLE may have one
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
 _VLLM_WINDOWS = ("prompt_lookup_min", "prompt_lookup_max")
 _VLLM_SUFFIX = {
@@ -55,7 +56,7 @@ class SpeculativeConfig:
     num_steps: int | None = None
     # continuations of a token: drafts are chains
     eagle_topk: int = 1
-    # the folder of an EAGLE or EAGLE3 head; the others have none
+    # the folder of an EAGLE or EAGLE3 head, or of a STANDALONE model; the others have none
     draft_model_path: str | None = None
     # of EAGLE3: the layers of the model whose outputs the head reads, counted from 0; None: those that its config names
     eagle_layers: tuple[int, ...] | None = None
@@ -204,8 +205,13 @@ class SpeculativeConfig:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a model drafts: layers of the model itself, or a head."""
+        """Whether a model drafts: layers of the model itself, a head, or another model."""
         return isinstance(self.algorithm, str) and self.algorithm.upper() not in _OF_TEXT
+
+    @property
+    def is_standalone(self) -> bool:
+        """Whether another model of the same vocabulary drafts."""
+        return self.algorithm.upper() in _STANDALONE
 
     @property
     def min_window(self) -> int:
@@ -230,12 +236,8 @@ class SpeculativeConfig:
     def _check_algorithm(self) -> None:
         name = self.algorithm.upper() if isinstance(self.algorithm, str) else ""
         text = f"speculative_algorithm={short_repr(self.algorithm)}"
-        if name in ALGORITHMS or name == "MTP" or name.endswith("_MTP"):
+        if name in ALGORITHMS or name in _STANDALONE or name == "MTP" or name.endswith("_MTP"):
             return
-        if name in _NOT_SERVED:
-            raise ConfigError(
-                f"{text}: this version runs no second model; choose NGRAM, which needs none, NEXTN, EAGLE or EAGLE3"
-            )
         if name in _OTHER_HEADS:
             raise ConfigError(f"{text}: heads of this kind are not read; choose NGRAM")
         raise ConfigError(f"{text} is unknown; choose one of {', '.join(ALGORITHMS)}")
@@ -245,11 +247,12 @@ class SpeculativeConfig:
         text = f"speculative_draft_model_path={short_repr(path)}"
         if path is not None and not isinstance(path, str):
             raise ConfigError(f"{text} must be the path of a folder")
-        if path is not None and name not in ("EAGLE", "EAGLE3"):
+        if path is not None and name not in ("EAGLE", *_OF_FOLDER):
             kind = "drafts with layers of the model itself" if self.has_draft_model else "has no draft model"
             raise ConfigError(f"{text}, but {self.algorithm} {kind}; leave it out")
-        if path is None and name == "EAGLE3":
-            raise ConfigError(f"{text} with speculative_algorithm={self.algorithm!r}; give the folder of its head")
+        if path is None and name in _OF_FOLDER:
+            what = "a smaller model of the same vocabulary" if self.is_standalone else "its head"
+            raise ConfigError(f"{text} with speculative_algorithm={self.algorithm!r}; give the folder of {what}")
         layers = self.eagle_layers
         if layers is None:
             return

@@ -5,7 +5,7 @@ that they share page tables, prefixes and lifetimes."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,21 +15,49 @@ from jaxtyping import Array, Int32
 
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.execution.aot_programs import Jobs, RunnerConfig, abstract_inputs, flatten_weights, lowerings
-from routed_experts.execution.draft_programs import DraftSpec, pack_draft_inputs, run_draft_model
+from routed_experts.execution.draft_chain import DraftSpec, TargetOutputs, pack_draft_inputs
+from routed_experts.execution.draft_programs import PAIR_LAG, run_draft_model
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.standalone_programs import OWN_LAG, run_standalone
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.kernels import Kernels
 from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.base.interface import Decoder
 from routed_experts.models.base.weight_format import shape_of
 from routed_experts.models.drafts.interface import DraftModel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedDraft:
-    """A draft model with its weights, and the shape of its pool."""
+class DraftKind:
+    """How draft models of a kind run. `program`: as `run_draft_model`; `lag`: how many positions before its own a draft
+    is fed; `reads_target`: whether the program takes TargetOutputs, else None."""
 
-    model: DraftModel
+    program: Callable[..., Any]
+    lag: int
+    reads_target: bool
+
+    def lookahead(self, num_drafts: int) -> int:
+        """Tokens that a chain of drafts feeds behind those of the target's step; the last draft is never fed."""
+        return num_drafts - self.lag
+
+
+OF_TARGET = DraftKind(program=run_draft_model, lag=PAIR_LAG, reads_target=True)  # a DraftModel
+STANDALONE = DraftKind(program=run_standalone, lag=OWN_LAG, reads_target=False)  # a Decoder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft:
+    """A draft model with its weights, the shape of its pool, and the kernels that it runs with. `tapped_layers`: of the
+    target, whose outputs it reads."""
+
+    model: DraftModel | Decoder
+    kind: DraftKind
     pool: KVPoolSpec
+    kernels: Kernels
+    attention: AttentionBackend
+    tapped_layers: tuple[int, ...] = ()
 
 
 class DraftingRunner(ModelRunner):
@@ -47,15 +75,17 @@ class DraftingRunner(ModelRunner):
         assert spec.draft_model and spec.mesh_specs is None, spec
         assert draft.pool.num_pages == config.pool.num_pages, (draft.pool, config.pool)
         graphdef, draft_state = nnx.split(draft.model)
-        self._draft_pool_spec = draft.pool
+        self._draft_kind, self._draft_pool_spec = draft.kind, draft.pool
         self._draft_weights, self._draft_tree = jax.tree.flatten(draft_state)
         self._draft_spec = DraftSpec(
             graphdef=graphdef,
             target=spec.graphdef,
-            kernels=spec.kernels,
-            attention=spec.attention,
+            target_tree=jax.tree.structure(state),
+            kernels=draft.kernels,
+            attention=draft.attention,
             num_pages=draft.pool.num_pages,
             page_size=draft.pool.page_size,
+            vocab_size=config.vocab_size,
         )
         super().__init__(state, spec, config, weight_version=weight_version)
 
@@ -84,10 +114,8 @@ class DraftingRunner(ModelRunner):
         inputs = pack_draft_inputs(batch)
         self._draft_pool, proposed = program(
             self._draft_weights,
-            self._weights,
+            self._target_outputs(self._weights, out),
             self._draft_pool,
-            out.hidden,
-            out.streams,
             out.tokens,
             self._last_tokens,
             packed,
@@ -95,6 +123,12 @@ class DraftingRunner(ModelRunner):
             *accepted,
         )
         return proposed
+
+    def _target_outputs(self, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:
+        """What the draft model reads of the target; None: nothing."""
+        if not self._draft_kind.reads_target:
+            return None
+        return TargetOutputs(weights=list(weights), hidden=out.hidden, streams=out.streams)
 
     def _num_drafts_after(self, shape: BatchShape, *, drafts_ahead: bool) -> int:
         """Drafts of a request that follow a step; verify steps are always followed by some."""
@@ -111,10 +145,8 @@ class DraftingRunner(ModelRunner):
         is_verify = shape.mode is ForwardMode.TARGET_VERIFY
         arguments = (
             jax.tree.map(shape_of, self._draft_weights),
-            jax.tree.leaves(weights),
+            self._target_outputs(jax.tree.leaves(weights), out),
             self._draft_pool_spec.abstract,
-            out.hidden,
-            out.streams,
             out.tokens,
             last_tokens,
             packed,
@@ -124,17 +156,9 @@ class DraftingRunner(ModelRunner):
         jobs: Jobs = {}
         for drafts_ahead in (True,) if is_verify else (False, True):
             num_drafts = self._num_drafts_after(shape, drafts_ahead=drafts_ahead)
-            program = functools.partial(run_draft_model, spec=self._draft_spec, shape=shape, num_drafts=num_drafts)
-            on_leaves = flatten_weights(_flatten_second(program, self._tree), self._draft_tree)
-            run = jax.jit(on_leaves, donate_argnums=(2,))
+            program = functools.partial(
+                self._draft_kind.program, spec=self._draft_spec, shape=shape, num_drafts=num_drafts
+            )
+            run = jax.jit(flatten_weights(program, self._draft_tree), donate_argnums=(2,))
             jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
         return jobs
-
-
-def _flatten_second(program: Any, tree: Any) -> Any:
-    """The same program, with its second argument as a list of leaves."""
-
-    def on_leaves(first: Any, leaves: Sequence[Array], *rest: Any) -> Any:
-        return program(first, jax.tree.unflatten(tree, leaves), *rest)
-
-    return on_leaves

@@ -23,7 +23,12 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.calibration import measure_costs
 from routed_experts.engine.build.draft_model import FoundDraft, find_draft_model
-from routed_experts.engine.build.memory_planning import EnginePlan, abstract_arrays, plan_engine
+from routed_experts.engine.build.memory_planning import (
+    EnginePlan,
+    abstract_arrays,
+    plan_engine,
+    resolve_context_length,
+)
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
@@ -122,7 +127,7 @@ def build_engine(
         _check_speculation(config, offloads_experts=offloads_experts, placement=placement)
     draft: FoundDraft | None = None
     if speculative is not None and speculative.has_draft_model:
-        draft = _find_draft(speculative, source, config, args, has_placement=placement is not None)
+        draft = _find_draft(speculative, source, config, args, registry, has_placement=placement is not None)
     offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
     shards = create_sharding(args, config, placement)
     args = _disable_prefix_cache_if_recurrent(args, config)
@@ -142,7 +147,7 @@ def build_engine(
     loaded_draft: LoadedDraft | None = None
     if draft is not None:
         assert planned is not None, "experts on the host have no draft model"
-        loaded_draft = draft.load(planned.memory.pool, common_dtype(state))
+        loaded_draft = draft.load(planned.memory.pool, common_dtype(state), (kernels, attention))
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     host_bytes = 0 if offloaded is None else offloaded.host_bytes  # known once the model is split
     planned = planned or plan_memory(abstract_state(state), None, experts_host=host_bytes)
@@ -161,7 +166,7 @@ def build_engine(
         num_drafts=num_drafts,
         batch_invariant=args.deterministic,
         draft_model=loaded_draft is not None,
-        tapped_layers=() if loaded_draft is None else loaded_draft.model.tapped_layers,
+        tapped_layers=() if loaded_draft is None else loaded_draft.tapped_layers,
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
@@ -228,17 +233,26 @@ def _find_draft(
     source: ModelFolder | Decoder,
     config: DecoderConfig,
     args: ServerArgs,
+    registry: BackendRegistry,
     *,
     has_placement: bool,
 ) -> FoundDraft:
-    """Find the draft model; it runs on one device."""
+    """Find the draft model; it runs on one device. Nothing is recorded of its experts."""
     if has_placement:
         text = "placed experts have no draft model in this version"
         raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or no placement")
     if args.tp_size > 1 or args.ep_size > 1:
         text = f"tp_size={args.tp_size}, ep_size={args.ep_size}: a draft model runs on one device in this version"
         raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or one device")
-    return find_draft_model(speculative, source, config)
+    return find_draft_model(
+        speculative,
+        source,
+        config,
+        context_length=resolve_context_length(args, config.context_length),
+        choose_kernels=functools.partial(
+            registry.choose, dataclasses.replace(args, enable_return_routed_experts=False)
+        ),
+    )
 
 
 def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
@@ -258,8 +272,10 @@ def _plan_memory(
     experts_host: int = 0,
 ) -> EnginePlan:
     """Plan memory and report it to the clock."""
-    demand = None if draft is None else draft.demand
-    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, draft_demand=demand)
+    of_draft: dict[str, Any] = {}
+    if draft is not None:
+        of_draft = {"draft_demand": draft.demand, "lookahead": draft.kind.lookahead(num_drafts)}
+    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, **of_draft)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     return dataclasses.replace(planned, memory=plan)

@@ -39,10 +39,12 @@ def plan_engine(
     *,
     num_drafts: int = 0,
     draft_demand: Callable[[KVPoolSpec, jnp.dtype], DraftDemand] | None = None,
+    lookahead: int = 0,
 ) -> EnginePlan:
     """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. `num_drafts`: the longest
     draft, 0 without speculative decoding; `draft_demand`: of a model that drafts, beside the target's pool and in the
-    dtype of its weights. Raises what plan_memory raises, and ConfigError for a context_length above the model's."""
+    dtype of its weights; `lookahead`: as in Buckets. Raises what plan_memory raises, and ConfigError for a
+    context_length above the model's."""
     part, per_device = (
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
     )
@@ -52,7 +54,7 @@ def plan_engine(
     sizes = {"context_length": context_length, "num_drafts": num_drafts}
     draft = NO_DRAFT_MODEL if draft_demand is None else draft_demand(shapes, jnp.dtype(common_dtype(arrays)))
     memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, draft=draft, **sizes)
-    buckets = Buckets.from_args(args, draft_model=draft_demand is not None, **sizes)
+    buckets = Buckets.from_args(args, draft_model=draft_demand is not None, lookahead=lookahead, **sizes)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 
 
