@@ -83,8 +83,10 @@ def unpack_draft_step(
     accepted: Int[Array, " B"] | None,
     *,
     shape: BatchShape,
+    num_drafts: int,
 ) -> DraftStep:
-    """The inputs of a draft program. `last_tokens`: after the step was sampled; `accepted`: of a verify step."""
+    """The inputs of a draft program. `last_tokens`: after the step was sampled; `accepted`: of a verify step, whose
+    requests have at most `num_drafts` drafts."""
     batch = unpack(packed, shape)
     paged, starts = batch.paged, batch.paged.query_starts
     if accepted is None:
@@ -92,7 +94,7 @@ def unpack_draft_step(
         paged = dataclasses.replace(paged, decode=shape.mode is ForwardMode.DECODE)
     else:
         last = jnp.minimum(starts[:-1] + accepted, shape.num_tokens - 1)
-        paged = dataclasses.replace(paged, max_queries=shape.num_tokens // shape.num_requests)
+        paged = dataclasses.replace(paged, max_queries=num_drafts + 1)
     next_tokens = inputs[: shape.num_requests]
     after = jnp.where(next_tokens >= 0, next_tokens, last_tokens[batch.request_slots])
     return DraftStep(

@@ -40,7 +40,8 @@ def run_draft_model(
     with the bits of their probabilities; None for no drafts."""
     target_state = jax.tree.unflatten(spec.target_tree, target_outputs.weights)
     model, target = nnx.merge(spec.graphdef, state), nnx.merge(spec.target, target_state)
-    step, kernels = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape), spec.kernels
+    step = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape, num_drafts=num_drafts)
+    kernels = spec.kernels
     rows, last = step.paged.token_rows, step.last
     is_last = jnp.arange(shape.num_tokens) == last[rows]
     successors = jnp.where(is_last, step.after[rows], jnp.roll(tokens, -1))

@@ -37,7 +37,8 @@ def run_standalone(
     returned are as for `run_draft_model`."""
     assert target_outputs is None, "a decoder of its own reads tokens alone"
     model = nnx.merge(spec.graphdef, state)
-    step, own_size = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape), model.config.vocab_size
+    step = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape, num_drafts=num_drafts)
+    own_size = model.config.vocab_size
 
     def run(tokens: Int[Array, " n"], paged: PagedBatch, pool: Any) -> tuple[Float[Array, "n D"], Any]:
         # ids that only the padding of the target's vocabulary has would read outside of the embeddings
