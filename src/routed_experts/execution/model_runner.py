@@ -97,7 +97,10 @@ class ModelRunner:
             full = PenaltyInputs(counts, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
         drafts = (out.tokens,) if batch.mode is ForwardMode.TARGET_VERIFY else ()
-        self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        self._last_tokens, sampled, *accepted = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        if out.recurrent_inputs is not None:
+            commit = self._programs["commit", shape]
+            self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)

@@ -2,7 +2,7 @@
 
 A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
 fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py; of a verify step
-verify.py). `score_prompt` follows where a prompt's logprobs are requested. Capture off is None at trace time: the
+verify.py; recurrent states then take the accepted tokens in one more, recurrent_ops.py). `score_prompt` follows where a prompt's logprobs are requested. Capture off is None at trace time: the
 program is the one without the feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE
 layers, K experts per token, T top logprobs."""
 
@@ -20,7 +20,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
-from routed_experts.execution.recurrent_ops import hybrid_ops
+from routed_experts.execution.recurrent_ops import hybrid_ops, with_inputs
 from routed_experts.execution.row_blocks import map_blocks
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
@@ -83,7 +83,7 @@ class ProgramSpec:
 class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
     empty. `counts` are donated to the next step; the rest feeds the programs that follow. Rows that leave with the
-    tokens follow the metadata in `words`."""
+    tokens follow the metadata in `words`. `recurrent_inputs` are those of a verify step, by layer with a state."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
@@ -92,6 +92,7 @@ class ForwardOut:
     rows: UInt[Array, "N MK"] | None
     counts: Int32[Array, "F M E"] | None = None
     rerouting: Int32[Array, "N 2"] | None = None
+    recurrent_inputs: Any = None
 
 
 def forward(
@@ -120,6 +121,8 @@ def forward(
         capacity_limited=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
+    if is_verify and isinstance(pool, HybridPool):
+        pool = with_inputs(pool, model.config.cache.recurrent, spec.sampled_rows(shape))
     hidden, pool, capture = model(
         tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed
     )
@@ -134,7 +137,10 @@ def forward(
         scored = hidden[: spec.sampled_rows(shape)] if is_verify else batch.of_last_tokens(hidden)
         block = shape.num_requests if is_verify and spec.batch_invariant else scored.shape[0]
         logits = map_blocks(functools.partial(model.logits, product=spec.kernels.lm_head), block, scored)
-    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
+    inputs = None
+    if isinstance(pool, HybridPool):
+        pool, inputs = dataclasses.replace(pool, inputs=None), pool.inputs
+    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, inputs)
 
 
 def score_prompt(

@@ -41,9 +41,10 @@ def accept_tokens(
     full: PenaltyInputs | None,
     *,
     spec: VerifySpec,
-) -> tuple[Int[Array, " R"], Int32[Array, "S columns"]]:
-    """Sample after every token and count the accepted drafts. Returns the slots' last tokens, and one int32 array a
-    row: token, logprob bits, accepted drafts (row b: of request b), and the rest as `sample_tokens` has it."""
+) -> tuple[Int[Array, " R"], Int32[Array, "S columns"], Int[Array, " B"]]:
+    """Sample after every token and count the accepted drafts. Returns the slots' last tokens, one int32 array a row:
+    token, logprob bits, accepted drafts (row b: of request b), and the rest as `sample_tokens` has it; and the accepted
+    drafts of each request for the device."""
     shape, num_rows = spec.shape, logits.shape[0]
     paged = unpack(words, shape).paged
     row_requests, positions = paged.token_rows[:num_rows], paged.positions[:num_rows] + 1
@@ -58,11 +59,11 @@ def accept_tokens(
     accepted = count_accepted(choices.tokens, tokens[:num_rows], paged.query_starts, num_drafts=spec.num_drafts)
     last_rows = jnp.minimum(paged.query_starts[:-1] + accepted, num_rows - 1)
     last_tokens = last_tokens.at[by_request.request_slots].set(choices.tokens[last_rows])
-    accepted = jnp.pad(accepted, (0, num_rows - shape.num_requests))
-    columns = [choices.tokens[:, None], bitcast_int32(choices.logprobs)[:, None], accepted[:, None], *choices.top]
+    column = jnp.pad(accepted, (0, num_rows - shape.num_requests))[:, None]
+    columns = [choices.tokens[:, None], bitcast_int32(choices.logprobs)[:, None], column, *choices.top]
     if spec.sampler.row_words:
         columns.append(words[shape.packed.shape[0] :].reshape(spec.sampler.row_words, num_rows).T)
-    return last_tokens, jnp.concatenate(columns, axis=1)
+    return last_tokens, jnp.concatenate(columns, axis=1), accepted
 
 
 def _of_rows(batch: SamplerBatch, requests: Int[Array, " R"], positions: Int[Array, " R"]) -> SamplerBatch:
@@ -76,4 +77,4 @@ def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     """`accept_tokens`, jitted and cached; all engines of a process share its traces."""
     same = (REPLICATED,)
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
-    return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=same * 2, donate_argnums=(1,))
+    return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=same * 3, donate_argnums=(1,))
