@@ -26,7 +26,8 @@ _LISTED = 4  # names of each dtype in an error
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
-    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from."""
+    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from, `verify_inputs` what it stores of
+    recurrent layers."""
 
     pool: KVPoolSpec
     weights: int
@@ -38,6 +39,7 @@ class MemoryPlan:
     num_devices: int = 1
     experts_host: int = 0  # of the host's store of offloaded experts
     verify_scores: int = 0
+    verify_inputs: int = 0
 
     @property
     def kv(self) -> int:
@@ -52,6 +54,7 @@ class MemoryPlan:
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
         verify = f"verify scores   {format_size(self.verify_scores)}  scores and noise of the largest verify step"
+        inputs = f"verify inputs   {format_size(self.verify_inputs)}  recurrent layers' inputs of the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",
@@ -60,6 +63,7 @@ class MemoryPlan:
             f"capture, device {format_size(self.capture_device)}  rows of two steps",
             f"capture, host   {format_size(self.capture_host)}  {rows}",
             *([verify] if self.verify_scores else []),
+            *([inputs] if self.verify_inputs else []),
             *([store] if self.experts_host else []),
             f"limit           {format_size(self.limit)}  mem_fraction_static of {device}",
         ]
@@ -102,6 +106,7 @@ def plan_memory(
         limit=demand.limit,
         num_devices=args.tp_size,
         verify_scores=demand.verify_scores,
+        verify_inputs=demand.verify_inputs,
     )
 
 
