@@ -233,17 +233,19 @@ def test_a_state_after_new_weights_has_its_old_tokens_from_the_old_ones():
         while req.num_output < length:
             drive.step()
             drive.drain()
+        assert req.num_output == length
         drive.update_weights(other, cache="keep")
         drive.run()
-        return req.num_output == length, drive.outputs["p0c0"]
+        return drive.outputs["p0c0"]
 
     for length, alpha in ((5, 1.0), (2, 0.0), (9, 1.0)):
         drafter = OracleDrafter({"p0c0": (prompt.tolist(), answer)}, alpha, vocab_size=VOCAB_SIZE)
         drafter.rest = lambda key, drafter=drafter: np.asarray(drafter.answers[key][1], np.int32)[
             drafter.known[key].size - prompt.size :
         ]  # no longer checked
-        _, drafted = run(speculation(drafter), length)
-        _, plain = run(None, length)
+        drafting = speculation(drafter)
+        drafted, plain = run(drafting, length), run(None, length)
+        assert drafting.totals.steps > 0
         assert (drafted.tokens, drafted.logprobs) == (plain.tokens, plain.logprobs)
         assert plain.tokens != answer
 

@@ -167,9 +167,12 @@ def test_every_family_answers_with_drafts_as_without(name, tmp_path):
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_two_devices_answer_with_drafts_as_without(folder, ep_size):
-    found = []
+@pytest.mark.parametrize(
+    ("name", "ep_size"), [(None, 1), (None, 2), ("qwen3-next", 2), ("bailing-hybrid", 1), ("lfm2-moe", 2)]
+)
+def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_size):
+    """A tiny Qwen3-MoE, and families whose layers keep states."""
+    found, folder = [], folder if name is None else str(write_family(tmp_path, name))
     for speculative in (None, NGRAM):
         sizes = dict(tp_size=2, ep_size=ep_size, enable_return_routed_experts=True, skip_tokenizer_init=True)
         with open_engine(folder, **sizes, speculative=speculative) as engine:
