@@ -1,5 +1,5 @@
-"""Verify steps of a recurrent layer: drafts that are rejected leave no trace. Sequences are cut at random into such steps,
-some with wrong drafts behind the right ones. Each right token reads what a loop over the whole sequence gives."""
+"""Verify steps of a recurrent layer: drafts that are rejected leave no trace. Sequences are cut at random into such
+steps, some with wrong drafts behind the right ones. Each right token reads what a loop over its sequence gives."""
 
 import dataclasses
 import functools

@@ -135,9 +135,7 @@ DRAFTS = 3
 def test_a_verify_step_leaves_states_in_place_and_a_program_after_it_writes_them_there(architecture, name):
     own = world(architecture)
     decode, _ = own.runner.shapes
-    shape = dataclasses.replace(
-        decode, mode=ForwardMode.TARGET_VERIFY, num_tokens=decode.num_requests * (DRAFTS + 1)
-    )
+    shape = dataclasses.replace(decode, mode=ForwardMode.TARGET_VERIFY, num_tokens=decode.num_requests * (DRAFTS + 1))
     own = dataclasses.replace(own, runner=dataclasses.replace(own.runner, shapes=(shape,)), num_drafts=DRAFTS)
     program = compiled(CHIPS[architecture], name, capture=True, world=own)
     leaves = jax.tree.leaves(own.pool)

@@ -26,8 +26,8 @@ _LISTED = 4  # names of each dtype in an error
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
-    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from, `verify_inputs` what it stores of
-    recurrent layers."""
+    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from, `verify_inputs` what
+    its recurrent layers store."""
 
     pool: KVPoolSpec
     weights: int
@@ -54,7 +54,7 @@ class MemoryPlan:
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
         verify = f"verify scores   {format_size(self.verify_scores)}  scores and noise of the largest verify step"
-        inputs = f"verify inputs   {format_size(self.verify_inputs)}  recurrent layers' inputs of the largest verify step"
+        inputs = f"verify inputs   {format_size(self.verify_inputs)}  of recurrent layers in the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",

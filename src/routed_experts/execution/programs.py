@@ -2,9 +2,9 @@
 
 A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
 fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py; of a verify step
-verify.py; recurrent states then take the accepted tokens in one more, recurrent_ops.py). `score_prompt` follows where a prompt's logprobs are requested. Capture off is None at trace time: the
-program is the one without the feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE
-layers, K experts per token, T top logprobs."""
+verify.py, and then recurrent_ops.py where layers keep states). `score_prompt` follows where a prompt's logprobs are
+requested. Capture off is None at trace time: the program is the one without the feature. Dims: N padded tokens, B
+padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
 
 import dataclasses
 import functools

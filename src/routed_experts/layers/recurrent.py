@@ -22,8 +22,8 @@ class RecurrentShape(Protocol):
 class RecurrentInputs(Protocol):
     """Per-token values of a layer, before tokens are mixed."""
 
-    mixed: Float[Array, "N Q"]  # before the convolution
-
+    @property
+    def mixed(self) -> Float[Array, "N Q"]: ...  # before the convolution
     @property
     def shape(self) -> RecurrentShape: ...
 
