@@ -136,17 +136,8 @@ def test_capacities_of_experts_do_not_go_with_drafts(folder):
         Engine(str(folder), **SMALL, placement=config, speculative=NGRAM)
 
 
-RECURRENT = ("qwen3-next", "bailing-hybrid", "lfm2-moe")
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_layers_with_states_do_not_go_with_drafts(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"not with speculation: .*keep a state"):
-        Engine(str(write_family(tmp_path, name)), **SMALL, skip_tokenizer_init=True, speculative=NGRAM)
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in RECURRENT])
-def test_every_family_without_states_answers_with_drafts_as_without(name, tmp_path):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_answers_with_drafts_as_without(name, tmp_path):
     rng = np.random.default_rng(1)
     prompts = [np.tile(rng.integers(0, VOCAB_SIZE, 6), 4).tolist(), rng.integers(0, VOCAB_SIZE, 17).tolist()]
     folder, found = str(write_family(tmp_path, name)), []
@@ -176,9 +167,12 @@ def test_every_family_without_states_answers_with_drafts_as_without(name, tmp_pa
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_two_devices_answer_with_drafts_as_without(folder, ep_size):
-    found = []
+@pytest.mark.parametrize(
+    ("name", "ep_size"), [(None, 1), (None, 2), ("qwen3-next", 2), ("bailing-hybrid", 1), ("lfm2-moe", 2)]
+)
+def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_size):
+    """A tiny Qwen3-MoE, and families whose layers keep states."""
+    found, folder = [], folder if name is None else str(write_family(tmp_path, name))
     for speculative in (None, NGRAM):
         sizes = dict(tp_size=2, ep_size=ep_size, enable_return_routed_experts=True, skip_tokenizer_init=True)
         with open_engine(folder, **sizes, speculative=speculative) as engine:

@@ -13,6 +13,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.execution.memory_plan import device_bytes, plan_memory
+from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 SPEC = CaptureSpec(num_hidden_layers=4, layer_ids=(1, 2, 3), num_experts=16, top_k=4)
@@ -92,6 +93,23 @@ def test_the_printed_plan_names_every_purpose_once():
     purposes = ["weights", "penalties", "KV pages", "capture, device", "capture, host", "limit"]
     assert [line.split("  ")[0].strip() for line in lines] == purposes
     assert all(re.search(r"\d [KMG]?i?B", line) for line in lines)
+
+
+def test_inputs_that_verify_steps_store_of_recurrent_layers_are_planned():
+    """By hand: 3 layers, 4 requests of 8 tokens; of each token bfloat16 channels, float32 decays and rates; kernels."""
+    shape = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=8, width=4)
+    channels, numbers = 2 * 16 + 32, {"context_length": 64, "vocab_size": 11}
+    pool = KVPoolSpec(
+        **dict(num_pages=0, page_size=16, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(jnp.bfloat16)),
+        **dict(num_recurrent=3, recurrent=shape, num_requests=5),
+    )
+    args = ServerArgs(page_size=16, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=64)
+    states = nnx.state(TwoArrays())
+    plain, drafted = (plan_memory(args, pool, states, SPEC, **numbers, num_drafts=drafts) for drafts in (0, 7))
+    assert (plain.verify_inputs, plain.verify_scores) == (0, 0)
+    assert drafted.verify_inputs == 3 * (32 * (2 * channels + 4 * 4 + 4 * 4) + 4 * channels * 4)
+    purposes = [{line.split("  ")[0].strip() for line in made.lines()} for made in (plain, drafted)]
+    assert purposes[1] - purposes[0] == {"verify scores", "verify inputs"}
 
 
 def test_the_device_has_memory():

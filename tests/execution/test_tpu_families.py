@@ -4,11 +4,13 @@ VMEM, and each part of a layer runs by the kernels that the declared path promis
 and test_tpu_family_values.py do."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
 import pytest
 
+from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.layers.tpu.delta_chunks import takes_chunks
 from routed_experts.models.base.config_reader import ConfigReader
@@ -123,3 +125,24 @@ def test_a_decode_step_of_a_family_runs_the_kernels_of_its_path_in_place(archite
     assert DEFAULT_BACKENDS.layer_paths(own.config)["tpu"] == f"pieces: {', '.join(expected)}"
     assert kernels(program) == sum(expected.values(), collections.Counter())
     assert reordered_weights(program) == []
+
+
+DRAFTS = 3
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "BailingHybridForCausalLM"])
+@pytest.mark.parametrize("name", ["forward target_verify", "commit target_verify"])
+def test_a_verify_step_leaves_states_in_place_and_a_program_after_it_writes_them_there(architecture, name):
+    own = world(architecture)
+    decode, _ = own.runner.shapes
+    shape = dataclasses.replace(decode, mode=ForwardMode.TARGET_VERIFY, num_tokens=decode.num_requests * (DRAFTS + 1))
+    own = dataclasses.replace(own, runner=dataclasses.replace(own.runner, shapes=(shape,)), num_drafts=DRAFTS)
+    program = compiled(CHIPS[architecture], name, capture=True, world=own)
+    leaves = jax.tree.leaves(own.pool)
+    copied = decode.num_requests * own.config.cache.recurrent.zeros(1, jax.numpy.float32).recurrent.nbytes
+    assert_in_place(program, leaves[0], max_temp_bytes=8 * MIB + (copied if name.startswith("forward") else 0))
+    for leaf in leaves:
+        if leaf.size * leaf.dtype.itemsize > 128 * MIB:
+            assert whole_pool_operations(program, leaf) == []
+    aliased = program.memory_analysis().alias_size_in_bytes
+    assert aliased >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -95,7 +95,7 @@ def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
     assert shape == VERIFY
     spec = VerifySpec(sampler=sampler_spec(mode, num_rows), shape=shape, num_drafts=3, block=block)
     inputs = (jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids), penalty_inputs(batch, counts))
-    last, table = accept_tokens(logits, jnp.zeros(NUM_SLOTS, jnp.int32), *inputs, spec=spec)
+    last, table, _ = accept_tokens(logits, jnp.zeros(NUM_SLOTS, jnp.int32), *inputs, spec=spec)
     table = np.asarray(table)
     assert table[: len(COUNTS), ACCEPTED_COLUMN].tolist() == [2, 0, 2]
     assert_equal_rows(np.delete(table[: sum(COUNTS)], ACCEPTED_COLUMN, axis=1), expected, bitwise=block == num_rows)

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.recurrent_ops import commit_states
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
 from routed_experts.execution.verify import VerifySpec, accept_program, accepted_counting_program
@@ -61,6 +62,8 @@ def lowerings(
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out)
+        if out.recurrent_inputs is not None:
+            jobs["commit", shape] = _commit_job(spec, shape, args, out)
         jobs |= {} if more is None else more(shape, out)
     return jobs
 
@@ -110,6 +113,23 @@ def sampling_jobs(
     return jobs
 
 
+def _commit_job(
+    spec: ProgramSpec, shape: BatchShape, args: tuple[Any, ...], out: ForwardOut
+) -> Callable[[], jax.stages.Lowered]:
+    """The program that gives recurrent states the accepted tokens of a verify step; `args` and `out` are the shapes of
+    the arguments and outputs of its layers."""
+    run = jit_sharded(
+        functools.partial(commit_states, backend=spec.attention, shape=shape),
+        spec.mesh_specs,
+        in_specs=(POOL, *(REPLICATED,) * 3),
+        out_specs=POOL,
+        donate_argnums=(0,),
+    )
+    inputs = out.recurrent_inputs, out.words, _shape((shape.num_requests,), jnp.int32)
+    at = args[0][0].sharding if spec.mesh_specs is None else None
+    return functools.partial(run.lower, args[1], *_with_sharding(inputs, at))
+
+
 def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
     """The key of a step's sampler in the table."""
     if shape.mode is ForwardMode.TARGET_VERIFY:
@@ -136,7 +156,6 @@ def _verify_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> Ve
         shape=shape,
         num_drafts=spec.num_drafts,
         block=shape.num_requests if spec.batch_invariant else spec.sampled_rows(shape),
-        draft_model=spec.draft_model,
     )
 
 

@@ -70,8 +70,17 @@ class MemoryDemand:
     def verify_scores(self) -> int:
         """Bytes of the scores and the noise of the largest verify step, float32, and of what each of its rows adds to
         the counts of its slot, int8."""
-        rows = max((min(tokens, size * (self.num_drafts + 1)) for size, tokens in self._buckets.verify), default=0)
-        return rows * self.vocab_size * (2 * np.dtype(np.float32).itemsize + np.dtype(np.int8).itemsize)
+        return self._verify_rows * self.vocab_size * (2 * np.dtype(np.float32).itemsize + np.dtype(np.int8).itemsize)
+
+    @property
+    def verify_inputs(self) -> int:
+        """Bytes of what recurrent layers store of the largest verify step."""
+        return self.model.input_bytes(self._verify_rows) if self._verify_rows else 0
+
+    @property
+    def _verify_rows(self) -> int:
+        """Tokens of the largest verify step."""
+        return max((min(tokens, size * (self.num_drafts + 1)) for size, tokens in self._buckets.verify), default=0)
 
     @property
     def page_bytes(self) -> int:
@@ -88,7 +97,8 @@ class MemoryDemand:
     @property
     def fitting_pages(self) -> int:
         """Pages that fit next to the padding page; below 1 if none does."""
-        other = self.penalties + self.capture_device + self.verify_scores + self.model.state_bytes + self.draft.weights
+        of_steps = self.capture_device + self.verify_scores + self.verify_inputs
+        other = self.penalties + of_steps + self.model.state_bytes + self.draft.weights
         return (self.limit - self.weights - other) // self.page_bytes - 1
 
     @property
@@ -182,6 +192,7 @@ def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
         "penalties": demand.penalties,
         "rows of two steps": demand.capture_device,
         "scores of verify steps": demand.verify_scores,
+        "recurrent inputs of verify steps": demand.verify_inputs,
         "states of requests": demand.model.state_bytes,
         f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1) * demand.page_bytes,
     }

@@ -26,7 +26,8 @@ _LISTED = 4  # names of each dtype in an error
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
-    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from."""
+    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from, `verify_inputs` what
+    its recurrent layers store."""
 
     pool: KVPoolSpec
     weights: int
@@ -39,6 +40,7 @@ class MemoryPlan:
     experts_host: int = 0  # of the host's store of offloaded experts
     verify_scores: int = 0
     draft: DraftDemand = NO_DRAFT_MODEL
+    verify_inputs: int = 0
 
     @property
     def kv(self) -> int:
@@ -56,6 +58,7 @@ class MemoryPlan:
         verify = f"verify scores   {format_size(self.verify_scores)}  {scores}"
         of_draft = self.draft.weights + self.draft.bytes_per_token * self.pool.num_slots
         draft = f"draft model     {format_size(of_draft)}  weights, and {self.draft.bytes_per_token:,} bytes a token"
+        inputs = f"verify inputs   {format_size(self.verify_inputs)}  of recurrent layers in the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         return [
             f"weights         {format_size(self.weights)}",
@@ -65,6 +68,7 @@ class MemoryPlan:
             f"capture, host   {format_size(self.capture_host)}  {rows}",
             *([verify] if self.verify_scores else []),
             *([draft] if self.draft.weights else []),
+            *([inputs] if self.verify_inputs else []),
             *([store] if self.experts_host else []),
             f"limit           {format_size(self.limit)}  mem_fraction_static of {device}",
         ]
@@ -110,6 +114,7 @@ def plan_memory(
         num_devices=args.tp_size,
         verify_scores=demand.verify_scores,
         draft=draft,
+        verify_inputs=demand.verify_inputs,
     )
 
 

@@ -105,6 +105,9 @@ class ModelRunner:
         if full is not None and is_verify:  # which of the tokens count is known now
             generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, sampled)
             self._token_counts = TokenCounts(generated, full.counts.prompt)
+        if out.recurrent_inputs is not None:
+            commit = self._programs["commit", shape]
+            self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
         proposed = self._draft(batch, shape, packed, out, accepted)
         scored = None
         if batch.prompt_targets is not None:

@@ -2,9 +2,9 @@
 
 A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
 fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py; of a verify step
-verify.py). `score_prompt` follows where a prompt's logprobs are requested. Capture off is None at trace time: the
-program is the one without the feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE
-layers, K experts per token, T top logprobs."""
+verify.py, and then recurrent_ops.py where layers keep states). `score_prompt` follows where a prompt's logprobs are
+requested. Capture off is None at trace time: the program is the one without the feature. Dims: N padded tokens, B
+padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
-from routed_experts.execution.recurrent_ops import hybrid_ops
+from routed_experts.execution.recurrent_ops import hybrid_ops, with_inputs
 from routed_experts.execution.row_blocks import map_blocks
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
@@ -86,7 +86,8 @@ class ProgramSpec:
 class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
     empty. `counts` are donated to the next step; the rest feeds the programs that follow. Rows that leave with the
-    tokens follow the metadata in `words`. `streams`: outputs of the tapped layers."""
+    tokens follow the metadata in `words`. `streams`: outputs of the tapped layers. `recurrent_inputs` are those of a
+    verify step, by layer with a state."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
@@ -96,6 +97,7 @@ class ForwardOut:
     counts: Int32[Array, "F M E"] | None = None
     rerouting: Int32[Array, "N 2"] | None = None
     streams: tuple[Float[Array, "N D"], ...] = ()
+    recurrent_inputs: Any = None
 
 
 def forward(
@@ -124,6 +126,8 @@ def forward(
         capacity_limited=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
+    if is_verify and isinstance(pool, HybridPool):
+        pool = with_inputs(pool, model.config.cache.recurrent, spec.sampled_rows(shape))
     inputs = tokens, paged.positions, paged.valid, ops, pool, capture
     streams: tuple[Array, ...] = ()
     if spec.tapped_layers:
@@ -141,7 +145,10 @@ def forward(
         scored = hidden[: spec.sampled_rows(shape)] if is_verify else batch.of_last_tokens(hidden)
         block = shape.num_requests if is_verify and spec.batch_invariant else scored.shape[0]
         logits = map_blocks(functools.partial(model.logits, product=spec.kernels.lm_head), block, scored)
-    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams)
+    kept = None
+    if isinstance(pool, HybridPool):
+        pool, kept = dataclasses.replace(pool, inputs=None), pool.inputs
+    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams, kept)
 
 
 def score_prompt(

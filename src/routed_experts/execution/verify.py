@@ -34,14 +34,12 @@ ACCEPTED_COLUMN = 2  # of the table: row b has the accepted drafts of request b
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySpec:
-    """Static parameters of an accept program. `block`: rows that are sampled at once. `draft_model`: the numbers of
-    accepted drafts leave in an array of their own, too, which a draft model reads."""
+    """Static parameters of an accept program. `block`: rows that are sampled at once."""
 
     sampler: SamplerSpec
     shape: BatchShape
     num_drafts: int
     block: int
-    draft_model: bool = False
 
 
 def accept_tokens(
@@ -52,10 +50,10 @@ def accept_tokens(
     full: PenaltyInputs | None,
     *,
     spec: VerifySpec,
-) -> tuple[Array, ...]:
+) -> tuple[Int[Array, " R"], Int32[Array, "S columns"], Int[Array, " B"]]:
     """Sample after every token and count the accepted drafts. `full` has the counts of all slots, without the tokens of
-    this step. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, accepted drafts (row b:
-    of request b), and the rest as `sample_tokens` has it; for a draft model also the accepted drafts [B]."""
+    this step. Returns the slots' last tokens; one int32 array a row: token, logprob bits, accepted drafts (row b: of
+    request b), and the rest as `sample_tokens` has it; and the accepted drafts of each request for the device."""
     shape, num_rows = spec.shape, logits.shape[0]
     paged = unpack(words, shape).paged
     row_requests, positions = paged.token_rows[:num_rows], paged.positions[:num_rows] + 1
@@ -84,8 +82,7 @@ def accept_tokens(
     columns = [choices.tokens[:, None], bitcast_int32(choices.logprobs)[:, None], of_rows[:, None], *choices.top]
     if spec.sampler.row_words:
         columns.append(words[shape.packed.shape[0] :].reshape(spec.sampler.row_words, num_rows).T)
-    table = jnp.concatenate(columns, axis=1)
-    return (last_tokens, table, accepted) if spec.draft_model else (last_tokens, table)
+    return last_tokens, jnp.concatenate(columns, axis=1), accepted
 
 
 def add_accepted(
@@ -136,8 +133,7 @@ def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     """`accept_tokens`, jitted and cached; all engines of a process share its traces."""
     same = (REPLICATED,)
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
-    outputs = same * (3 if spec.draft_model else 2)
-    return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=outputs, donate_argnums=(1,))
+    return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=same * 3, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)

@@ -57,6 +57,13 @@ class DeltaShape:
         conv = jnp.zeros((count, self.width - 1, self.channels), dtype)
         return DeltaState(conv, jnp.zeros((count, self.value_heads, self.key_dim, self.value_dim), jnp.float32))
 
+    def no_inputs(self, num_tokens: int, dtype: jnp.dtype) -> "DeltaInputs":
+        """Zeroed inputs: those of the convolution in the dtype that it rounds them to, all others in float32."""
+        sizes = {"decay": (num_tokens, self.num_decays), "beta": (num_tokens, self.value_heads)}
+        wide = {name: jnp.zeros(size, jnp.float32) for name, size in sizes.items()}
+        kernel = jnp.zeros((self.channels, self.width), jnp.float32)
+        return DeltaInputs(jnp.zeros((num_tokens, self.channels), dtype), kernel=kernel, shape=self, **wide)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,10 @@ class DeltaInputs:
     beta: Float[Array, "N H"]
     kernel: Float[Array, "Q W"]
     shape: DeltaShape = dataclasses.field(metadata={"static": True})
+
+    def of_states(self, rows: Int[Array, " M"] | slice) -> "DeltaInputs":
+        """These tokens; states need all of their values."""
+        return DeltaInputs(self.mixed[rows], self.decay[rows], self.beta[rows], self.kernel, self.shape)
 
     def ragged(
         self, state: "DeltaState", query_starts: Int[Array, " B1"]

@@ -14,12 +14,22 @@ class RecurrentShape(Protocol):
 
     def zeros(self, count: int, dtype: jnp.dtype) -> Any: ...  # the initial states of `count` sequences
 
+    def no_inputs(self, num_tokens: int, dtype: jnp.dtype) -> "RecurrentInputs":
+        """Zeroed inputs of `num_tokens` tokens, as `RecurrentInputs.of_states` has them. `dtype`: of states."""
+        ...
+
 
 class RecurrentInputs(Protocol):
     """Per-token values of a layer, before tokens are mixed."""
 
     @property
+    def mixed(self) -> Float[Array, "N Q"]: ...  # before the convolution
+    @property
     def shape(self) -> RecurrentShape: ...
+
+    def of_states(self, rows: Int[Array, " M"] | slice) -> "RecurrentInputs":
+        """These tokens, without what only outputs need."""
+        ...
 
     def ragged(self, state: Any, query_starts: Int[Array, " B1"]) -> tuple[Float[Array, "N ..."], Any]:
         """Tokens of B sequences that go on from `state`, neighbours in order; and the states after them. Sequences

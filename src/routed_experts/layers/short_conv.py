@@ -20,6 +20,11 @@ class ConvShape:
         """The initial states."""
         return jnp.zeros((count, self.width - 1, self.channels), dtype)
 
+    def no_inputs(self, num_tokens: int, dtype: jnp.dtype) -> "ConvInputs":
+        """Zeroed inputs, in the dtype that a state rounds them to."""
+        kernel = jnp.zeros((self.channels, self.width), jnp.float32)
+        return ConvInputs(jnp.zeros((num_tokens, self.channels), dtype), kernel, None, self)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,10 @@ class ConvInputs:
     kernel: Float[Array, "Q W"]
     bias: Float[Array, " Q"] | None
     shape: ConvShape = dataclasses.field(metadata={"static": True})
+
+    def of_states(self, rows: Int[Array, " M"] | slice) -> "ConvInputs":
+        """These tokens, without the bias."""
+        return ConvInputs(self.mixed[rows], self.kernel, None, self.shape)
 
     def ragged(
         self, state: Float[Array, "B W1 Q"], query_starts: Int[Array, " B1"]

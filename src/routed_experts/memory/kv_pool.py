@@ -21,10 +21,12 @@ from routed_experts.layers.recurrent import RecurrentShape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HybridPool:
-    """Pages, and the recurrent states [T R ...] of the layers that have one."""
+    """Pages, and the recurrent states [T R ...] of the layers that have one. `inputs`: in a verify step, those of the
+    recurrence in each of these layers (execution/recurrent_ops.py)."""
 
     pages: Any  # Float[Array, "LP page 2G C"] or GroupedPages, or their shapes
     states: Any  # of RecurrentShape.zeros, or their shapes
+    inputs: Any = None  # RecurrentInputs with leaves [T ...]
 
 
 TPU_LANES = 128
@@ -130,6 +132,13 @@ class KVPoolSpec:
         if self.recurrent is None:
             return 0
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract.states))
+
+    def input_bytes(self, num_tokens: int) -> int:
+        """Bytes of the inputs of the recurrence of so many tokens in all layers, as a verify step stores them."""
+        if self.recurrent is None:
+            return 0
+        inputs = jax.eval_shape(lambda: self.recurrent_shape.no_inputs(num_tokens, self.dtype))
+        return self.num_recurrent * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(inputs))
 
     @property
     def num_slots(self) -> int:

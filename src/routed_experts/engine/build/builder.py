@@ -124,7 +124,7 @@ def build_engine(
     offloads_experts = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format)
     if speculative is not None:
-        _check_speculation(config, offloads_experts=offloads_experts, placement=placement)
+        _check_speculation(offloads_experts=offloads_experts, placement=placement)
     draft: FoundDraft | None = None
     if speculative is not None and speculative.has_draft_model:
         draft = _find_draft(speculative, source, config, args, registry, has_placement=placement is not None)
@@ -214,16 +214,13 @@ def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, atten
         raise ConfigError(f"{text}; leave deterministic out")
 
 
-def _check_speculation(config: DecoderConfig, *, offloads_experts: bool, placement: PlacementConfig | None) -> None:
+def _check_speculation(*, offloads_experts: bool, placement: PlacementConfig | None) -> None:
     """Raise ConfigError for what drafts would change, or what has no verify step."""
     reason = None
     if offloads_experts:
         reason = "experts on the host run one layer at a time; leave kt_num_gpu_experts out"
     elif placement is not None and placement.capacity_limited:
         reason = "drafts would take the places of real tokens in experts with capacities; choose mode='replicas'"
-    elif config.cache.recurrent is not None:
-        text = f"{config.cache.num_recurrent} layers of this model keep a state that cannot be cut back to"
-        reason = f"{text} the accepted tokens"
     if reason is not None:
         raise ConfigError(f"not with speculation: {reason}, or leave speculative decoding out")
 
