@@ -190,7 +190,7 @@ def test_penalties_of_each_row_are_those_of_a_loop_that_recounts_its_tokens(seed
                 parts.append(fed_by(request, ids, len(request.prompt) + len(request.generated)))
             batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=SamplingMode.FULL)
             words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
-            last, table = accept(
+            last, table, _ = accept(
                 jnp.asarray(logits), jnp.zeros(NUM_SLOTS, jnp.int32), words, tokens, penalty_inputs(batch, counts)
             )
             counts = TokenCounts(add(counts.generated, tokens, words, table), counts.prompt)
