@@ -168,6 +168,28 @@ def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
     assert hits == (schedule != "no prefixes"), "prefixes are found, and drafts after them are right"
 
 
+def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_context(target):
+    """A policy that drafts in three of seven steps: in the others the draft model is fed, too."""
+    prompts = [prompt[:20] for prompt in prompts_of(V, (20, 22, 25, 30))]
+    with Engine(str(target), **SIZES, **EXACT) as engine:
+        expected, _ = answers(engine, prompts, temperature=0.0, max_new_tokens=CONTEXT - 20)
+    with Engine(str(target), **SIZES, **EXACT, speculative=standalone(target)) as engine:
+        policy = engine.components.core.speculation.policy
+        policy.should_try = lambda step: step % 7 in (3, 4, 5)
+        found, metas = answers(engine, prompts, temperature=0.0, max_new_tokens=CONTEXT - 20)
+    assert found == expected
+    assert all(meta["spec_accept_rate"] == 1.0 and meta["spec_verify_ct"] > 3 for meta in metas)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek"])
+def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
+    """Pages of two shapes, and latent rows."""
+    folder = write_family(tmp_path, family)
+    with Engine(str(folder), **SIZES, deterministic=True, speculative=standalone(folder)) as engine:
+        _, metas = answers_without_rows(engine, temperature=1.0, seed=3, top_p=0.9)
+    assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
+
+
 def transformers_drafts(model, tokens, most=NUM_DRAFTS):
     """The greedy continuation of a model, of ids that the target has, and of tokens inside of its context."""
     import torch
@@ -330,7 +352,7 @@ def test_random_weights_of_the_target_mean_random_weights_of_the_draft(target, t
     assert all(meta["spec_accept_rate"] > 0.9 for meta in metas), "the same random weights"
 
 
-def answers_without_rows(engine):
-    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NEW}
+def answers_without_rows(engine, **sampling):
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NEW} | sampling
     outs = engine.generate(input_ids=prompts_of(V), sampling_params=sampling)
     return [out["output_ids"] for out in outs], [out["meta_info"] for out in outs]

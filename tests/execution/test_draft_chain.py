@@ -1,0 +1,81 @@
+"""The chain of drafts: where it ends, and what is fed where."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from routed_experts.core.model_worker_batch import SamplingMode
+from routed_experts.execution.draft_chain import DraftChain, DraftStep
+from routed_experts.layers.attention import PagedBatch
+from routed_experts.layers.sampling import SamplingBatch
+
+PAGE_SIZE, V, K = 4, 10, 4
+POSITIONS = [5, 6, 2, 3]  # of the last token of each request; the last one is padding
+PAGES = [[3, 4, 5], [6, 7, 0], [8, 0, 0], [0, 0, 0]]
+
+
+def greedy_step():
+    requests = len(POSITIONS)
+    positions = jnp.array(POSITIONS, jnp.int32)
+    zeros = jnp.zeros(requests, jnp.int32)
+    paged = PagedBatch(
+        positions=positions,
+        token_rows=jnp.arange(requests, dtype=jnp.int32),
+        valid=jnp.arange(requests) < requests - 1,
+        query_starts=jnp.arange(requests + 1, dtype=jnp.int32),
+        seq_lens=jnp.where(jnp.arange(requests) < requests - 1, positions + 1, 0),
+        page_table=jnp.array(PAGES, jnp.int32),
+        decode=True,
+    )
+    sampling = SamplingBatch(
+        temperature=jnp.zeros(requests),
+        top_k=zeros,
+        top_p=jnp.ones(requests),
+        min_p=jnp.zeros(requests),
+        seed=jnp.zeros((requests, 2), jnp.uint32),
+        choice=zeros,
+        position=zeros,
+    )
+    mode = jnp.asarray(SamplingMode.GREEDY, jnp.int32)
+    return DraftStep(paged=paged, last=zeros, after=zeros, sampling=sampling, mode=mode)
+
+
+def run(lag, *, context_length=None, nan_at=None):
+    """Drafts of a model that says position modulo V, and the positions at which it is fed."""
+    chain = DraftChain(step=greedy_step(), num_drafts=K, page_size=PAGE_SIZE, lag=lag, context_length=context_length)
+    fed = []
+
+    def scores(position):
+        logits = jnp.where(jnp.arange(V)[None] == position[:, None] % V, 5.0, 0.0)
+        return jnp.where((position == nan_at)[:, None], jnp.nan, logits) if nan_at is not None else logits
+
+    def advance(place, drafted, single, carry):
+        fed.append(single.positions.tolist())
+        assert place == len(fed) - 1
+        assert single.seq_lens.tolist() == [*(single.positions[:-1] + 1).tolist(), 0]
+        return scores(single.positions + lag + 1), carry + 1
+
+    first = jnp.array(POSITIONS, jnp.int32) + 2
+    calls, table = chain.run(scores(first), first, None, advance, 0)
+    assert calls == K - 1
+    drafts, probabilities = np.asarray(table[:, :K]), np.asarray(table[:, K:]).view(np.float32)
+    assert drafts.shape == probabilities.shape == (len(POSITIONS), K)
+    return drafts[:-1].tolist(), fed
+
+
+def test_drafts_end_where_the_pages_of_a_request_end():
+    drafts, fed = run(lag=0)  # a draft at position 7 needs a page for position 7 to be followed
+    assert fed == [[position + 2 + place for position in POSITIONS] for place in range(K - 1)]
+    assert drafts == [[7, 8, 9, 0], [8, -1, -1, -1], [4, -1, -1, -1]]
+    drafts, fed = run(lag=1)
+    assert fed == [[position + 1 + place for position in POSITIONS] for place in range(K - 1)]
+    assert drafts == [[7, 8, 9, 0], [8, 9, -1, -1], [4, 5, -1, -1]]
+
+
+def test_drafts_end_with_the_context_of_the_draft_model():
+    drafts, _ = run(lag=0, context_length=8)
+    assert drafts == [[7, 8, -1, -1], [8, -1, -1, -1], [4, -1, -1, -1]]
+
+
+def test_drafts_end_at_scores_that_are_no_numbers():
+    drafts, _ = run(lag=0, nan_at=8)
+    assert [row[: row.index(-1)] for row in drafts] == [[7], [], [4]]
