@@ -1,5 +1,6 @@
 """An engine that drafts by n-grams: its answers, its counts, its refusals, and the answers of the engine before it."""
 
+import dataclasses
 import functools
 import json
 
@@ -185,3 +186,18 @@ def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_si
         assert drafted["output_ids"] == plain["output_ids"]
         rows, expected = map(extract_routed_experts_from_meta_info, (drafted["meta_info"], plain["meta_info"]))
         np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe"])
+def test_layers_with_states_go_with_shared_answers_and_with_adaptive_drafts(name, tmp_path):
+    """SUFFIX finds the first answer in its store when the same prompt comes again."""
+    folder, sampling = str(write_family(tmp_path, name)), {"temperature": 0.8, "seed": 3, "max_new_tokens": 30}
+    suffix = dataclasses.replace(NGRAM, algorithm="SUFFIX", scope="namespace", remember=True)
+    adaptive, found = SpeculativeConfig(num_draft_tokens=4), []
+    for speculative in (None, suffix, adaptive):
+        with open_engine(folder, skip_tokenizer_init=True, speculative=speculative) as engine:
+            outs = [engine.generate(input_ids=PROMPT, sampling_params=sampling) for _ in range(2)]
+            found.append([out["output_ids"] for out in outs])
+            if speculative is suffix:
+                assert engine.stats().speculative.requests.accepted > 15
+    assert found[0] == found[1] == found[2]

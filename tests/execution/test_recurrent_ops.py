@@ -15,8 +15,10 @@ from layers.test_short_conv import by_hand
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.execution.forward_batch import BatchShape, unpack
 from routed_experts.execution.recurrent_ops import commit_states, hybrid_ops, with_inputs
+from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.native.ops import native_delta
 from routed_experts.layers.short_conv import ConvInputs, ConvShape
+from routed_experts.layers.tpu.delta_rule import recur as tpu_recur
 from routed_experts.memory.kv_pool import HybridPool
 from support.model_steps import packed
 
@@ -26,10 +28,14 @@ DRAFTS, LENGTHS, SLOTS, OTHERS, LAYERS, LAYER = 3, (23, 9, 14), (4, 1, 2), (3, 5
 STEP = BatchShape(mode=ForwardMode.TARGET_VERIFY, num_tokens=20, num_requests=4, table_width=1)
 STORED = 16  # tokens of a verify step at most
 CONV = ConvShape(channels=5, width=3)
-ARRAY_CODE, NATIVE = types.SimpleNamespace(recur=None), types.SimpleNamespace(recur=native_delta)
-CASES = {f"{name}, array code": (shape, ARRAY_CODE) for name, shape in SHAPES.items()}
-CASES |= {f"{name}, native": (shape, NATIVE) for name, shape in SHAPES.items()}
-CASES |= {"convolution": (CONV, ARRAY_CODE)}
+KERNELS = {
+    "array code": None,
+    "native": native_delta,
+    "GPU, interpreted": functools.partial(gpu_delta, interpret=True),
+    "TPU, interpreted": functools.partial(tpu_recur, interpret=True),
+}
+CASES = {f"{name}, {kernel}": (shape, recur) for name, shape in SHAPES.items() for kernel, recur in KERNELS.items()}
+CASES |= {"convolution": (CONV, None)}
 
 
 def sequences(shape, rng):
@@ -100,10 +106,10 @@ def draw_step(rng, done):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_sequences_in_verify_steps_with_wrong_drafts_are_those_of_a_loop(case, seed):
-    shape, backend = CASES[case]
+    shape, recur = CASES[case]
     rng = np.random.default_rng(seed)
     inputs, pool = sequences(shape, rng), noisy_pool(shape, rng)
-    run = jax.jit(functools.partial(verify, backend=backend))
+    run = jax.jit(functools.partial(verify, backend=types.SimpleNamespace(recur=recur)))
     before, done, reads = jax.tree.map(np.asarray, pool), [0] * len(LENGTHS), [[] for _ in LENGTHS]
     while done != list(LENGTHS):
         parts = draw_step(rng, done)
