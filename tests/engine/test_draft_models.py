@@ -17,7 +17,7 @@ from support.family_folders import VOCAB_SIZE, write_family
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
-FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe")
+FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe", "Qwen3Next", "Qwen3_5Moe")
 NUM_DRAFTS = 3
 STOPS = list(range(0, VOCAB_SIZE, 7))
 
