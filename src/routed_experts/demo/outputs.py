@@ -48,7 +48,7 @@ def generate(engine: Engine) -> Iterator[DemoOutput]:
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "the demo builds its engine with a tokenizer"
     for index, (title, prompt) in enumerate(PROMPTS):
-        ids = _encode(tokenizer, prompt, chat=index == len(PROMPTS) - 1)
+        ids = encode_prompt(tokenizer, prompt, chat=index == len(PROMPTS) - 1)
         answer = engine.generate(
             input_ids=ids,
             sampling_params=SAMPLING,
@@ -59,7 +59,8 @@ def generate(engine: Engine) -> Iterator[DemoOutput]:
         yield _to_output(title, ids, cast("Mapping[str, Any]", answer), tokenizer)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
+    """The token ids of a prompt; `chat`: as a message, where the model has a chat template."""
     if not chat or tokenizer.chat_template is None:
         return tokenizer.encode(prompt)
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])

@@ -14,12 +14,14 @@ from routed_experts.analysis import draw_routing, routing_page
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.installation import install_command
 from routed_experts.demo.check import ReplayCheck, check_replay
+from routed_experts.demo.drafts import answer_with_drafts
 from routed_experts.demo.outputs import DemoOutput, generate
 from routed_experts.demo.startup import CompileClock
 from routed_experts.demo.terminal import Screen
 from routed_experts.engine.build.builder import Phase
 from routed_experts.engine.engine import Engine
 from routed_experts.layers.native import toolchain
+from routed_experts.models.loading.model_source import demo_model_path
 from routed_experts.models.model_folder import ModelFolder
 
 DTYPE = "float32"
@@ -54,6 +56,8 @@ def run_demo(options: DemoOptions, stream: IO[str]) -> int:
     faults = _replay(options, answers, screen)
     if answers[1].cached_tokens == 0:
         faults = (*faults, "the second prompt found nothing in the prefix cache")
+    if options.model == demo_model_path():
+        faults = (*faults, *_speculate(options, screen))
     _plot(options, answers, column, screen)
     verdict = f"FAILED: {'; '.join(faults)}" if faults else "all checks passed"
     screen.heading(f"{verdict} · {time.perf_counter() - options.start_time:.1f} s in all")
@@ -135,6 +139,19 @@ def _replay(options: DemoOptions, answers: Sequence[DemoOutput], screen: Screen)
     _report(check, screen)
     screen.line(f"  ({time.perf_counter() - since:.1f} s, with the loading of a second copy and one compilation)")
     return check.faults
+
+
+def _speculate(options: DemoOptions, screen: Screen) -> tuple[str, ...]:
+    """Answer with drafts and without; what differs is a fault."""
+    screen.heading("speculative decoding: a small head drafts, the model verifies")
+    since = time.perf_counter()
+    answers = answer_with_drafts(options.model, DTYPE)
+    for answer in answers:
+        accepted = f"{answer.accepted_tokens} of {answer.drafted_tokens} drafts accepted"
+        text = f"{answer.num_tokens} tokens in {answer.verify_steps} verify steps, {answer.accept_length:.2f} a step"
+        screen.check(f"{answer.title}: {text}, {accepted}; answer and experts as without", passed=answer.is_equal)
+    screen.line(f"  ({time.perf_counter() - since:.1f} s, with a second engine in deterministic mode)")
+    return () if all(answer.is_equal for answer in answers) else ("an answer with drafts differs from the one without",)
 
 
 def _report(check: ReplayCheck, screen: Screen) -> None:

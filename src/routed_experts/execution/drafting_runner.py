@@ -126,9 +126,7 @@ class DraftingRunner(ModelRunner):
 
     def _target_outputs(self, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:
         """What the draft model reads of the target; None: nothing."""
-        if not self._draft_kind.reads_target:
-            return None
-        return TargetOutputs(weights=list(weights), hidden=out.hidden, streams=out.streams)
+        return target_outputs(self._draft_kind, weights, out)
 
     def _num_drafts_after(self, shape: BatchShape, *, drafts_ahead: bool) -> int:
         """Drafts of a request that follow a step; verify steps are always followed by some."""
@@ -136,29 +134,53 @@ class DraftingRunner(ModelRunner):
         return self.spec.num_drafts if drafts_ahead or is_verify else 0
 
     def _jobs(self) -> Jobs:
-        return lowerings(self.state, self.spec, self.config, more=self._draft_jobs)
+        def more(shape: BatchShape, out: ForwardOut) -> Jobs:
+            weights = jax.tree.unflatten(self._draft_tree, jax.tree.map(shape_of, self._draft_weights))
+            programs = DraftPrograms(
+                kind=self._draft_kind, spec=self._draft_spec, state=weights, pool=self._draft_pool_spec
+            )
+            return programs.jobs(self.state, self.spec, self.config, shape, out)
 
-    def _draft_jobs(self, shape: BatchShape, out: ForwardOut) -> Jobs:
-        """The programs of the draft model after a step of this shape: with drafts, and without but for verify steps."""
-        weights, _, last_tokens, packed = abstract_inputs(self.state, self.spec, self.config, shape)
-        of_requests = jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)
+        return lowerings(self.state, self.spec, self.config, more=more)
+
+
+def target_outputs(kind: DraftKind, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:
+    """What a draft model of a kind reads of the target; None: nothing."""
+    if not kind.reads_target:
+        return None
+    return TargetOutputs(weights=list(weights), hidden=out.hidden, streams=out.streams)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPrograms:
+    """What the programs of a draft model are lowered from; `state` has shapes for arrays."""
+
+    kind: DraftKind
+    spec: DraftSpec
+    state: nnx.State[Any, Any]
+    pool: KVPoolSpec
+
+    def jobs(
+        self, target: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
+    ) -> Jobs:
+        """The programs after a step of this shape: with drafts, and without but for verify steps. `target`, `spec`,
+        `config`: as for `lowerings`; `out` has the shapes of the step's outputs."""
+        weights, _, last_tokens, packed = abstract_inputs(target, spec, config, shape)
+        leaves, tree = jax.tree.flatten(self.state)
         is_verify = shape.mode is ForwardMode.TARGET_VERIFY
         arguments = (
-            jax.tree.map(shape_of, self._draft_weights),
-            self._target_outputs(jax.tree.leaves(weights), out),
-            self._draft_pool_spec.abstract,
+            leaves,
+            target_outputs(self.kind, jax.tree.leaves(weights), out),
+            self.pool.abstract,
             out.tokens,
             last_tokens,
             packed,
             jax.ShapeDtypeStruct((shape.num_requests + 1,), jnp.int32),
-            *([of_requests] if is_verify else []),
+            *([jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)] if is_verify else []),
         )
         jobs: Jobs = {}
-        for drafts_ahead in (True,) if is_verify else (False, True):
-            num_drafts = self._num_drafts_after(shape, drafts_ahead=drafts_ahead)
-            program = functools.partial(
-                self._draft_kind.program, spec=self._draft_spec, shape=shape, num_drafts=num_drafts
-            )
-            run = jax.jit(flatten_weights(program, self._draft_tree), donate_argnums=(2,))
+        for num_drafts in (spec.num_drafts,) if is_verify else (0, spec.num_drafts):
+            program = functools.partial(self.kind.program, spec=self.spec, shape=shape, num_drafts=num_drafts)
+            run = jax.jit(flatten_weights(program, tree), donate_argnums=(2,))
             jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
         return jobs

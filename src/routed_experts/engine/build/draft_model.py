@@ -25,6 +25,7 @@ from routed_experts.models.drafts.eagle3_head import Eagle3Config
 from routed_experts.models.drafts.interface import DraftModel
 from routed_experts.models.drafts.predictor import Predictor
 from routed_experts.models.drafts.vocabularies import check_vocabularies
+from routed_experts.models.loading.model_source import draft_folder_path
 from routed_experts.models.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def find_draft_model(
         raise ConfigError("not with speculation by a draft model: the decoder is not one of this package")
     if speculative.draft_model_path is None:
         return _find_predictor(speculative, source, config)
-    folder = DraftFolder.open(speculative.draft_model_path, config, layers=speculative.eagle_layers)
+    path = draft_folder_path(speculative.draft_model_path)
+    folder = DraftFolder.open(path, config, layers=speculative.eagle_layers)
     config_of_head = folder.config
     expected = "EAGLE3" if isinstance(config_of_head, Eagle3Config) else "EAGLE"
     if speculative.algorithm.upper() != expected:

@@ -29,6 +29,16 @@ def demo_model_path() -> Path:
     return Path(str(files("routed_experts") / "demo_model"))
 
 
+def demo_head_path() -> Path:
+    """The EAGLE-3 head of the demo model, in the package."""
+    return demo_model_path() / "draft_head"
+
+
+def draft_folder_path(path: str) -> Path:
+    """The folder of a draft head: a path, or `demo`, the head of the demo model."""
+    return demo_head_path() if path == DEMO and not Path(path).is_dir() else Path(path)
+
+
 def local_folder(model: str) -> Path | None:
     """The folder of a model on this machine; None for the id of a repository. Raises CheckpointError for neither."""
     folder = Path(model)

@@ -1,0 +1,83 @@
+"""The EAGLE-3 head of the demo model: it fits the package, drafts well, and changes no answer; its training learns."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import routed_experts
+from routed_experts import Engine, SpeculativeConfig
+from routed_experts.models.loading.model_source import demo_head_path
+
+ROOT = Path(routed_experts.__file__).parents[2]
+PROMPTS = [
+    "Once upon a time there was a small fox who lived in a forest.",
+    "def first(iterable):",
+    "Mr. Speaker, the state of the Union",
+    "The river was wide, and the old man",
+]
+
+
+def test_the_head_takes_at_most_a_megabyte():
+    files = sorted(file.name for file in demo_head_path().iterdir())
+    assert files == ["config.json", "model.safetensors"]
+    assert sum(file.stat().st_size for file in demo_head_path().iterdir()) <= 1 << 20
+
+
+@pytest.mark.parametrize(("temperature", "floor"), [(0.0, FLOORS[0]), (1.0, FLOORS[1])])
+def test_the_head_drafts_well_and_changes_no_answer(temperature, floor):
+    config = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="demo", num_steps=3, adaptive=False)
+    sampling = {"temperature": temperature, "seed": 5, "max_new_tokens": 64, "ignore_eos": True}
+    sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(64,))
+    with Engine("demo", **sizes, deterministic=True, enable_return_routed_experts=True, speculative=config) as engine:
+        answers = [
+            engine.generate(
+                PROMPTS, {**sampling, "speculative": wanted}, return_routed_experts=True, return_logprob=True
+            )
+            for wanted in (False, True)
+        ]
+        counts = engine.stats().speculative.requests
+    plain, drafted = (
+        [
+            (out["output_ids"], out["meta_info"]["output_token_logprobs"], out["meta_info"]["routed_experts"])
+            for out in outs
+        ]
+        for outs in answers
+    )
+    assert plain == drafted
+    assert counts.accept_length >= floor
+
+
+def test_training_lowers_the_loss_of_every_place():
+    """A few steps on little text, in a process of its own: the scripts are no package."""
+    code = """
+import dataclasses, sys
+import jax.numpy as jnp, numpy as np
+from flax import nnx
+import demo_head_trainer as trainer
+from routed_experts.models.drafts.eagle3_head import Eagle3Head
+from routed_experts.models.loading.model_source import demo_model_path
+from routed_experts.models.model_folder import ModelFolder
+target = ModelFolder.open(demo_model_path()).load(jnp.dtype("float32"))
+tokens = np.random.default_rng(0).integers(0, 2000, (8, 24)).astype(np.int32)
+head = Eagle3Head(trainer.head_config(), rngs=nnx.Rngs(0), dtype=jnp.float32)
+curves = [trainer.train(head, target, tokens, trainer.Plan(steps=steps, rows=4, length=24))[-1] for steps in (1, 40)]
+assert all(late < early for early, late in zip(curves[0][1], curves[1][1], strict=True)), curves
+"""
+    paths = [str(ROOT / "scripts"), str(ROOT / "src")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_another_folder_named_demo_wins(tmp_path, monkeypatch):
+    from routed_experts.models.loading.model_source import draft_folder_path
+
+    monkeypatch.chdir(tmp_path)
+    assert draft_folder_path("demo") == demo_head_path()
+    (tmp_path / "demo").mkdir()
+    assert draft_folder_path("demo") == Path("demo")
