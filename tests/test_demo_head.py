@@ -26,7 +26,7 @@ def test_the_head_takes_at_most_a_megabyte():
     assert sum(file.stat().st_size for file in demo_head_path().iterdir()) <= 1 << 20
 
 
-@pytest.mark.parametrize(("temperature", "floor"), [(0.0, FLOORS[0]), (1.0, FLOORS[1])])
+@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 2.0), (1.0, 1.5)])
 def test_the_head_drafts_well_and_changes_no_answer(temperature, floor):
     config = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="demo", num_steps=3, adaptive=False)
     sampling = {"temperature": temperature, "seed": 5, "max_new_tokens": 64, "ignore_eos": True}
