@@ -84,7 +84,7 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--speculative-algorithm EAGLE", "choose NGRAM"),
+        ("--speculative-algorithm EAGLE", "no layers that predict further tokens"),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 64", "in 2..32"),
         ("--speculative-num-steps 3", "without speculative_algorithm"),
     ],

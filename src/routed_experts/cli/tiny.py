@@ -22,7 +22,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         raise ConfigError(f"{folder} exists and is not an empty folder; name another")
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:  # no file has its name before all are written
-        for file in demo_model_path().iterdir():
+        for file in filter(Path.is_file, demo_model_path().iterdir()):  # without the folder of the draft head
             shutil.copyfile(file, stack.enter_context(atomic_write(folder / file.name)))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"wrote {folder}: {', '.join(sorted(file.name for file in folder.iterdir()))} ({size / 1e6:.1f} MB)")
