@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from routed_experts import Engine
+from routed_experts import Engine, SpeculativeConfig
 from routed_experts.layers.attention import causal_attention
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
@@ -50,6 +50,17 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPPED), "use_aux_hidden_state": True},
 }
+PROMPTS = [
+    "Once upon a time there was a small fox who lived in a forest.",
+    "def first(iterable):",
+    "Mr. Speaker, the state of the Union",
+    "The river was wide, and the old man",
+]
+REPORTED: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_k": 40},
+    {"temperature": 1.0},
+)
 KERNELS = Kernels(moe=MOE_BACKENDS["grouped"])
 
 
@@ -229,13 +240,33 @@ def head_config() -> Eagle3Config:
     return dataclasses.replace(config, tapped_layers=TAPPED, own_head=False)
 
 
+def report() -> None:
+    """Print what the head in the package accepts, by sampling."""
+    speculative = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="demo", num_steps=3, adaptive=False)
+    sizes: dict[str, Any] = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (64,)}
+    with Engine("demo", **sizes, deterministic=True, speculative=speculative) as engine:
+        for sampling in REPORTED:
+            outs = engine.generate(PROMPTS, {**sampling, "seed": 5, "max_new_tokens": 64, "ignore_eos": True})
+            metas = [cast("dict[str, Any]", out["meta_info"]) for out in cast("list[dict[str, object]]", outs)]
+            steps, proposed, accepted = (
+                sum(meta[name] for meta in metas)
+                for name in ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+            )
+            print(
+                f"{sampling}: {(accepted + steps) / steps:.2f} tokens a verify step, {accepted / proposed:.2f} accepted"
+            )
+
+
 def main() -> None:
-    """Write text, train, save."""
+    """Write text, train, save, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=demo_head_path(), help="folder to write")
     parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--seeds", type=int, default=1, help="texts for each first token")
+    parser.add_argument("--report", action="store_true", help="report on the head in the package, and train none")
     options = parser.parse_args()
+    if options.report:
+        return report()
     began, plan = time.perf_counter(), Plan(steps=options.steps)
     tokens = write_text(plan.length, seeds=options.seeds)
     print(f"{tokens.size:,} tokens written in {time.perf_counter() - began:.0f} s", flush=True)

@@ -34,9 +34,9 @@ def test_the_head_drafts_well_and_changes_no_answer(temperature, floor):
     with Engine("demo", **sizes, deterministic=True, enable_return_routed_experts=True, speculative=config) as engine:
         answers = [
             engine.generate(
-                PROMPTS, {**sampling, "speculative": wanted}, return_routed_experts=True, return_logprob=True
+                PROMPTS, {**sampling, "speculative": drafts}, return_routed_experts=True, return_logprob=True
             )
-            for wanted in (False, True)
+            for drafts in (False, True)
         ]
         counts = engine.stats().speculative.requests
     plain, drafted = (

@@ -3,16 +3,15 @@ proposes for the tokens so far, and no answer changes."""
 
 import functools
 import itertools
-from collections import defaultdict
 
 import numpy as np
 import pytest
 
+from oracles.draft_offers import Offers, answers
 from oracles.eagle_heads import LAYERS, TorchHead, V, eagle3_case, eagle_case
 from oracles.predictors import PredictorOracle
 from routed_experts import Engine, SpeculativeConfig
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.speculation.model_drafter import ModelDrafter
 from support.family_folders import VOCAB_SIZE, write_family
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
@@ -20,20 +19,6 @@ EXACT = dict(deterministic=True, enable_return_routed_experts=True)
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe", "Qwen3Next", "Qwen3_5Moe")
 NUM_DRAFTS = 3
 STOPS = list(range(0, VOCAB_SIZE, 7))
-
-
-class Offers:
-    """What draft models have proposed: by request, (tokens known, drafts, probabilities)."""
-
-    def __init__(self, monkeypatch):
-        self.by_request = defaultdict(list)
-        offer = ModelDrafter.offer
-
-        def noted(drafter, key, length, tokens, probabilities):
-            self.by_request[key].append((length, tokens.tolist(), probabilities.tolist()))
-            offer(drafter, key, length, tokens, probabilities)
-
-        monkeypatch.setattr(ModelDrafter, "offer", noted)
 
 
 @pytest.fixture
@@ -44,22 +29,6 @@ def offers(monkeypatch):
 def prompts_of(vocab, lengths=(5, 17, 9, 30)):
     rng = np.random.default_rng(1)
     return [rng.integers(0, vocab, length).tolist() for length in lengths]
-
-
-def answers(engine, prompts, temperature=0.0, *, new=16, n=1, **sampling):
-    sampling = {"temperature": temperature, "seed": 3, "ignore_eos": True, "max_new_tokens": new, "n": n} | sampling
-    outs = engine.generate(
-        input_ids=prompts,
-        sampling_params=sampling,
-        return_logprob=True,
-        return_routed_experts=True,
-        rid="call",
-    )
-    metas = [out["meta_info"] for out in outs]
-    return [
-        (out["output_ids"], meta["output_token_logprobs"], meta["routed_experts"])
-        for out, meta in zip(outs, metas, strict=True)
-    ], metas
 
 
 @functools.cache

@@ -3,16 +3,15 @@ those of an independent run, they are accepted as often as the formula says, and
 
 import functools
 import json
-from collections import defaultdict
 
 import numpy as np
 import pytest
 
+from oracles.draft_offers import Offers, answers
 from routed_experts import Engine, SpeculativeConfig
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE
 from routed_experts.models.drafts.vocabularies import check_vocabularies
-from routed_experts.speculation.model_drafter import ModelDrafter
 from support.family_folders import write_family
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
@@ -55,21 +54,6 @@ DENSE = dict(
 )
 
 
-class Offers:
-    """What the draft model has proposed: by request, (tokens known, drafts up to the first that is missing)."""
-
-    def __init__(self, monkeypatch):
-        self.by_request = defaultdict(list)
-        offer = ModelDrafter.offer
-
-        def noted(drafter, key, length, tokens, probabilities):
-            drafts = tokens.tolist()
-            self.by_request[key].append((length, drafts[: drafts.index(-1)] if -1 in drafts else drafts))
-            offer(drafter, key, length, tokens, probabilities)
-
-        monkeypatch.setattr(ModelDrafter, "offer", noted)
-
-
 @pytest.fixture
 def offers(monkeypatch):
     return Offers(monkeypatch)
@@ -83,22 +67,6 @@ def prompts_of(vocab, lengths=(5, 17, 9, 30)):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, vocab, length).tolist() for length in lengths]
     return [*prompts, [*prompts[-1][:20], 1, 2]]  # the last has a common prefix with the one before
-
-
-def answers(engine, prompts, **sampling):
-    sampling = {"seed": 3, "ignore_eos": True, "max_new_tokens": NEW} | sampling
-    outs = engine.generate(
-        input_ids=prompts,
-        sampling_params=sampling,
-        return_logprob=True,
-        return_routed_experts=True,
-        rid="call",
-    )
-    metas = [out["meta_info"] for out in outs]
-    return [
-        (out["output_ids"], meta["output_token_logprobs"], meta["routed_experts"])
-        for out, meta in zip(outs, metas, strict=True)
-    ], metas
 
 
 def write_target(folder, *, seed=0, **changed):
@@ -137,7 +105,7 @@ def target(tmp_path_factory):
 def plain(target):
     """The answers of an engine without drafts, one list for each of SAMPLINGS."""
     with Engine(str(target), **SIZES, **EXACT) as engine:
-        return [answers(engine, prompts_of(V), **sampling)[0] for sampling in SAMPLINGS]
+        return [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
 
 
 SCHEDULES = {
@@ -152,7 +120,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
     with Engine(str(target), **SIZES, **EXACT, **SCHEDULES[schedule], speculative=standalone(target)) as engine:
-        found = [answers(engine, prompts_of(V), **sampling) for sampling in SAMPLINGS]
+        found = [answers(engine, prompts_of(V), new=NEW, **sampling) for sampling in SAMPLINGS]
         assert engine.compiles.serving == 0
         assert not engine.check_integrity()
         scheduler = engine.components.core.scheduler
@@ -172,11 +140,11 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
     """A policy that drafts in three of seven steps: in the others the draft model is fed, too."""
     prompts = [prompt[:20] for prompt in prompts_of(V, (20, 22, 25, 30))]
     with Engine(str(target), **SIZES, **EXACT) as engine:
-        expected, _ = answers(engine, prompts, temperature=0.0, max_new_tokens=CONTEXT - 20)
+        expected, _ = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
     with Engine(str(target), **SIZES, **EXACT, speculative=standalone(target)) as engine:
         policy = engine.components.core.speculation.policy
         policy.should_try = lambda step: step % 7 in (3, 4, 5)
-        found, metas = answers(engine, prompts, temperature=0.0, max_new_tokens=CONTEXT - 20)
+        found, metas = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
     assert found == expected
     assert all(meta["spec_accept_rate"] == 1.0 and meta["spec_verify_ct"] > 3 for meta in metas)
 
@@ -207,18 +175,18 @@ def test_a_dense_model_drafts_what_transformers_says_and_changes_no_answer(targe
     model = write_dense(tmp_path / "draft")
     speculative = standalone(tmp_path / "draft", num_steps=NUM_DRAFTS)
     with Engine(str(target), **SIZES, **EXACT, chunked_prefill_size=8, speculative=speculative) as engine:
-        found = [answers(engine, prompts_of(V), **sampling)[0] for sampling in SAMPLINGS[:1]]
+        found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[:1]]
         checked, shortened, past = 0, 0, 0
         for index, prompt in enumerate(prompts_of(V)):
             sequence, length = [*prompt, *found[0][index][0]], len(prompt) + NEW
-            for known, drafts in offers.by_request[f"call-{index}"]:
+            for known, drafts, _ in offers.by_request[f"call-{index}"]:
                 expected = transformers_drafts(model, sequence[:known])
                 has_pages = known + NUM_DRAFTS <= length
                 assert drafts == (expected if has_pages else expected[: len(drafts)]), (index, known)
                 checked, past = checked + 1, past + (not expected)
                 shortened += 0 < len(expected) < NUM_DRAFTS
         assert checked > 40 and shortened and past, "some drafts end with the context of the draft model"
-        found += [answers(engine, prompts_of(V), **sampling)[0] for sampling in SAMPLINGS[1:]]
+        found += [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[1:]]
         assert engine.stats().speculative.requests.accepted > 0
         assert [line for line in engine.components.plan.lines() if line.startswith("draft model")]
         demand = engine.components.plan.draft
@@ -232,7 +200,7 @@ def test_a_model_with_experts_and_other_attention_drafts_and_records_nothing(tar
     ids that the draft model has no embedding for."""
     folder = write_family(tmp_path, "gpt-oss", vocab_size=57)
     with Engine(str(target), **SIZES, **EXACT, speculative=standalone(folder)) as engine:
-        found = [answers(engine, prompts_of(V), **sampling)[0] for sampling in SAMPLINGS]
+        found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
         totals = engine.stats().speculative.requests
     assert found == plain
     assert totals.proposed > totals.accepted > 0
@@ -266,7 +234,7 @@ def test_drafts_with_common_noise_are_accepted_as_often_as_the_formula_says(offe
         with torch.no_grad():
             ids = torch.tensor([sequence])
             p, q = (torch.softmax(one(ids).logits[0].double(), -1).numpy() for one in (model, draft))
-        made = {known: drafts for known, drafts in offers.by_request[f"call-{index}"] if drafts}
+        made = {known: drafts for known, drafts, _ in offers.by_request[f"call-{index}"] if drafts}
         at = [known for known in sorted(made) if known < len(sequence)]
         rows = np.array(at) - 1
         expected += coupled_acceptance(p[rows], q[rows]).tolist()

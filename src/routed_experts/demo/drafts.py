@@ -46,7 +46,7 @@ def answer_with_drafts(model: Path, dtype: str) -> list[DraftedAnswer]:
         assert engine.tokenizer is not None, "the demo model has a tokenizer"
         for index, (title, prompt) in enumerate(PROMPTS):
             ids = encode_prompt(engine.tokenizer, prompt, chat=index == len(PROMPTS) - 1)
-            plain, drafted = (_answer(engine, ids, speculative=wanted) for wanted in (False, True))
+            plain, drafted = (_answer(engine, ids, speculative=drafts) for drafts in (False, True))
             meta = drafted["meta_info"]
             found.append(
                 DraftedAnswer(

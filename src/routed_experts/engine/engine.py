@@ -1,7 +1,10 @@
 """Engine: the Python entrance. Text or token ids in, text and routed experts out.
 
 with Engine("path/to/model", enable_return_routed_experts=True) as engine:
-    out = engine.generate("Once upon a time", return_routed_experts=True)"""
+    out = engine.generate("Once upon a time", return_routed_experts=True)
+
+The module is long because each keyword is written out where it is taken: of the engine, of `generate`, of
+`async_generate`. What the methods do is in engine/control/ and engine/requests/."""
 
 import dataclasses
 import os

@@ -145,10 +145,10 @@ def forward(
         scored = hidden[: spec.sampled_rows(shape)] if is_verify else batch.of_last_tokens(hidden)
         block = shape.num_requests if is_verify and spec.batch_invariant else scored.shape[0]
         logits = map_blocks(functools.partial(model.logits, product=spec.kernels.lm_head), block, scored)
-    kept = None
+    recurrent_inputs = None
     if isinstance(pool, HybridPool):
-        pool, kept = dataclasses.replace(pool, inputs=None), pool.inputs
-    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams, kept)
+        pool, recurrent_inputs = dataclasses.replace(pool, inputs=None), pool.inputs
+    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams, recurrent_inputs)
 
 
 def score_prompt(

@@ -135,8 +135,9 @@ def gumbel_noise(
     keys = batch.seed[:, 0], batch.seed[:, 1]
     for data in (batch.choice, batch.position):
         keys = _threefry(keys, jnp.uint32(0), data.astype(jnp.uint32))
+    rows = keys[0][:, None], keys[1][:, None]
     ids = jnp.arange(vocab_size, dtype=jnp.uint32) if token_ids is None else token_ids.astype(jnp.uint32)
-    high, low = _threefry((keys[0][:, None], keys[1][:, None]), jnp.uint32(0), ids)
+    high, low = _threefry(rows, jnp.uint32(0), ids)
     bits = (high ^ low).astype(jnp.float32)
     # (0, 1), open at both ends: 2^-33 .. 1 - 2^-24
     uniform = jnp.minimum((bits + jnp.float32(0.5)) * jnp.float32(2.0**-32), jnp.float32(1 - 2.0**-24))

@@ -109,10 +109,10 @@ class ContextIndex:
         is_same = tags[:column] == tags[column]
         if not is_same.any():
             return self._sorted.occurrences(query, match, most)
-        found = is_same.nonzero()[0][-most:] + self._num_sorted
-        if match.stop == 0 or found.size == most:
-            return found
-        return np.concatenate([self._sorted.occurrences(query, match, most - found.size), found])
+        positions = is_same.nonzero()[0][-most:] + self._num_sorted
+        if match.stop == 0 or positions.size == most:
+            return positions
+        return np.concatenate([self._sorted.occurrences(query, match, most - positions.size), positions])
 
     def tokens_from(self, start: int, most: int) -> Int32[np.ndarray, " m"]:
         """Return a copy of at most `most` tokens from position `start` on."""
@@ -129,5 +129,5 @@ class ContextIndex:
     def _find_in_tail(self, row: int, column: int) -> int:
         """Return the latest position in the unsorted part with the query's tag of this row, or -1."""
         tags = self._tail[row]
-        found = (tags[:column] == tags[column]).tobytes().rfind(1)
-        return found + self._num_sorted if found >= 0 else -1
+        last = (tags[:column] == tags[column]).tobytes().rfind(1)
+        return last + self._num_sorted if last >= 0 else -1

@@ -91,11 +91,11 @@ class SortedContexts:
         if self._keys.size == 0:
             return NO_MATCH
         stops = self._keys.searchsorted(query.tags | contexts.position_mask, "right")
-        found = self._keys[stops - 1]
-        row = ((found & contexts.tag_mask) == query.tags).tobytes().rfind(1)  # of the longest; -1: none
+        keys = self._keys[stops - 1]
+        row = ((keys & contexts.tag_mask) == query.tags).tobytes().rfind(1)  # of the longest; -1: none
         if row < 0:
             return NO_MATCH
-        position = int(found[row] & contexts.position_mask)
+        position = int(keys[row] & contexts.position_mask)
         length = common_length(contexts, self.padded, position, query)
         if length < contexts.min_window + row:  # two contexts share a tag
             return scan(contexts, self.padded, self._positions, query)

@@ -366,7 +366,7 @@ def _create_speculation(
     limits = DraftLimits(num_drafts=speculative.num_drafts, vocab_size=vocab_size)
     costs = measure_costs(new_core, buckets, limits, request=request, total=total)
     policy = DraftPolicy(costs, adaptive=speculative.adaptive)
-    sharing = Sharing(handed_in=speculative.shares_answers, remembers=speculative.remember)
+    sharing = Sharing(shares_answers=speculative.shares_answers, remembers_answers=speculative.remember)
     return Speculation(_create_drafter(speculative), policy, limits, costs=costs, sharing=sharing)
 
 

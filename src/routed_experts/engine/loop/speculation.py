@@ -65,11 +65,11 @@ class DraftLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What drafts may hold of other requests: answers that were `handed_in`, and whether those of ended requests are
-    remembered, too."""
+    """What drafts may hold of other requests. `shares_answers`: remembered answers of the same namespace;
+    `remembers_answers`: those of ended requests are remembered."""
 
-    handed_in: bool = False
-    remembers: bool = False
+    shares_answers: bool = False
+    remembers_answers: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +102,12 @@ class Speculation:
     @property
     def shares_answers(self) -> bool:
         """Whether drafts may hold answers that `remember` was given."""
-        return self._sharing.handed_in
+        return self._sharing.shares_answers
+
+    @property
+    def _model_drafter(self) -> ModelDrafter | None:
+        """The drafter of an engine with a draft model."""
+        return self._drafter if isinstance(self._drafter, ModelDrafter) else None
 
     @property
     def is_off(self) -> bool:
@@ -118,12 +123,12 @@ class Speculation:
 
     def wants_model_drafts(self, running: Sequence[Req], step: int) -> bool:
         """Whether a draft model is to draft after the step that is dispatched next, as the one after it may verify."""
-        return isinstance(self._drafter, ModelDrafter) and self.policy.should_try(step)
+        return self._model_drafter is not None and self.policy.should_try(step)
 
     def propose(self, running: Sequence[Req]) -> dict[str, Int32[np.ndarray, " k"]]:
         """The drafts that the next step verifies, by request id; no step is in flight."""
-        drafter = self._drafter
-        if isinstance(drafter, ModelDrafter) and not any(drafter.is_ready(req.rid, req.num_known) for req in running):
+        model = self._model_drafter
+        if model is not None and not any(model.is_ready(req.rid, req.num_known) for req in running):
             return {}  # the last steps rested; the draft model is asked after this one
         self._unverified.clear()
         start, is_probe = time.perf_counter(), self.policy.is_probe
@@ -162,8 +167,9 @@ class Speculation:
         hears of text that has become predictable. The step in flight hides this work."""
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
-        is_model = isinstance(self._drafter, ModelDrafter)  # it drafts for steps that verify alone
-        if self.is_off or is_model or step % every or not self.policy.is_probe:
+        if self._model_drafter is not None:
+            return  # a draft model drafts for steps that verify alone
+        if self.is_off or step % every or not self.policy.is_probe:
             return
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
@@ -221,7 +227,8 @@ class Speculation:
 
     def _offer(self, batch: ModelWorkerBatch, drafts: Int32[np.ndarray, "B 2k"], advanced: Iterable[Req]) -> None:
         """Give the drafter what a draft model proposes after a step."""
-        if not isinstance(self._drafter, ModelDrafter):
+        model = self._model_drafter
+        if model is None:
             return
         rows = {slot: row for row, slot in enumerate(batch.request_slots[: batch.num_requests].tolist())}
         most = drafts.shape[1] // 2
@@ -229,7 +236,7 @@ class Speculation:
         for req in advanced:
             if req.state is ReqState.RUNNING:
                 row = rows[req.slot]
-                self._drafter.offer(req.rid, req.num_known, drafts[row, :most], probabilities[row])
+                model.offer(req.rid, req.num_known, drafts[row, :most], probabilities[row])
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
@@ -256,7 +263,7 @@ class Speculation:
 
     def close(self, req: Req) -> None:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
-        if self._sharing.remembers and req.num_output and _refusal(req) is None:
+        if self._sharing.remembers_answers and req.num_output and _refusal(req) is None:
             self.remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
         if self._indexed.pop(req.rid, None) is not None and self._drafter is not None:
             self._drafter.close(req.rid)

@@ -21,7 +21,7 @@ from routed_experts.models.base.interface import AttentionFn, SequenceOps, Token
 from routed_experts.models.decoder.family_config import AnyMixer, FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
-from routed_experts.models.decoder.layer_counts import LayerCounts
+from routed_experts.models.decoder.layer_counts import LayerCounts, Progression
 from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec, make_params, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
@@ -82,7 +82,7 @@ class FamilyDecoder(nnx.Module):
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
         it."""
         inputs = tokens, positions, valid, attend, cache, capture
-        hidden, cache, capture, _ = self._run(*inputs, kernels=kernels, routed=routed, remat=remat, tapped=())
+        hidden, cache, capture, _ = self.run_tapped(*inputs, kernels=kernels, tapped=(), routed=routed, remat=remat)
         return hidden, cache, capture
 
     def run_tapped(
@@ -96,26 +96,11 @@ class FamilyDecoder(nnx.Module):
         *,
         kernels: Kernels,
         tapped: tuple[int, ...],
+        routed: TokenRouting | None = None,
+        remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None, tuple[Float[Array, "N D"], ...]]:
         """The same, and the stream behind each of the layers `tapped`, in this order. A block that has such layers runs
         layer by layer."""
-        inputs = tokens, positions, valid, attend, cache, capture
-        return self._run(*inputs, kernels=kernels, routed=None, remat=False, tapped=tapped)
-
-    def _run(
-        self,
-        tokens: Int[Array, " N"],
-        positions: Int[Array, " N"],
-        valid: Bool[Array, " N"],
-        attend: AttentionFn | SequenceOps,
-        cache: Any,
-        capture: RoutedExpertsDeviceCache | None,
-        *,
-        kernels: Kernels,
-        routed: TokenRouting | None,
-        remat: bool,
-        tapped: tuple[int, ...],
-    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None, tuple[Float[Array, "N D"], ...]]:
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
@@ -171,8 +156,8 @@ class FamilyDecoder(nnx.Module):
             moe = 0
             for index, layer in enumerate(block.pattern):
                 params = LayerParams(slices[index], arrays[index], repeat, step.kernels)
-                (first, stride), (first_moe, moe_stride) = cache_layers[index], moe_layers[index]
-                x, cache = add_mixer(config, layer, x, params, step, cache, first + repeat * stride)
+                first_moe, moe_stride = moe_layers[index]
+                x, cache = add_mixer(config, layer, x, params, step, cache, cache_layers[index])
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
@@ -219,12 +204,12 @@ def add_mixer(
     params: LayerParams,
     step: LayerContext,
     cache: Any,
-    cache_layer: Int[Array, ""],
+    cache_layers: Progression,
 ) -> tuple[Float[Array, "N D"], Any]:
-    """The first half of a layer: add the mixer's output to the stream. `cache_layer`: its number among the layers whose
-    rows have its shape."""
-    normed = apply_norm(config, x, "input_norm", params)
-    mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, cache_layer)
+    """The first half of a layer: add the mixer's output to the stream. `cache_layers`: the layer's number, by repeat,
+    among the layers whose rows have its shape."""
+    normed, (first, stride) = apply_norm(config, x, "input_norm", params), cache_layers
+    mixed, cache = run_mixer(config, layer.mixer, normed, params, step, cache, first + params.index * stride)
     return add_to_stream(config, x, _output(config, layer, mixed, x.dtype, "mixer_norm", params)), cache
 
 

@@ -101,7 +101,7 @@ class Predictor(nnx.Module):
             output = scale_logits(config, normed)
         else:
             replay = ReplayInputs(jnp.zeros((), jnp.int32), None) if isinstance(spec.layer.feed, Sparse) else None
-            x, cache = add_mixer(config, spec.layer, x, params, step, cache, params.index)
+            x, cache = add_mixer(config, spec.layer, x, params, step, cache, (0, 1))
             x, _ = add_feed(config, spec.layer, x, params, step, replay, None)
             output = final_norm(config, x, scale, None, kernels.rows)
         return output, x.astype(dtype) if spec.raw_out else output, cache
