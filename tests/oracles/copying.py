@@ -17,9 +17,16 @@ def longest_match(text, places, window):
     return best, [behind for length, (_, behind) in zip(lengths, places, strict=True) if length == best and best > 0]
 
 
-def own_places(text):
-    """Each earlier place of a sequence."""
-    return [(text[:end], text[end:]) for end in range(1, len(text))]
+def own_places(text, ahead=40):
+    """Each earlier place of a sequence, with `ahead` tokens: behind the end of the text, what follows the place is
+    repeated."""
+    places = []
+    for end in range(1, len(text)):
+        behind = text[end:]
+        while len(behind) < ahead:
+            behind = behind + behind
+        places.append((text[:end], behind[:ahead]))
+    return places
 
 
 def places_of(texts, window):

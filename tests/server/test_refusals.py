@@ -23,6 +23,7 @@ PATHS = sorted(
 )
 ADMIN_PATHS = {
     "/flush_cache",
+    "/remember_rollouts",
     "/abort_request",
     "/pause_generation",
     "/continue_generation",

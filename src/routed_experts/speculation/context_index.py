@@ -9,14 +9,12 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from routed_experts.speculation.sorted_contexts import (
-    MOST_DRAFTS,
     NO_TOKEN,
     ContextHash,
     Match,
     Query,
     SortedContexts,
     common_length,
-    continuations,
     scan,
 )
 
@@ -55,7 +53,7 @@ class ContextIndex:
         if size > self._hash.position_mask:
             most = int(self._hash.position_mask)
             raise ValueError(f"a sequence of {size} tokens is too long to index; at most {most} are")
-        if window + size + MOST_DRAFTS > self._buffer.size:
+        if window + size > self._buffer.size:
             grown = np.full(window + size + max(size // 2, MIN_TAIL), NO_TOKEN, np.int32)
             grown[: window + start] = self._buffer[: window + start]
             self._buffer = self._sorted.padded = grown
@@ -120,8 +118,11 @@ class ContextIndex:
         return self._buffer[window + start : window + min(start + most, self._size)].copy()
 
     def continuations(self, positions: Int64[np.ndarray, " m"], most: int) -> Int32[np.ndarray, "m k"]:
-        """Return the `most` tokens behind each position, NO_TOKEN behind the end."""
-        return continuations(self._hash, self._buffer, positions, most)
+        """Return the `most` tokens behind each position, none of which is the last. Behind the end of the sequence its
+        copy goes on: what follows the position is repeated, as in a text that loops."""
+        following = positions[:, None] + 1
+        steps = np.arange(most) % (self._size - following)
+        return self._buffer[self._hash.max_window + following + steps]
 
     def _sort(self, count: int) -> SortedContexts:
         return SortedContexts(self._hash, self._buffer, np.arange(count), keep_all=self._keep_all)

@@ -1,6 +1,7 @@
 """TextDrafter: drafts that are copied from text: the sequence itself, and where allowed what others have said.
 
-    NGRAM     the latest earlier occurrence of the longest repeated suffix is continued (prompt lookup)
+    NGRAM     the latest earlier occurrence of the longest repeated suffix is continued, behind the end of the
+              sequence by its own copy (prompt lookup)
     SUFFIX    the most frequent continuation of its latest 16 occurrences (SuffixDecoding, arXiv 2411.04975)
     others    an earlier answer or a prediction is followed from its start, and found again by its contexts
 
@@ -229,7 +230,8 @@ class TextDrafter:
         if match.length == 0:
             return NO_DRAFT
         if not rule.counts:
-            return latest_draft(index.tokens_from(match.end, most), match.length, DraftSource.CONTEXT)
+            tokens = index.continuations(np.array([match.end - 1]), most)[0]
+            return latest_draft(tokens, match.length, DraftSource.CONTEXT)
         most = min(most, int(rule.max_factor * match.length))
         if most < 1:
             return NO_DRAFT
