@@ -14,12 +14,20 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
-from routed_experts.execution.aot_programs import Jobs, RunnerConfig, abstract_inputs, flatten_weights, lowerings
+from routed_experts.execution.aot_programs import (
+    Jobs,
+    RunnerConfig,
+    abstract_inputs,
+    flatten_weights,
+    lowerings,
+    with_sharding,
+)
 from routed_experts.execution.draft_chain import DraftSpec, TargetOutputs, pack_draft_inputs
 from routed_experts.execution.draft_programs import PAIR_LAG, run_draft_model
-from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.forward_batch import BatchShape, pack
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.slot_state import SlotState, advance_program, locate_program
 from routed_experts.execution.standalone_programs import OWN_LAG, run_standalone
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
@@ -87,6 +95,8 @@ class DraftingRunner(ModelRunner):
             page_size=draft.pool.page_size,
             vocab_size=config.vocab_size,
         )
+        slots = SlotState.abstract(config.num_request_slots, spec.num_drafts)
+        self._slot_state: SlotState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), slots)
         super().__init__(state, spec, config, weight_version=weight_version)
 
     def allocate_pool(self) -> None:
@@ -122,7 +132,14 @@ class DraftingRunner(ModelRunner):
             inputs,
             *accepted,
         )
+        if shape.mode is ForwardMode.TARGET_VERIFY:
+            self._slot_state = self._programs["advance", shape](self._slot_state, packed, *accepted, proposed)
         return proposed
+
+    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+        if not batch.is_ahead:
+            return super()._pack(batch, shape)
+        return self._programs["locate", shape](pack(batch), self._slot_state)
 
     def _target_outputs(self, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:
         """What the draft model reads of the target; None: nothing."""
@@ -183,4 +200,18 @@ class DraftPrograms:
             program = functools.partial(self.kind.program, spec=self.spec, shape=shape, num_drafts=num_drafts)
             run = jax.jit(flatten_weights(program, tree), donate_argnums=(2,))
             jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
-        return jobs
+        return jobs | (_slot_jobs(spec, config, shape, at=leaves[0].sharding) if is_verify else {})
+
+
+def _slot_jobs(spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, *, at: Any) -> Jobs:
+    """The programs that keep a SlotState; `at`: the sharding that names the device."""
+    state = SlotState.abstract(config.num_request_slots, spec.num_drafts)
+    accepted = jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)
+    proposed = jax.ShapeDtypeStruct((shape.num_requests, 2 * spec.num_drafts), jnp.int32)
+    calls = {
+        "locate": (locate_program(shape), (shape.packed, state)),
+        "advance": (advance_program(shape), (state, shape.packed, accepted, proposed)),
+    }
+    return {
+        (name, shape): functools.partial(run.lower, *with_sharding(inputs, at)) for name, (run, inputs) in calls.items()
+    }

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch
 from routed_experts.layers.attention import PagedBatch
+from routed_experts.layers.logprobs import bitcast_int32
 from routed_experts.layers.sampling import SamplingBatch
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -136,9 +137,20 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
     return np.concatenate(parts, axis=None)
 
 
+def unpack_words(packed: Int[Array, " words"], shape: BatchShape) -> dict[str, Array]:
+    """Cut the packed array into its named arrays."""
+    return _cut(packed, shape.segments())
+
+
+def pack_words(parts: Mapping[str, Array]) -> Int32[Array, " words"]:
+    """The packed form of what `unpack_words` returns."""
+    words = [bitcast_int32(parts[name]) if name in _FLOATS else parts[name] for name in _ORDER]
+    return jnp.concatenate([part.ravel() for part in words])
+
+
 def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
     """Cut the packed array into the parts that layers need; static slices, no data movement that XLA does not fuse."""
-    parts = _cut(packed, shape.segments())
+    parts = unpack_words(packed, shape)
     valid: Bool[Array, " N"] = jnp.arange(shape.num_tokens) < parts["num_tokens"]
     paged = PagedBatch(
         positions=parts["positions"],

@@ -88,7 +88,8 @@ class ModelRunner:
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
         arguments (in the FULL form it goes before)."""
-        shape, packed = to_batch_shape(batch), pack(batch)
+        shape = to_batch_shape(batch)
+        packed = self._pack(batch, shape)
         if batch.sampling_mode is SamplingMode.FULL:  # two programs look at all of it
             packed = jax.device_put(packed, self._replicated)
         out = self._forward(batch, shape, packed)
@@ -135,6 +136,12 @@ class ModelRunner:
         counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
         counts.copy_to_host_async()
         return counts
+
+    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+        """The metadata of a step, on the host or on the device."""
+        del shape
+        assert not batch.is_ahead, "positions on the device are those of a draft model's runner"
+        return pack(batch)
 
     def _draft(
         self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
