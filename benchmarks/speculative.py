@@ -51,7 +51,8 @@ ENGINES = {
     "rollouts": ("rollouts",),
     "old rollouts": ("rollouts",),
     "device": ("device", "device, joined"),
-}  # beside "off", by load
+}  # beside "off", by load; of other loads:
+COPYING = ("ngram", "ngram, capture off")
 ALPHA, ORACLE_DRAFTS = 0.8, 3
 DRAFT_MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -249,7 +250,7 @@ class Runner:
 
 
 def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Runner]:
-    """The engines over one model."""
+    """The engines over one model that the loads need."""
     width = args.prompt + args.new + 1
     sizes = dict(
         precompile_bs_paddings=tuple(sorted({1, batch})),
@@ -264,17 +265,17 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
         server = ServerArgs(enable_return_routed_experts=capture, **sizes)
         return build_engine(server, model=model, speculative=speculative)
 
-    if args.loads == ["device"]:
-        return {"off": Runner(make(capture=True, drafts=0), width)} | device_engines(model, sizes)
-    engines = {
-        "off": Runner(make(capture=True, drafts=0), width),
-        "ngram": Runner(make(capture=True, drafts=args.drafts), width),
-    }
-    oracle = make(capture=True, drafts=ORACLE_DRAFTS)
-    engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
-    engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
-    engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
-    return engines | (device_engines(model, sizes) if "device" in args.loads else {})
+    needed = {name for load in args.loads for name in ENGINES.get(load, COPYING)}
+    engines = {"off": Runner(make(capture=True, drafts=0), width)}
+    if "ngram" in needed:
+        engines["ngram"] = Runner(make(capture=True, drafts=args.drafts), width)
+        engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
+    if "oracle" in needed:
+        oracle = make(capture=True, drafts=ORACLE_DRAFTS)
+        engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
+    if "rollouts" in needed:
+        engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
+    return engines | (device_engines(model, sizes) if "device" in needed else {})
 
 
 def write_draft_model(folder: Path, vocabulary: int) -> None:
@@ -313,7 +314,7 @@ def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
 def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, load: str) -> list[dict[str, object]]:
     """One row for each engine beside "off"."""
     vocabulary = engines["off"].core.runner.config.vocab_size
-    names = ["off", *ENGINES.get(load, ("ngram", "ngram, capture off"))]
+    names = ["off", *ENGINES.get(load, COPYING)]
     noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
     before = {name: counts_of(engines[name]) for name in names}
     for turn in range(-1, args.rounds):
