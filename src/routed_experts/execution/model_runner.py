@@ -109,7 +109,7 @@ class ModelRunner:
         if out.recurrent_inputs is not None:
             commit = self._programs["commit", shape]
             self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
-        proposed = self._draft(batch, shape, packed, out, accepted)
+        proposed = self._draft(batch, shape, packed, out, full, accepted)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)
@@ -144,10 +144,17 @@ class ModelRunner:
         return pack(batch)
 
     def _draft(
-        self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
+        self,
+        batch: ModelWorkerBatch,
+        shape: BatchShape,
+        packed: Any,
+        out: ForwardOut,
+        full: PenaltyInputs | None,
+        accepted: Sequence[Array],
     ) -> Int32[Array, "B 2k"] | None:
-        """Draft the tokens of the next step; None: no model drafts. `accepted`: of each request, in a verify step."""
-        del batch, shape, packed, out, accepted
+        """Draft the tokens of the next step; None: no model drafts. `full`: of a step in the FULL mode; `accepted`: of
+        each request, in a verify step."""
+        del batch, shape, packed, out, full, accepted
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """Return the lowerings that `compile` compiles."""
