@@ -135,10 +135,10 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, num_drafts: Mapping[str, int]) -> ModelWorkerBatch | None:
-        """Build the batch of a verify step that follows another one in flight; `num_drafts` by request id, of
-        those that the device has. A request that the step in flight may bring to its end is left out. None where the
-        next step needs what the host does not know: a request is not in the last verify step, waits to be admitted,
-        or may not stop yet, or pages are short."""
+        """Build the batch of a verify step that follows another one in flight. `num_drafts`: by request id, of those
+        that are on the device. A request that the step in flight may bring to its end is left out. None where the host
+        has to read first: a request was not in the last verify step, waits to be admitted, or has its stop tokens
+        banned; pages are short; or there is no draft."""
         limit = self._args.running_limit
         if not self._in_flight or (self.waiting and len(self.running) < limit):
             return None
