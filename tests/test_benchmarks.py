@@ -24,6 +24,7 @@ SMALLEST = {
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
+    "soak": ["--small"],
     "speculative": ["--small", "--loads", "copy and edit", "old rollouts", "device"],
     "step": ["--small"],
 }
