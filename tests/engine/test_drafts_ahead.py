@@ -6,12 +6,14 @@ The draft model is the target with noise on its head: it is right often, and sel
 import numpy as np
 import pytest
 
+from oracles.drafters import EveryDraft
 from oracles.driver import request
 from routed_experts import SpeculativeConfig
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import PauseMode
+from routed_experts.speculation.drafter import Draft
 
 V, CONTEXT, NUM_DRAFTS = 60, 96, 3
 SAMPLING = (
@@ -185,6 +187,50 @@ def test_arrivals_join_for_a_step_and_change_nothing(core, plain, monkeypatch, e
     run = Run(core)
     assert run.play(monkeypatch, every=every) == plain
     assert run.ahead
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_counts_of_requests_add_up_to_those_of_the_engine_and_nothing_of_them_is_left(core, monkeypatch, every):
+    speculation, totals = core.speculation, core.speculation.totals
+    before = totals.requests
+    run = Run(core)
+    run.play(monkeypatch, every=every)
+    assert run.ahead
+    for name in ("verify_steps", "proposed", "accepted", "emitted"):
+        counted = getattr(totals.requests, name) - getattr(before, name)
+        assert counted == sum(getattr(out.speculative, name) for out in run.outs.values()), name
+    assert totals.proposed_by == {"model": totals.requests.proposed}
+    assert totals.accepted_by == {"model": totals.requests.accepted}
+    assert not any(speculation._drafter.last_offer(rid)[1].tokens.size for rid in run.outs)
+
+
+class OnlyTheFirst(EveryDraft):
+    """A policy: the first request alone has drafts."""
+
+    def choose(self, survivals, num_requests):
+        return [survival.size if index == 0 else 0 for index, survival in enumerate(survivals)]
+
+
+def test_a_request_that_has_no_drafts_in_steps_ahead_is_tried_again_in_time(core, monkeypatch):
+    """What was observed of its drafts fades, as in joined steps."""
+    speculation, run = core.speculation, Run(core)
+    monkeypatch.setattr(speculation, "policy", OnlyTheFirst())
+    rests = request("rests", [1, 2, 3], 60)
+    core.add([request("drafts", [4, 5, 6], 60), rests])
+    claim = Draft(np.zeros(1, np.int32), np.array([0.9]))
+    while not run.ahead:
+        run.step(monkeypatch)
+    for _ in range(30):
+        speculation._estimates.survival("rests", claim)
+        speculation._estimates.observe("rests", 1, 0)
+    before = speculation._estimates._requests["rests"].ratio(0)
+    first = rests.num_known
+    while rests.num_known < first + 12:
+        run.step(monkeypatch)
+    assert len(run.ahead) > 10
+    assert speculation._estimates._requests["rests"].ratio(0) > before
+    while not core.is_idle:
+        run.step(monkeypatch)
 
 
 def retract_one(run, tick):

@@ -32,7 +32,7 @@ class OracleDrafter:
         self.known[key] = np.concatenate([self.known[key], tokens])
 
     def close(self, key):
-        del self.known[key]
+        self.known.pop(key, None)
 
     def remember(self, prompt, output, sample):
         pass

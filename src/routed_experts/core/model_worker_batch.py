@@ -86,7 +86,7 @@ class ModelWorkerBatch:
     `drafts_ahead`: the next step is to have drafts; `next_tokens`: of rows that do not sample, the token of the prompt
     that follows their last one, -1 of the others. `is_ahead`: a verify step that was scheduled before the one
     before it had been read. Its positions and lengths count from where the request slots stand on the device, where its
-    tokens are, until the scheduler locates it."""
+    tokens are, and its KV slots mean nothing, until the scheduler locates it."""
 
     step: int
     mode: ForwardMode

@@ -233,18 +233,20 @@ class Speculation:
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
         for row, accepted in enumerate(accepted_drafts.tolist()):
             proposed, req = starts[row + 1] - starts[row] - 1, by_slot.get(slots[row])
-            if proposed == 0 or req is None:
+            if req is None:
                 continue
-            emitted = req.num_known - 1 - int(batch.positions[starts[row]])
-            num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
-            if model is not None and batch.is_ahead:  # verified before the host knew them
+            if model is not None and batch.is_ahead:  # drafted before the host knew it
                 self._estimates.survival(req.rid, model.last_offer(req.rid)[1])
+            emitted = req.num_known - 1 - int(batch.positions[starts[row]])
+            if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token
+                continue
+            num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
             self._estimates.observe(req.rid, proposed, accepted)
             self.totals.requests = self.totals.requests.add(
                 proposed=proposed, accepted=num_tokens, emitted=emitted, most=self._limits.num_drafts
             )
             self.totals.accepted_at.update(range(num_tokens))
-            source = self._sources.get(req.rid, DraftSource.CONTEXT)
+            source = self._sources.get(req.rid, DraftSource.CONTEXT) if model is None else DraftSource.MODEL
             self.totals.proposed_by[source.value] += proposed
             self.totals.accepted_by[source.value] += num_tokens
             if source is DraftSource.PREDICTION:
@@ -290,8 +292,9 @@ class Speculation:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
         if self._sharing.remembers_answers and req.num_output and _refusal(req) is None:
             self.remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
-        if self._indexed.pop(req.rid, None) is not None and self._drafter is not None:
-            self._drafter.close(req.rid)
+        self._indexed.pop(req.rid, None)
+        if self._drafter is not None:
+            self._drafter.close(req.rid)  # a draft model has drafted for requests that are not indexed, too
         self._unverified.pop(req.rid, None)
         self._estimates.forget(req.rid)
 
