@@ -153,13 +153,13 @@ class Scheduler:
                 most = 0 if req.num_pending else 1
             if most > 0:
                 ready.append((req, last, most))
-        if not ready:
+        if not ready or not all(self.pages.grow(req, last + 1) for req, last, _ in ready):
             return None
         spare, chunks = self._buckets.verify_capacity(len(ready)) - len(ready), list[ScheduledChunk]()
         for req, last, most in ready:
             count = 1 + min(num_drafts.get(req.rid, 0), most - 1, self._buckets.num_drafts, spare)
             if not self.pages.grow(req, last + count):
-                return None
+                count = 1
             self.pages.grow(req, min(last + count + self._buckets.lookahead, req.max_len))
             chunks.append(ScheduledChunk(req, 0, count, True))
             spare -= count - 1

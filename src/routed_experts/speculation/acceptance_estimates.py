@@ -94,7 +94,7 @@ class AcceptanceEstimates:
             return draft.survival
         return self._estimate(request, draft)[1]
 
-    def _estimate(self, request: "_RequestEstimates", draft: Draft) -> tuple[list[Claim], Float64[np.ndarray, " k"]]:
+    def _estimate(self, request: _RequestEstimates, draft: Draft) -> tuple[list[Claim], Float64[np.ndarray, " k"]]:
         """The claims of a draft, and its estimated survival."""
         claims, estimates = list[Claim](), list[float]()
         survival = before = 1.0

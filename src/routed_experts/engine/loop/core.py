@@ -226,7 +226,7 @@ class EngineCore:
         num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
         batch = self.scheduler.schedule_ahead(num_drafts) if num_drafts else None
         if batch is not None:
-            speculation.expect_result()
+            speculation.expect_result(running)
             self._invalidate_recycled_rows()
         return batch
 

@@ -159,9 +159,12 @@ class Speculation:
         self.totals.draft_s += time.perf_counter() - start
         return {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
 
-    def expect_result(self) -> None:
+    def expect_result(self, running: Sequence[Req]) -> None:
         """Take note that a step with the chosen drafts has been scheduled."""
         self._num_in_flight += 1
+        for req in running:
+            if (reason := _refusal(req)) is not None:
+                self.totals.skipped[reason] += 1
 
     def catch_up(self, running: Iterable[Req]) -> None:
         """Give the drafter the tokens that it does not have; called while a step runs."""
