@@ -129,8 +129,7 @@ class ProcessGroup:
             if self._error is not None or self._stopping:
                 return
             self._error = error
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
-        self._channel.try_send(Order(kind=OrderKind.FAIL, head={"error": text}))
+        self._tell_failure(error)
 
     def make_beat(self) -> Order:
         """The next sign of life. Channel's thread."""
@@ -183,6 +182,10 @@ class ProcessGroup:
 
     def _end_process(self, error: BaseException) -> None:
         raise AssertionError("of a leader or a follower")
+
+    def _tell_failure(self, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
+        self._channel.try_send(Order(kind=OrderKind.FAIL, head={"error": text}))
 
     def _exit_soon(self) -> None:
         threading.Event().wait(LAST_OUTPUTS_S)
@@ -292,7 +295,7 @@ class LeadingGroup(ProcessGroup):
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None, _EXPLAIN_S)
         if self._error is None:
-            self._channel.try_send(Order(kind=OrderKind.FAIL, head={"error": str(cause)[:_MAX_ERROR_CHARS]}))
+            self._tell_failure(cause)
             self._end(cause)
         assert self._error is not None
         return self._error
@@ -369,7 +372,7 @@ class LeadingGroup(ProcessGroup):
 
     def _end_process(self, error: BaseException) -> None:
         if isinstance(error, ProcessMismatchError):
-            self._channel.try_send(Order(kind=OrderKind.FAIL, head={"error": str(error)[:_MAX_ERROR_CHARS]}))
+            self._tell_failure(error)
         if self._on_lost is not None:
             self._on_lost(as_lost(error))
         threading.Thread(target=self._exit_soon, name="exit", daemon=True).start()
