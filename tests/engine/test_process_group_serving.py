@@ -20,7 +20,7 @@ ROWS = {"return_routed_experts": True}
 PLACED = "2x1 placed experts, drafts"
 MESHES = {
     # devices a process, engine: by width; whole experts, each bit; placed experts that move, with drafts
-    "2x1 by width": (1, {"enable_return_routed_experts": True}, {"fast": True}),
+    "2x1 by width": (1, {"enable_return_routed_experts": True}, {"lazy": True, "fast": True}),
     "2x2 whole experts, deterministic": (
         2,
         {"enable_return_routed_experts": True, "ep_size": 4, "deterministic": True},

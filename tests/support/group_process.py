@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 
@@ -89,6 +90,7 @@ def set_trap(trap):
     at, does = trap["at"], trap["does"]
 
     def spring(order=None):
+        print(f"TRAP {time.monotonic()}", file=sys.stderr, flush=True)
         if does == "exit":
             os._exit(9)
         if does in ("kill", "stop"):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -63,7 +64,7 @@ class GroupProcess:
             stderr=self._stderr,
             text=True,
         )
-        self._messages = queue.Queue()
+        self._messages, self.lines = queue.Queue(), queue.Queue()  # of standard output: JSON, and other lines
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -108,6 +109,18 @@ class GroupProcess:
     def is_alive(self):
         return self.process.poll() is None
 
+    def wait_log(self, text, timeout_s=60):
+        """Wait until the log has this text; returns the log."""
+        watch, pause = Stopwatch(), threading.Event()
+        while text not in (log := self.log()):
+            assert self.is_alive() and watch.seconds < timeout_s, log
+            pause.wait(0.05)
+        return log
+
+    def since_trap(self):
+        """Seconds since its trap was sprung; the clock is the system's."""
+        return time.monotonic() - float(re.search(r"TRAP ([0-9.]+)", self.log())[1])
+
     def log(self):
         """What it has written to standard error."""
         self._stderr.seek(0)
@@ -128,7 +141,10 @@ class GroupProcess:
         for line in self.process.stdout:
             if line.startswith("{"):
                 self._messages.put(json.loads(line))
+            else:
+                self.lines.put(line)
         self._messages.put(None)
+        self.lines.put(None)
 
     def _next(self, timeout_s):
         try:

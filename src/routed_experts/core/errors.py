@@ -122,9 +122,11 @@ class EngineDeadError(RoutedExpertsError):
 
 
 class PeerLostError(EngineDeadError):
-    """A process of the group ended, was silent or did not finish an order; the whole group ends."""
+    """A process of the group ended, was silent or did not finish an order; the whole group ends. `exit_code`: of the
+    processes that end with it; 2 where a configuration was at fault."""
 
     code = "peer_lost"
+    exit_code: int = 3
 
 
 class ProcessMismatchError(EngineDeadError):

@@ -30,7 +30,7 @@ from routed_experts.execution.order_channel import Connection, OrderChannel
 from routed_experts.execution.orders import NO_HEAD, Order, OrderKind
 
 logger = logging.getLogger(__name__)
-EXIT_LOST = 3
+EXIT_LOST, EXIT_CONFIG = 3, 2
 LAST_OUTPUTS_S = 1.5  # for the last responses of a process that ends with its group
 DIGEST_STEPS = 64  # steps of a digest
 _EXPLAIN_S = 1.5  # in which the reason of a failed collective is known
@@ -151,7 +151,9 @@ class ProcessGroup:
         self._watchdog.heard(rank, order.seq if order.kind is OrderKind.BEAT else None)
         if order.kind is OrderKind.FAIL:
             text = f"{self._name(rank)} has ended by an error: {str(order.head.get('error'))[:_MAX_ERROR_CHARS]}"
-            self._end(PeerLostError(f"{text}; {RESTART}"))
+            error = PeerLostError(f"{text}; {RESTART}")
+            error.exit_code = EXIT_CONFIG if order.head.get("is_config") is True else EXIT_LOST
+            self._end(error)
         elif order.kind is OrderKind.EXCHANGE:
             with self._changed:
                 self._values.setdefault(str(order.head.get("name")), {})[rank] = order.head.get("value")
@@ -185,12 +187,13 @@ class ProcessGroup:
 
     def _tell_failure(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
-        self._channel.try_send(Order(kind=OrderKind.FAIL, head={"error": text}))
+        head = {"error": text, "is_config": isinstance(error, ConfigError)}
+        self._channel.try_send(Order(kind=OrderKind.FAIL, head=head))
 
-    def _exit_soon(self) -> None:
+    def _exit_soon(self, code: int) -> None:
         threading.Event().wait(LAST_OUTPUTS_S)
         sys.stderr.flush()
-        self._exit_process(EXIT_LOST)
+        self._exit_process(code)
 
     def _name(self, rank: int) -> str:
         return f"process {rank} of {self.dist.nnodes} at {self._addresses[rank]}"
@@ -207,7 +210,7 @@ class ProcessGroup:
         if self._error is not None:
             sys.stdout.flush()
             sys.stderr.flush()
-            self._exit_process(EXIT_LOST)
+            self._exit_process(exit_code(self._error))
         elif not self._closed:
             self.close()
 
@@ -375,7 +378,7 @@ class LeadingGroup(ProcessGroup):
             self._tell_failure(error)
         if self._on_lost is not None:
             self._on_lost(as_lost(error))
-        threading.Thread(target=self._exit_soon, name="exit", daemon=True).start()
+        threading.Thread(target=self._exit_soon, args=(exit_code(error),), name="exit", daemon=True).start()
 
 
 class FollowingGroup(ProcessGroup):
@@ -384,7 +387,7 @@ class FollowingGroup(ProcessGroup):
     def __init__(self, dist: DistConfig, connections: Mapping[int, Connection], **options: Any) -> None:
         super().__init__(dist, connections, **options)
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._done, self._running = 0, False
+        self._done = 0
         self._digests = deque[tuple[int, str]]()
 
     def exchange(self, name: str, value: Any) -> list[Any]:
@@ -396,7 +399,6 @@ class FollowingGroup(ProcessGroup):
 
     def receive(self) -> Order:
         """Wait for the next order. Raises PeerLostError when the group has ended."""
-        self._running = True
         order = self._orders.get()
         if order is None:
             assert self._error is not None
@@ -449,11 +451,8 @@ class FollowingGroup(ProcessGroup):
 
     def _end_process(self, error: BaseException) -> None:
         self._orders.put(None)
-        if not self._running:  # this process may be about to report the same error
-            threading.Thread(target=self._exit_soon, name="exit", daemon=True).start()
-            return
         sys.stderr.flush()
-        self._exit_process(EXIT_LOST)
+        self._exit_process(exit_code(error))
 
 
 AnyGroup = LeadingGroup | FollowingGroup
@@ -531,9 +530,20 @@ def _initialize_jax(dist: DistConfig) -> bool:
     return True
 
 
+def exit_code(error: BaseException) -> int:
+    """The exit code of a process that ends by this error: 1 for the machine, 2 for the configuration, else 3."""
+    if isinstance(error, PeerLostError):
+        return error.exit_code
+    return 1 if isinstance(error, MachineError) else EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_LOST
+
+
 def as_lost(error: BaseException) -> BaseException:
     """A new error of the same class and text, to be raised in another thread."""
-    return type(error)(str(error)) if isinstance(error, PeerLostError | ProcessMismatchError) else error
+    if isinstance(error, PeerLostError):
+        copy = PeerLostError(str(error))
+        copy.exit_code = error.exit_code
+        return copy
+    return type(error)(str(error)) if isinstance(error, ProcessMismatchError) else error
 
 
 def _terminate() -> None:

@@ -58,8 +58,12 @@ class Rendezvous:
     ) -> None:
         self._dist, self._fields, self._clock = dist, dict(fields), clock
         host, port = dist.address
-        _check_port(host, port + 1, of="JAX's coordinator, the next port after dist_init_addr")
         self._listener = _bind(host, port, of="dist_init_addr")
+        try:
+            _bind(host, port + 1, of="JAX's coordinator, the next port after dist_init_addr").close()
+        except MachineError:
+            self._listener.close()
+            raise
         self._listener.listen(128)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -118,8 +122,8 @@ class Rendezvous:
                 return False
             if key.fileobj is self._listener:
                 self._accept()
-            else:
-                self._hear(self._pending[cast("socket.socket", key.fileobj)])
+            elif (pending := self._pending.get(cast("socket.socket", key.fileobj))) is not None:  # not dropped above
+                self._hear(pending)
         now = self._clock()
         for pending in [entry for entry in self._pending.values() if entry.rank is None and entry.until <= now]:
             self._drop(pending)
@@ -271,7 +275,3 @@ def _bind(host: str, port: int, *, of: str) -> socket.socket:
         raise MachineError(f"cannot listen on {where} ({why}), {of}; {fix}") from error
     listener.setblocking(False)
     return listener
-
-
-def _check_port(host: str, port: int, *, of: str) -> None:
-    _bind(host, port, of=of).close()
