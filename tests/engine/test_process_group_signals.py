@@ -109,3 +109,15 @@ def test_processes_with_unequal_devices_say_how(folder):
         for member in members:
             assert "processes must have equal devices: process 0 has 1 x cpu" in member.log()
             assert "Traceback" not in member.log()
+
+
+def test_the_doctor_checks_a_group_without_a_model():
+    address = free_address()
+    flags = ["--nnodes", "2", "--dist-init-addr", address, "--node-rank"]
+    base = [sys.executable, "-m", "routed_experts", "doctor", *flags]
+    with processes(GroupProcess([*base, "0"]), GroupProcess([*base, "1"])) as members:
+        assert [member.exit_code(60) for member in members] == [0, 0], [member.log() for member in members]
+        for member in members:
+            text = "".join(iter(member.lines.get, None))
+            assert "devices: 2 of all processes, 1 here" in text and "a sum of 1 MiB over all devices" in text
+            assert text.endswith("all checks passed\n")

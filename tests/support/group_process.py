@@ -8,6 +8,7 @@ The leader reads commands from standard input, a JSON line each: the name of a f
 answers with a JSON line: the result, or class, code and text of the error."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -292,6 +293,12 @@ def dispatch_counts(engine):
     return engine.dispatch_counts
 
 
+def program_digests(engine):
+    """Key and digest of every program before XLA."""
+    jobs = engine.components.core.runner._jobs()
+    return [[str(key), hashlib.sha256(job().as_text().encode()).hexdigest()[:16]] for key, job in jobs.items()]
+
+
 def info(engine):
     return {name: engine.get_server_info().get(name) for name in ("nnodes", "followers")}
 
@@ -343,6 +350,7 @@ COMMANDS = {
         overwrite_pool,
         count_unordered,
         dispatch_counts,
+        program_digests,
         info,
         stats,
         integrity,

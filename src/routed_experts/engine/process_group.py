@@ -4,6 +4,7 @@
 Process 0 leads: it sends orders, and every follower carries them out in their order. A group lives and dies together:
 when one process is lost, each of the others ends with exit code 3. Nothing is waited for without a bound."""
 
+import abc
 import atexit
 import contextlib
 import logging
@@ -66,7 +67,7 @@ class StepDigests:
         return self._num_read, f"{self._at_step.popleft():08x}{self._tokens:08x}"
 
 
-class ProcessGroup:
+class ProcessGroup(abc.ABC):
     """What leader and followers share. `exit_process` ends this process at once: after a loss, JAX's own shutdown would
     wait for the lost one. Public methods may be called from any thread."""
 
@@ -104,7 +105,7 @@ class ProcessGroup:
         """Start to send beats and to read."""
         self._channel.start()
 
-    def start_jax(self, num_devices: int) -> None:
+    def start_jax(self, num_devices: int | None) -> None:
         """Start JAX's distributed runtime, and check that all processes have as many devices of one kind, and
         `num_devices` together. Raises ConfigError or MachineError."""
         self._owns_jax = _initialize_jax(self.dist)
@@ -113,15 +114,15 @@ class ProcessGroup:
         if len({tuple(entry) for entry in found}) > 1:
             listed = "; ".join(f"process {rank} has {count} x {kind}" for rank, (count, kind) in enumerate(found))
             raise ConfigError(f"processes must have equal devices: {listed}; start each with as many of one kind")
-        if (total := sum(count for count, _ in found)) != num_devices:
+        if num_devices is not None and (total := sum(count for count, _ in found)) != num_devices:
             text = f"tp_size={num_devices} is not {self.dist.nnodes} processes x {found[0][0]} devices"
             each = num_devices // self.dist.nnodes
             raise ConfigError(f"{text}; set tp_size={total}, or give each process {each} devices")
 
+    @abc.abstractmethod
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Give every process the JSON values of all, by rank; each calls it under the same names in the same order.
         Raises PeerLostError."""
-        raise AssertionError("of a leader or a follower")
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process ends by an error, which ends them too. Idempotent."""
@@ -182,8 +183,9 @@ class ProcessGroup:
         logger.error("%s", error)
         self._end_process(error)
 
+    @abc.abstractmethod
     def _end_process(self, error: BaseException) -> None:
-        raise AssertionError("of a leader or a follower")
+        """End this process."""
 
     def _tell_failure(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
@@ -214,9 +216,9 @@ class ProcessGroup:
         elif not self._closed:
             self.close()
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End this process's part of the group. Idempotent."""
-        raise AssertionError("of a leader or a follower")
 
 
 class LeadingGroup(ProcessGroup):
@@ -462,15 +464,15 @@ def start_group(
     dist: DistConfig,
     fields: Mapping[str, str],
     *,
-    num_devices: int,
+    num_devices: int | None,
     failure: str | None = None,
     exit_process: Callable[[int], object] = os._exit,
     on_joined: Callable[[AnyGroup], None] | None = None,
 ) -> AnyGroup:
     """Meet the other processes, start JAX's distributed runtime, and check the devices of all. `fields`: by name, what
-    must be equal in every process; `num_devices`: of all processes together; `failure`: why this process cannot start;
-    `on_joined` receives the group before JAX starts. Raises ConfigError, MachineError or PeerLostError; none of these
-    ends this process."""
+    must be equal in every process; `num_devices`: of all processes together (None: any); `failure`: why this process
+    cannot start; `on_joined` receives the group before JAX starts. Raises ConfigError, MachineError or
+    PeerLostError."""
     group: AnyGroup
     if dist.is_leader:
         rendezvous = Rendezvous(dist, fields)

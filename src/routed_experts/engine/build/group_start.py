@@ -87,17 +87,18 @@ def check_supported(
 
 
 def group_fields(
-    args: ServerArgs,
+    args: ServerArgs | None,
     dist: DistConfig,
     placement: PlacementConfig | None,
     speculative: SpeculativeConfig | None,
     load_format: str,
 ) -> dict[str, str]:
-    """By name, as text, what must be equal in all processes, but for the checkpoint."""
+    """By name, as text, what must be equal in all processes, but for the checkpoint; `args` None: no engine."""
     fields = {f"version of {name}": _version(name) for name in _LIBRARIES}
     fields["version of Python"] = ".".join(platform.python_version_tuple()[:2])
     fields |= {name: str(jax.config.values.get(name)) for name in _JAX_SETTINGS}
-    fields |= {name: _text(value) for name, value in _values(args).items() if name not in _OWN_FIELDS}
+    if args is not None:
+        fields |= {name: _text(value) for name, value in _values(args).items() if name not in _OWN_FIELDS}
     fields |= {name: _text(value) for name, value in _values(dist).items() if name != "node_rank"}
     fields["load_format"] = load_format
     for prefix, config in (("placement", placement), ("speculative", speculative)):
