@@ -2,7 +2,7 @@
 
     rank       0 leads and obeys commands, others follow; None: the same engine in one process
     path, engine, dist    the model and the keywords of Engine, follow and DistConfig
-    lazy       compile programs at their first run
+    lazy       compile the programs of greedy steps at the start, the others at their first run
     trap       a fault of this process alone: see `set_trap`
 The leader reads commands from standard input, a JSON line each: the name of a function in COMMANDS and its keywords. It
 answers with a JSON line: the result, or class, code and text of the error."""
@@ -28,6 +28,7 @@ from routed_experts import (
     extract_routed_experts_from_meta_info,
     follow,
 )
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.engine.build import builder
 from routed_experts.engine.follower import Follower
 from routed_experts.execution.model_runner import ModelRunner
@@ -71,7 +72,11 @@ def _say(message):
 
 
 def _compile_lazily_in_order(runner):
+    """Programs of greedy steps now, which no watchdog times, the others at their first run."""
     lazy_compile.compile_lazily(runner)
+    for key in runner._programs.jobs:
+        if key[0] == "forward" or (key[0] == "sample" and key[-1] is SamplingMode.GREEDY):
+            assert runner._programs[key] is not None
     return [f"{'0' * 12} {key}" for key in runner._programs.jobs]
 
 

@@ -69,11 +69,10 @@ class GroupProcess:
         self._reader.start()
 
     @staticmethod
-    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, **spec):
+    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, prefix=(), **spec):
         spec |= {"rank": rank, "path": str(path), "engine": engine, "dist": dist}
-        return GroupProcess(
-            [sys.executable, "-m", "support.group_process", json.dumps(spec)], devices=devices, fast=fast
-        )
+        command = [*prefix, sys.executable, "-m", "support.group_process", json.dumps(spec)]
+        return GroupProcess(command, devices=devices, fast=fast)
 
     def wait_ready(self, timeout_s=START_S):
         message = self._next(timeout_s)
@@ -171,10 +170,24 @@ def processes(*started):
 
 
 @contextlib.contextmanager
-def group(path, engine, *, devices=1, nnodes=2, fast=False, traps=None, address=None, ready=True, dist=None, **spec):
-    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`: by rank."""
+def group(
+    path,
+    engine,
+    *,
+    devices=1,
+    nnodes=2,
+    fast=False,
+    traps=None,
+    address=None,
+    ready=True,
+    dist=None,
+    prefix=None,
+    **spec,
+):
+    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`, `prefix` (of the command): by
+    rank."""
     settings = {"nnodes": nnodes, "dist_init_addr": address or free_address(), "dist_timeout": 200.0}
-    settings |= {"watchdog_timeout": 10.0, **(dist or {})}
+    settings |= {"watchdog_timeout": 60.0, **(dist or {})}  # some programs compile in a step
     started = [
         GroupProcess.of_engine(
             rank,
@@ -184,6 +197,7 @@ def group(path, engine, *, devices=1, nnodes=2, fast=False, traps=None, address=
             devices=devices,
             fast=fast,
             trap=(traps or {}).get(rank),
+            prefix=(prefix or {}).get(rank, ()),
             **spec,
         )
         for rank in range(nnodes)
