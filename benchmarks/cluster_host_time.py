@@ -27,7 +27,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.process_group import FollowingGroup, LeadingGroup, StepDigests
 from routed_experts.engine.rendezvous import Rendezvous, join
-from routed_experts.execution.forward_batch import StepInputs
+from routed_experts.execution.forward_batch import StepInputs, pack, to_batch_shape
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.scheduling.scheduler import Scheduler
@@ -49,7 +49,7 @@ class TableDevice:
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Send the step's order, and look up its tokens."""
-        inputs = StepInputs.from_batch(batch)
+        inputs = StepInputs.from_batch(batch, to_batch_shape(batch), pack(batch))
         with self.orders.in_order():
             if self.orders is not NO_FOLLOWERS:
                 since = time.perf_counter()

@@ -9,8 +9,9 @@ bfloat16 with --layers of its 46. Milliseconds a step, the median over rounds of
 
 off        an engine without drafts
 rest       the draft layer reads each token; steps overlap
-draft      after each step three tokens are drafted, and none is verified; steps are joined
-verify     the three drafts of each request are verified; random weights accept few
+draft      after each step three tokens are drafted, and none is verified; steps are joined, too
+joined     the three drafts of each request are verified once the host has read them; random weights accept few
+ahead      the same, before the host has read the step that made them
 
 `cost` is draft - off, `floor` the bytes of three passes over the draft layer and the head, over the rate at which this
 device copies an array; of experts those that so many tokens choose on average. Capture is on in all engines."""
@@ -146,19 +147,25 @@ def main() -> None:
             assert drafting.speculation is not None
             policy = drafting.speculation.policy = FixedPolicy()
             modes = {"off": (plain, False, False), "rest": (drafting, False, False)}
-            modes |= {"draft": (drafting, True, False), "verify": (drafting, True, True)}
+            modes |= {name: (drafting, True, name != "draft") for name in ("draft", "joined", "ahead")}
+            schedule_ahead = drafting.scheduler.schedule_ahead
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
                 for mode in modes if turn % 2 else reversed(modes):
                     core, policy.drafts, policy.verifies = modes[mode]
+                    drafting.scheduler.schedule_ahead = schedule_ahead if mode == "ahead" else lambda num_drafts: None
                     took = time_mode(core, batch, turn, config.vocab_size)
                     if turn:
                         seconds[mode].append(took * 1e3)
             medians = {mode: statistics.median(took) for mode, took in seconds.items()}
             cost = statistics.median(one - two for one, two in zip(seconds["draft"], seconds["off"], strict=True))
             floor = floor_ms(config, batch, rate, jax.numpy.dtype(dtype).itemsize)
-            ratio = {"rest / off": medians["rest"] / medians["off"], "cost ms": cost, "floor ms": floor}
+            ratio = {
+                "rest / off": medians["rest"] / medians["off"],
+                "ahead / joined": medians["ahead"] / medians["joined"],
+            }
+            ratio |= {"cost ms": cost, "floor ms": floor}
             rows.append(
                 {
                     "batch": batch,

@@ -3,7 +3,7 @@
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--drafts K] [--peer NAME=PYTHON ...]
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
-llama_cpp also needs torch, transformers and LLAMA_CPP=FOLDER, the source of llama.cpp.
+llama_cpp also needs torch, transformers and LLAMA_CPP=FOLDER, the source of llama.cpp, with --drafts built there.
 Without --peer, transformers of this environment. This engine runs as a user calls it: Engine.generate with the rows
 of every request. Prefill is a run of one new token, and decode what the whole run takes more, for all alike. Rounds
 alternate, with half a second between two turns; a ratio is that of one round; medians are given. `same` is the share
@@ -11,7 +11,9 @@ of greedy tokens before the first difference that equal those of this engine: a 
 something else.
 
 With --drafts K every engine drafts up to K tokens by n-grams of 1 to 12 tokens, and prompts repeat 16 tokens: the
-model's greedy answers then repeat themselves, so that about half of the drafts are right. Peers: vllm."""
+model's greedy answers then repeat themselves, so that about half of the drafts are right. Peers: vllm, and
+llama_cpp, whose n-grams have two tokens. Greedy answers that loop soon part where a product is rounded otherwise: then
+`same` is low, and the two copy other text."""
 
 import argparse
 import dataclasses

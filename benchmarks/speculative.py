@@ -12,19 +12,26 @@ prompt token to its last answer, capture on and asked in all but "capture off".
 
 random: nothing predicts the answer. copy and edit: the answer is the prompt in pieces of 16 tokens, with 4 new ones
 between two. oracle: a drafter that is right with probability 0.8, three drafts. rollouts: the answer is remembered, as
-of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since. `tokens a step` is
-of a request, and `bound` is that over the cost of a step with so many tokens, by the table that the engine measured at
-start."""
+of an epoch with the same weights and seeds; old rollouts: one token in ten of it has changed since. device: three
+drafts that are on the device and cost nothing, right with probability 0.8 whatever the model samples; steps are
+verified ahead, and in "joined" after the host has read the one before. `tokens a step` is of a request, and `bound` is
+that over the cost of a step with so many tokens, by the table that the engine measured at start."""
 
 import argparse
 import dataclasses
+import functools
+import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Prompts, benchmark_model, print_table, progress, write_result
+from safetensors.numpy import save_file
 
 from capture import dummy_model
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
@@ -39,10 +46,30 @@ from routed_experts.speculation.draft_policy import DraftPolicy
 from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
 
 COPIED, EDITED = 16, 4  # tokens of a piece of "copy and edit"
-ENGINES = {"oracle": ("oracle",), "rollouts": ("rollouts",), "old rollouts": ("rollouts",)}  # beside "off", by load
+ENGINES = {
+    "oracle": ("oracle",),
+    "rollouts": ("rollouts",),
+    "old rollouts": ("rollouts",),
+    "device": ("device", "device, joined"),
+}  # beside "off", by load; of other loads:
+COPYING = ("ngram", "ngram, capture off")
 ALPHA, ORACLE_DRAFTS = 0.8, 3
+DRAFT_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 CHANGED = 0.1  # of the tokens of "old rollouts"
-LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts")
+LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts", "device")
 
 
 class GivenText:
@@ -116,6 +143,53 @@ class Oracle:
         return Draft(ahead, ALPHA ** np.arange(1, ahead.size + 1))
 
 
+class DeviceDrafts:
+    """A runner whose drafts are on the device and cost nothing; how many of them are accepted is drawn by the host."""
+
+    def __init__(self, core: EngineCore, vocabulary: int) -> None:
+        self._inner: Any = core.runner
+        self._noise, self._accepted = np.random.default_rng(5), dict[int, np.ndarray]()
+        self._vocabulary, self._drawn = vocabulary, np.zeros(0, np.int32)
+        programs = self._inner._programs
+        for key, program in tuple(programs.items()):
+            if key[0] == "accept":
+                programs[key] = functools.partial(self._accept, program)
+            elif key[0] == "draft":
+                programs[key] = functools.partial(self._draft, self._proposals(key[1].num_requests, key[2]))
+        core.runner = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _proposals(self, batch: int, num_drafts: int) -> Any:
+        ids = self._noise.integers(0, self._vocabulary, (batch, num_drafts)).astype(np.int32)
+        claims = np.full((batch, num_drafts), ALPHA, np.float32).view(np.int32)
+        return jax.device_put(np.concatenate([ids, claims], axis=1)) if num_drafts else None
+
+    def _draft(self, proposals: Any, weights: Any, target: Any, pool: Any, *_: Any) -> tuple[Any, Any]:
+        del weights, target
+        return pool, proposals
+
+    def _accept(self, program: Any, *inputs: Any) -> tuple[Any, ...]:
+        last_tokens, sampled, _ = program(*inputs)
+        return last_tokens, sampled, self._drawn
+
+    def dispatch(self, batch: ModelWorkerBatch) -> Any:
+        """Draw how many drafts of each request are accepted, then dispatch."""
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            most = np.diff(batch.query_starts) - 1
+            right = self._noise.random((most.size, ORACLE_DRAFTS)) < ALPHA
+            self._drawn = np.minimum(right.cumprod(axis=1).sum(axis=1), np.maximum(most, 0)).astype(np.int32)
+            self._accepted[batch.step] = self._drawn[: batch.num_requests]
+        return self._inner.dispatch(batch)
+
+    def read(self, pending: Any) -> StepResult:
+        """The results, with the drafts accepted that were drawn."""
+        result = self._inner.read(pending)
+        drawn = self._accepted.pop(pending.batch.step, None)
+        return result if drawn is None else dataclasses.replace(result, accepted=drawn)
+
+
 def remember(
     engine: "Runner", prompts: list[np.ndarray], answers: list[np.ndarray], changed: float, noise: np.random.Generator
 ) -> None:
@@ -143,21 +217,23 @@ def text_of(load: str, prompt: np.ndarray, new: int, noise: np.random.Generator,
 class Runner:
     """One engine of a comparison."""
 
-    def __init__(self, components: EngineComponents, width: int, oracle: Oracle | None = None) -> None:
+    def __init__(self, components: EngineComponents, width: int | None, oracle: Oracle | None = None) -> None:
+        """`width`: of the longest text; None: the model's own text."""
         self.core, self.oracle = components.core, oracle
         self.costs = None if self.core.speculation is None else self.core.speculation.costs
         if oracle is not None:
             limits = DraftLimits(num_drafts=ORACLE_DRAFTS, vocab_size=components.vocab_size)
             assert self.costs is not None
             self.core.speculation = Speculation(oracle, DraftPolicy(self.costs), limits, costs=self.costs)  # type: ignore[arg-type]
-        self._text = GivenText(self.core, width)
+        self._text = None if width is None else GivenText(self.core, width)
 
     def run(self, requests: list[Req], answers: list[np.ndarray]) -> tuple[float, float]:
         """Seconds from the first to the last step without prompt tokens, and seconds of the steps before."""
         for req, answer in zip(requests, answers, strict=True):
-            self._text.answers[req.rid] = np.concatenate([req.tokens[: req.prompt_len], answer])
-            if self.oracle is not None:
-                self.oracle.answers[req.rid] = self._text.answers[req.rid]
+            if self._text is not None:
+                self._text.answers[req.rid] = np.concatenate([req.tokens[: req.prompt_len], answer])
+                if self.oracle is not None:
+                    self.oracle.answers[req.rid] = self._text.answers[req.rid]
         self.core.flush_cache()
         began = time.perf_counter()
         self.core.add(requests)
@@ -168,12 +244,13 @@ class Runner:
             self.core.step()
         end = time.perf_counter()
         for req, answer in zip(requests, answers, strict=True):
-            assert req.output_ids.tolist() == answer.tolist(), "an engine did not say the given text"
+            assert req.num_output == answer.size
+            assert self._text is None or req.output_ids.tolist() == answer.tolist(), "not the given text"
         return end - start, start - began
 
 
 def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Runner]:
-    """The engines over one model."""
+    """The engines over one model that the loads need."""
     width = args.prompt + args.new + 1
     sizes = dict(
         precompile_bs_paddings=tuple(sorted({1, batch})),
@@ -188,21 +265,56 @@ def make_engines(args: argparse.Namespace, model: Any, batch: int) -> dict[str, 
         server = ServerArgs(enable_return_routed_experts=capture, **sizes)
         return build_engine(server, model=model, speculative=speculative)
 
-    engines = {
-        "off": Runner(make(capture=True, drafts=0), width),
-        "ngram": Runner(make(capture=True, drafts=args.drafts), width),
-    }
-    oracle = make(capture=True, drafts=ORACLE_DRAFTS)
-    engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
-    engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
-    engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
+    needed = {name for load in args.loads for name in ENGINES.get(load, COPYING)}
+    engines = {"off": Runner(make(capture=True, drafts=0), width)}
+    if "ngram" in needed:
+        engines["ngram"] = Runner(make(capture=True, drafts=args.drafts), width)
+        engines["ngram, capture off"] = Runner(make(capture=False, drafts=args.drafts), width)
+    if "oracle" in needed:
+        oracle = make(capture=True, drafts=ORACLE_DRAFTS)
+        engines["oracle"] = Runner(oracle, width, Oracle(oracle.vocab_size))
+    if "rollouts" in needed:
+        engines["rollouts"] = Runner(make(capture=True, drafts=args.drafts, scope="namespace"), width)
+    return engines | (device_engines(model, sizes) if "device" in needed else {})
+
+
+def write_draft_model(folder: Path, vocabulary: int) -> None:
+    """A checkpoint of one small layer, all zeros."""
+    width, layer = DRAFT_MODEL["hidden_size"], "model.layers.0."
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    tensors = {f"{layer}{name}.weight": np.zeros((width, width), np.float32) for name in names}
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    tensors |= {f"{layer}{name}.weight": np.zeros(width, np.float32) for name in norms}
+    tensors |= {"model.norm.weight": np.zeros(width, np.float32)}
+    tensors |= {"model.embed_tokens.weight": np.zeros((vocabulary, width), np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    keys = DRAFT_MODEL | {"vocab_size": vocabulary, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(keys))
+
+
+def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
+    """Engines with a draft model whose programs are replaced: it is small, and never runs."""
+    engines = dict[str, Runner]()
+    with tempfile.TemporaryDirectory() as folder:
+        write_draft_model(Path(folder), model.config.vocab_size)
+        speculative = SpeculativeConfig(
+            algorithm="STANDALONE", draft_model_path=folder, num_steps=ORACLE_DRAFTS, adaptive=True
+        )
+        server = ServerArgs(enable_return_routed_experts=True, **sizes)
+        for name in ("device", "device, joined"):
+            components = build_engine(server, model=model, speculative=speculative)
+            DeviceDrafts(components.core, components.vocab_size)
+            if name == "device, joined":
+                components.core.scheduler.schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
+            engines[name] = Runner(components, None)
     return engines
 
 
 def compare(engines: dict[str, Runner], args: argparse.Namespace, batch: int, load: str) -> list[dict[str, object]]:
     """One row for each engine beside "off"."""
     vocabulary = engines["off"].core.runner.config.vocab_size
-    names = ["off", *ENGINES.get(load, ("ngram", "ngram, capture off"))]
+    names = ["off", *ENGINES.get(load, COPYING)]
     noise, seconds = np.random.default_rng(batch), {name: list[tuple[float, float]]() for name in names}
     before = {name: counts_of(engines[name]) for name in names}
     for turn in range(-1, args.rounds):
@@ -280,7 +392,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=192)
     parser.add_argument("--drafts", type=int, default=7, help="of a request, by n-grams")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS[:-1]))
     parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
     parser.add_argument("--small", action="store_true", help="one short round")
     parser.add_argument("--name", default="speculative_cpu", help="of the result")
@@ -291,7 +403,7 @@ def main() -> None:
     rows, costs = list[dict[str, object]](), dict[str, object]()
     for batch in args.batches:
         engines = make_engines(args, model, batch)
-        measured = engines["ngram"].costs
+        measured = next(engine.costs for engine in engines.values() if engine.costs is not None)
         assert measured is not None
         points = sorted({batch, *(batch * (1 + drafts) for drafts in (1, 3, args.drafts))})
         costs[str(batch)] = {str(tokens): measured.seconds(batch, tokens)[1] * 1e3 for tokens in points}

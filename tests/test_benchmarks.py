@@ -25,7 +25,7 @@ SMALLEST = {
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
-    "speculative": ["--small"],
+    "speculative": ["--small", "--loads", "copy and edit", "old rollouts", "device"],
     "step": ["--small"],
 }
 NOT_RUN = {

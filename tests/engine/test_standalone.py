@@ -23,6 +23,7 @@ SAMPLINGS = (
     dict(temperature=0.0),
     dict(temperature=1.0, top_p=0.8),
     dict(temperature=1.0, top_p=0.9, n=2),
+    dict(temperature=1.0, top_k=9, logit_bias={str(token): 4.0 - token % 9 for token in range(0, V, 2)}),
 )
 TARGET = dict(
     num_hidden_layers=2,

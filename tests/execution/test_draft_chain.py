@@ -2,9 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from routed_experts.core.model_worker_batch import SamplingMode
-from routed_experts.execution.draft_chain import DraftChain, DraftStep
+from routed_experts.execution.draft_chain import Bias, DraftChain, DraftStep
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.sampling import SamplingBatch
 
@@ -13,8 +14,10 @@ POSITIONS = [5, 6, 2, 3]  # of the last token of each request; the last one is p
 PAGES = [[3, 4, 5], [6, 7, 0], [8, 0, 0], [0, 0, 0]]
 
 
-def greedy_step():
+def greedy_step(mode=SamplingMode.GREEDY, bias=None):
     requests = len(POSITIONS)
+    ids, values = (np.full((requests, 2), V), np.zeros((requests, 2))) if bias is None else bias
+    bias = Bias(jnp.asarray(ids, jnp.int32), jnp.asarray(values, jnp.float32))
     positions = jnp.array(POSITIONS, jnp.int32)
     zeros = jnp.zeros(requests, jnp.int32)
     paged = PagedBatch(
@@ -35,13 +38,20 @@ def greedy_step():
         choice=zeros,
         position=zeros,
     )
-    mode = jnp.asarray(SamplingMode.GREEDY, jnp.int32)
-    return DraftStep(paged=paged, last=zeros, after=zeros, sampling=sampling, mode=mode)
+    mode = jnp.asarray(mode, jnp.int32)
+    return DraftStep(paged=paged, last=zeros, after=zeros, sampling=sampling, mode=mode, bias=bias)
 
 
 def run(lag, *, context_length=None, nan_at=None):
     """Drafts of a model that says position modulo V, and the positions at which it is fed."""
-    chain = DraftChain(step=greedy_step(), num_drafts=K, page_size=PAGE_SIZE, lag=lag, context_length=context_length)
+    chain = DraftChain(
+        step=greedy_step(),
+        num_drafts=K,
+        page_size=PAGE_SIZE,
+        vocab_size=V,
+        lag=lag,
+        context_length=context_length,
+    )
     fed = []
 
     def scores(position):
@@ -79,3 +89,31 @@ def test_drafts_end_with_the_context_of_the_draft_model():
 def test_drafts_end_at_scores_that_are_no_numbers():
     drafts, _ = run(lag=0, nan_at=8)
     assert [row[: row.index(-1)] for row in drafts] == [[7], [], [4]]
+
+
+@pytest.mark.parametrize("ids", [None, [1, 3, 4, 8]], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("mode", [SamplingMode.GREEDY, SamplingMode.FULL])
+def test_the_bias_is_added_to_the_scores_of_its_tokens_in_the_full_mode(ids, mode):
+    rng, columns = np.random.default_rng(2), list(range(V)) if ids is None else ids
+    logits = rng.normal(size=(len(POSITIONS), len(columns))).astype(np.float32)
+    bias_ids = np.array([[3, 8], [4, V], [1, 1], [V, V]])
+    bias_values = np.array([[-9.0, 5.0], [9.0, 7.0], [4.0, 4.0], [1.0, 1.0]])
+    chain = DraftChain(
+        step=greedy_step(mode, (bias_ids, bias_values)),
+        num_drafts=1,
+        page_size=PAGE_SIZE,
+        vocab_size=V,
+        lag=0,
+        token_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
+    )
+    _, table = chain.run(jnp.asarray(logits), jnp.array(POSITIONS, jnp.int32), None, lambda *_: None, None)
+    for row, scores in enumerate(logits.astype(np.float64)):
+        expected = dict(zip(columns, scores, strict=True))
+        for token, value in zip(bias_ids[row], bias_values[row], strict=True):
+            if mode is SamplingMode.FULL and token in expected:
+                expected[token] += value
+        best = max(expected, key=expected.get)
+        total = sum(np.exp(score) for score in expected.values())
+        assert int(table[row, 0]) == best
+        probability = np.asarray(table[row, 1:]).view(np.float32)[0]
+        assert probability == pytest.approx(np.exp(expected[best]) / total, rel=1e-4)

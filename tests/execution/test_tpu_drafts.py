@@ -17,6 +17,7 @@ from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.draft_chain import DraftSpec
 from routed_experts.execution.drafting_runner import OF_TARGET, DraftPrograms
 from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.slot_state import SlotState
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.weight_format import weight_format
@@ -66,7 +67,8 @@ RUNNER = dataclasses.replace(BASE.runner, shapes=(*BASE.runner.shapes, VERIFY))
 
 @functools.cache
 def draft_jobs(chip):
-    """The programs of the prediction layer, and its pool."""
+    """The programs of the prediction layer by mode and number of drafts, those of a SlotState by name, and the layer's
+    pool."""
     sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
 
     def placed(make):
@@ -109,11 +111,12 @@ def draft_jobs(chip):
         return {}
 
     lowerings(weights, spec, RUNNER, more=more)
-    return {(key[1].mode, key[2]): job for key, job in found.items()}, pool
+    drafting = {(key[1].mode, key[2]): job for key, job in found.items() if key[0] == "draft"}
+    return drafting, {key[0]: job for key, job in found.items() if key[0] != "draft"}, pool
 
 
 def test_each_step_but_verify_steps_has_a_program_without_drafts():
-    jobs, _ = draft_jobs("v5e")
+    jobs, *_ = draft_jobs("v5e")
     plain = {(mode, count) for mode in (ForwardMode.DECODE, ForwardMode.EXTEND) for count in (0, DRAFTS)}
     assert jobs.keys() == plain | {(ForwardMode.TARGET_VERIFY, DRAFTS)}
 
@@ -121,8 +124,20 @@ def test_each_step_but_verify_steps_has_a_program_without_drafts():
 @pytest.mark.parametrize("mode", list(ForwardMode))
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_the_pool_of_the_draft_layers_is_updated_in_place(chip, mode):
-    jobs, pool = draft_jobs(chip)
+    jobs, _, pool = draft_jobs(chip)
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh), without_compilation_cache():
         program = jobs[mode, DRAFTS]().compile()
     assert_in_place(program, pool.abstract, max_temp_bytes=16 * MIB)
     assert whole_pool_operations(program, pool.abstract) == []
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_the_slots_of_a_verify_step_are_located_and_advanced_in_place(chip):
+    _, jobs, _ = draft_jobs(chip)
+    assert jobs.keys() == {"locate", "advance"}
+    with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh), without_compilation_cache():
+        programs = {name: job().compile() for name, job in jobs.items()}
+    state = SlotState.abstract(RUNNER.num_request_slots, DRAFTS)
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert programs["advance"].memory_analysis().alias_size_in_bytes >= stored
+    assert programs["locate"].memory_analysis().temp_size_in_bytes < MIB

@@ -19,10 +19,10 @@ PAGE = 4
 class Bench:
     """A scheduler with a NumPy device behind it. `step` schedules, runs and reads at once; nothing stays in flight."""
 
-    def __init__(self, *, pages=64, context=64, requests=4, tokens=16, **args) -> None:
+    def __init__(self, *, pages=64, context=64, requests=4, tokens=16, num_drafts=0, **args) -> None:
         settings = {"page_size": PAGE, "precompile_bs_paddings": (requests,), "precompile_token_paddings": (tokens,)}
         self.args = ServerArgs(**(settings | args))
-        buckets = Buckets.from_args(self.args, context_length=context)
+        buckets = Buckets.from_args(self.args, context_length=context, num_drafts=num_drafts)
         self.scheduler = Scheduler(self.args, buckets, num_pages=pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
             num_slots=(pages + 1) * PAGE, num_request_slots=self.args.running_limit + 1, page_size=PAGE
@@ -305,3 +305,97 @@ def test_pages_of_a_request_that_ended_in_flight_serve_the_next():
 
 def test_an_idle_scheduler_has_nothing_to_run():
     assert Bench().scheduler.schedule() is None
+
+
+def verify(bench, **drafts):
+    """A verify step in flight, of requests with so many drafts each; they are random ones."""
+    batch = bench.scheduler.schedule({rid: np.zeros(count, np.int32) for rid, count in drafts.items()})
+    assert batch.mode is ForwardMode.TARGET_VERIFY
+    return batch
+
+
+def two_that_decode(**options):
+    bench = Bench(num_drafts=3, **options)
+    reqs = bench.add(source(prompt(7), rid="a", max_tokens=20), source(prompt(5, 1), rid="b", max_tokens=20))
+    bench.step()
+    return bench, *reqs
+
+
+def test_a_step_ahead_counts_from_where_the_slots_stand_and_is_located_once_they_are_known():
+    bench, a, b = two_that_decode()
+    first = verify(bench, a=3, b=1)
+    batch = bench.scheduler.schedule_ahead({"a": 2, "b": 3})
+    assert batch.is_ahead and batch.query_starts[:3].tolist() == [0, 3, 7]
+    assert batch.positions[:7].tolist() == [0, 1, 2, 0, 1, 2, 3] and batch.seq_lens[:2].tolist() == [3, 4]
+    assert (batch.token_ids[:7] == FROM_DEVICE).all()
+    assert (a.num_pending, b.num_pending) == (2, 2)
+    bench.commit(first, bench.device.run(first))
+    located = bench.scheduler.locate(batch)
+    assert located.positions[:7].tolist() == [
+        *(a.num_known - 1 + place for place in range(3)),
+        *(b.num_known - 1 + place for place in range(4)),
+    ]
+    assert located.seq_lens[:2].tolist() == [a.num_known + 2, b.num_known + 3]
+    for req, positions, slots in ((a, (0, 3), located.kv_slots[:3]), (b, (0, 4), located.kv_slots[3:])):
+        start, end = (req.num_known - 1 + place for place in positions)
+        assert slots.tolist() == bench.scheduler.pages.kv_slots(req, start, end).tolist()
+
+
+def test_no_step_is_ahead_of_one_without_drafts_or_of_none():
+    bench, *_ = two_that_decode()
+    assert bench.scheduler.schedule_ahead({"a": 2}) is None
+    bench.scheduler.schedule()
+    assert bench.scheduler.schedule_ahead({"a": 2}) is None
+
+
+def test_a_step_ahead_without_any_draft_is_none():
+    bench, *_ = two_that_decode()
+    verify(bench, a=3)
+    assert bench.scheduler.schedule_ahead({}) is None
+
+
+def test_no_step_is_ahead_while_a_request_waits_that_could_be_admitted():
+    bench, *_ = two_that_decode(requests=3)
+    verify(bench, a=1)
+    bench.add(source(prompt(4), rid="c"), source(prompt(4), rid="d"))
+    assert bench.scheduler.schedule_ahead({"a": 2}) is None
+    full, *_ = two_that_decode(requests=2)
+    verify(full, a=1)
+    full.add(source(prompt(4), rid="c"))
+    assert full.scheduler.schedule_ahead({"a": 2}) is not None
+
+
+def test_a_request_that_may_be_at_its_end_is_left_out_of_a_step_ahead():
+    bench = Bench(num_drafts=3)
+    bench.add(source(prompt(7), rid="a", max_tokens=6), source(prompt(5, 1), rid="b", max_tokens=20))
+    bench.step()
+    verify(bench, a=3, b=3)  # then a may have 5 of its 6 tokens: it feeds the last but one, and no draft
+    batch = bench.scheduler.schedule_ahead({"a": 3, "b": 3})
+    assert np.diff(batch.query_starts[:3]).tolist() == [1, 4]
+    late = Bench(num_drafts=3)
+    late.add(source(prompt(7), rid="a", max_tokens=5), source(prompt(5, 1), rid="b", max_tokens=20))
+    late.step()
+    verify(late, a=3, b=3)
+    assert late.scheduler.schedule_ahead({"a": 3, "b": 3}).num_requests == 1
+
+
+def test_no_step_is_ahead_while_stop_tokens_are_banned():
+    bench = Bench(num_drafts=3)
+    bench.add(source(prompt(7), rid="a", max_tokens=20, min_tokens=8, stops=[3]))
+    bench.step()
+    verify(bench, a=2)
+    assert bench.scheduler.schedule_ahead({"a": 2}) is None
+
+
+def test_a_request_that_found_no_page_for_the_verify_step_is_not_where_its_slot_stands():
+    """The device does not know its length: it was left out of the last verify step."""
+    bench, *_ = two_that_decode(pages=5, disable_radix_cache=True)
+    allocator = bench.scheduler.pages.allocator
+    for _ in range(3):
+        bench.step()
+    assert allocator.num_free == 0  # a has fed 10 tokens and holds 3 pages, b 8: its next one needs a third page
+    batch = verify(bench, a=1)
+    assert batch.num_requests == 1
+    b = bench.scheduler.running[1]
+    bench.scheduler.pages.grow = lambda *_: True  # pages have come back
+    assert bench.scheduler.schedule_ahead({"a": 1, b.rid: 1}) is None

@@ -1,5 +1,5 @@
 """Random schedules of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new
-weights, drafts that are right, wrong or partly right.
+weights, drafts that are right, wrong or partly right, of the host and of the device.
 
 One step is in flight while the next is scheduled, as in the engine. The output of a request is known beforehand
 (numpy_device.expected_tokens): any page that is shared, lost or overwritten wrongly changes it. Every step is checked,
@@ -25,8 +25,8 @@ CONTEXT = 48
 
 @dataclass(frozen=True)
 class Life:
-    """What happens. Arrivals: tick, common and own part of the prompt, max_tokens, choices, stops, penalised; events:
-    tick, kind, pick."""
+    """What happens. Arrivals: tick, common and own part of the prompt, max_tokens, choices, stops, penalised, with the
+    row of the last token; events: tick, kind, pick."""
 
     page_size: int
     pages: int
@@ -52,6 +52,7 @@ def lives(draw) -> Life:
         st.integers(1, 8),
         st.integers(1, 24),
         st.integers(1, 3),
+        st.booleans(),
         st.booleans(),
         st.booleans(),
     )
@@ -93,10 +94,14 @@ class Machine:
         self.num_drafts, self.noise = life.num_drafts, np.random.default_rng(life.draft_seed)
         self.scheduler = Scheduler(self.args, self.buckets, num_pages=life.pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
-            num_slots=(life.pages + 1) * life.page_size, num_request_slots=life.requests + 1, page_size=life.page_size
+            num_slots=(life.pages + 1) * life.page_size,
+            num_request_slots=life.requests + 1,
+            page_size=life.page_size,
+            draft_seed=life.draft_seed,
         )
         self.pending = None
         self.ended: list[Req] = []
+        self.done = {}  # by step: batches that were ahead, as the device completed them
         self.fed: dict[str, int] = {}  # of each running request: tokens fed since it was admitted
         self.admitted: list[str] = []
 
@@ -105,6 +110,8 @@ class Machine:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def step(self) -> None:
+        if self.verifies and self.noise.random() < 0.6 and self.step_ahead():
+            return
         drafts = {}
         if (self.num_drafts and self.noise.random() < 0.7) or self.verifies:
             self.finish(None)
@@ -121,10 +128,41 @@ class Machine:
             dispatched = (batch, self.device.run(batch))
         self.finish(dispatched)
 
+    def step_ahead(self) -> bool:
+        """A verify step behind one that has not been read; False where the scheduler has none."""
+        lengths = {req.rid: int(self.noise.integers(0, self.num_drafts + 2)) for req in self.scheduler.running}
+        batch = self.scheduler.schedule_ahead(lengths)
+        if batch is None:
+            return False
+        event("ahead")
+        assert batch.is_ahead and batch.mode is ForwardMode.TARGET_VERIFY and batch.origins is ALL_GENERATED
+        assert batch.num_tokens <= self.buckets.verify_capacity(batch.num_requests)
+        done = self.done[batch.step] = self.device.locate(batch)
+        assert np.unique(done.kv_slots).size == batch.num_tokens, "two tokens of a step are written to one slot"
+        assert (done.kv_slots >= self.args.page_size).all(), "a token is written to the padding page"
+        self.finish((batch, self.device.run(batch)))
+        return True
+
+    def locate(self, batch):
+        """What the scheduler makes of a batch that is ahead: where the device has fed it, but for ended requests."""
+        located, done = self.scheduler.locate(batch), self.done.pop(batch.step)
+        rows = self.scheduler._in_flight[batch.step]
+        for row, first, end in zip(rows, batch.query_starts, batch.query_starts[1:], strict=False):
+            if row.req.state is not ReqState.FINISHED:
+                assert row.start == self.fed[row.req.rid] == done.positions[first]
+                assert np.array_equal(located.positions[first:end], done.positions[first:end])
+                assert np.array_equal(located.kv_slots[first:end], done.kv_slots[first:end])
+        return located
+
     @property
     def verifies(self) -> bool:
         """Whether the step in flight has drafts."""
         return self.pending is not None and self.pending[0].mode is ForwardMode.TARGET_VERIFY
+
+    @property
+    def chunks_in_flight(self) -> set:
+        """The requests of steps that have not been read."""
+        return {chunk.req.rid for chunks in self.scheduler._in_flight.values() for chunk in chunks}
 
     def draft(self) -> dict:
         """Drafts of any length, for any request; each token is right with the odds of its request."""
@@ -140,6 +178,7 @@ class Machine:
         done, self.pending = self.pending, dispatched
         if done is not None:
             batch, result = done
+            batch = self.locate(batch) if batch.is_ahead else batch
             chunks = self.scheduler._in_flight[batch.step]
             ended = {chunk.req.rid for chunk in chunks if chunk.req.state is ReqState.FINISHED}
             committed = self.scheduler.commit(batch, result)
@@ -218,14 +257,16 @@ class Machine:
             if req.rid in ended:
                 assert not filed.any()
                 continue
-            assert filed.tolist() == [position < req.num_known - 1 for position in chunk.start + np.arange(chunk.count)]
-            assert req.num_committed == req.num_dispatched == req.num_known - 1 and req.num_pending == 0
+            assert filed.tolist() == [position < req.num_committed for position in chunk.start + np.arange(chunk.count)]
+            assert req.num_committed == req.num_dispatched == req.num_known - (0 if req.last_row_ready else 1)
+            assert req.last_row_ready == (req.source.routed_experts.include_last and req.state is ReqState.FINISHED)
+            assert req.num_pending == (self.pending is not None and req.rid in self.chunks_in_flight)
             self.fed[req.rid] = req.num_dispatched
 
 
 def build_sources(index, arrival):
     """The requests of one arrival, and the expected output of each."""
-    _, common, own, max_tokens, choices, stops, penalised = arrival
+    _, common, own, max_tokens, choices, stops, penalised, include_last = arrival
     prompt = [*range(common), *((index * 7 + i) % VOCAB for i in range(own))]
     everything = expected_tokens(prompt, max_tokens)
     stop = [everything[len(everything) // 2]] if stops else []
@@ -238,6 +279,7 @@ def build_sources(index, arrival):
             choice=choice,
             max_tokens=max_tokens,
             stops=stop,
+            include_last=include_last,
             **penalty,
         )
         for choice in range(choices)

@@ -107,3 +107,17 @@ def test_estimates_are_probabilities_that_never_rise(data):
         assert ((survival >= 0) & (survival <= 1)).all() and (np.diff(survival) <= 0).all()
         proposed = data.draw(st.integers(0, survival.size))
         estimates.observe("a", proposed, data.draw(st.integers(0, proposed)))
+
+
+def test_a_draft_is_foreseen_as_it_would_be_estimated_and_changes_nothing():
+    estimates = AcceptanceEstimates()
+    assert estimates.foresee("a", CLAIM).tolist() == CLAIM.survival.tolist(), "of a request that nothing is known of"
+    verify(estimates, "a", CLAIM, 1, times=5)
+    estimates.observe("a", 3, 1)
+    foreseen = estimates.foresee("a", CLAIM)
+    assert foreseen.tolist() == estimates.foresee("a", CLAIM).tolist()
+    assert foreseen.tolist() == estimates.survival("a", CLAIM).tolist()
+    longer = make_draft(0.8, 0.6, 0.3, 0.2)
+    assert estimates.foresee("a", longer).tolist() == longer.survival.tolist(), "longer than any draft so far"
+    estimates.observe("a", 3, 0)
+    assert estimates.foresee("a", CLAIM)[0] < foreseen[0]

@@ -1,8 +1,12 @@
 """A device in NumPy: runs the batches of a scheduler with a rule instead of a model.
 
+After a verify step it drafts, and keeps for each slot where it stands: a batch that is ahead is completed from there.
+
 Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through
 its page table, so one page that is wrong, shared wrongly or overwritten changes the output; the rule itself needs no
 pages. Dims: N padded tokens, B padded requests, V vocabulary."""
+
+import dataclasses
 
 import numpy as np
 
@@ -38,7 +42,17 @@ def expected_tokens(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
 
 
 def source(
-    prompt, *, rid="r", max_tokens=4, group=None, choice=0, stops=(), logprob_start=None, extra_key=None, **sampling
+    prompt,
+    *,
+    rid="r",
+    max_tokens=4,
+    group=None,
+    choice=0,
+    stops=(),
+    logprob_start=None,
+    extra_key=None,
+    include_last=False,
+    **sampling,
 ):
     """A validated request."""
     params = SamplingParams(max_tokens=max_tokens, **sampling).resolve()
@@ -54,15 +68,19 @@ def source(
         return_logprob=logprob_start is not None,
         logprob_start_len=-1 if logprob_start is None else logprob_start,
         top_logprobs_num=0,
-        routed_experts=RoutingOptions(),
+        routed_experts=RoutingOptions(include_last=include_last),
     )
 
 
 class NumpyDevice:
-    """A pool, the last token of every slot, and nothing else."""
+    """A pool; of every slot the last token, the next position and drafts, each of which is right with a probability of
+    its own."""
 
-    def __init__(self, *, num_slots, num_request_slots, page_size) -> None:
+    def __init__(self, *, num_slots, num_request_slots, page_size, draft_seed=0, most_drafts=8) -> None:
         self.page_size = page_size
+        self.noise, self.most_drafts = np.random.default_rng(draft_seed), most_drafts
+        self.next_position = np.full(num_request_slots, NEVER_WRITTEN)
+        self.drafts = np.full((num_request_slots, most_drafts), NEVER_WRITTEN)
         self.tokens = np.full(num_slots, NEVER_WRITTEN)
         self.positions = np.full(num_slots, NEVER_WRITTEN)
         self.last = np.full(num_request_slots, NEVER_WRITTEN)
@@ -70,6 +88,8 @@ class NumpyDevice:
     def run(self, batch) -> StepResult:
         """Feed the tokens of a batch and sample from every row, chunks too, as the real one does."""
         real = batch.num_tokens
+        if batch.is_ahead:
+            batch = self.locate(batch)
         ids = batch.token_ids[:real].copy()
         unknown = ids == FROM_DEVICE
         ids[unknown] = self.last[batch.request_slots[batch.token_rows[:real]]][unknown]
@@ -113,6 +133,7 @@ class NumpyDevice:
             while first + accepted[row] + 1 < last and ids[first + accepted[row] + 1] == sampled[first + accepted[row]]:
                 accepted[row] += 1
             self.last[batch.request_slots[row]] = sampled[first + accepted[row]]
+            self.draft(batch.request_slots[row], read[: batch.positions[first] + 1 + accepted[row]])
         return StepResult(
             tokens=sampled,
             logprobs=logprobs,
@@ -125,6 +146,29 @@ class NumpyDevice:
             weight_version=0,
             accepted=accepted,
         )
+
+    def draft(self, slot, fed) -> None:
+        """Note where a slot stands, and draft what follows the tokens fed and the last one."""
+        self.next_position[slot] = fed.size
+        ahead = expected_tokens([*fed.tolist(), int(self.last[slot])], self.most_drafts)
+        wrong = self.noise.random(self.most_drafts) > self.noise.random()
+        self.drafts[slot] = np.where(wrong, self.noise.integers(0, VOCAB, self.most_drafts), ahead)
+
+    def locate(self, batch):
+        """A batch that is ahead, token by token, with what the slots hold."""
+        ids, positions, lengths = batch.token_ids.copy(), batch.positions.copy(), batch.seq_lens.copy()
+        kv_slots = np.zeros(batch.num_tokens, np.int64)
+        for at in range(batch.num_tokens):
+            row, place = batch.token_rows[at], int(batch.positions[at])
+            slot = batch.request_slots[row]
+            positions[at] = self.next_position[slot] + place
+            if place > 0:
+                ids[at] = self.drafts[slot, place - 1]
+            page, offset = divmod(int(positions[at]), self.page_size)
+            kv_slots[at] = batch.page_table[row, page] * self.page_size + offset
+        for row in range(batch.num_requests):
+            lengths[row] += self.next_position[batch.request_slots[row]]
+        return dataclasses.replace(batch, token_ids=ids, positions=positions, seq_lens=lengths, kv_slots=kv_slots)
 
     def read(self, pages, length) -> np.ndarray:
         """The tokens at positions 0 .. length-1 of a row of the page table."""

@@ -84,7 +84,9 @@ class ModelWorkerBatch:
     """One step. `return_routed_experts`: the rows that requested routed experts; all rows are captured (DESIGN law 6).
     `all_generated`: no token is of a prompt (a step of one token a row may have prompt tokens). Where a model drafts:
     `drafts_ahead`: the next step is to have drafts; `next_tokens`: of rows that do not sample, the token of the prompt
-    that follows their last one, -1 of the others."""
+    that follows their last one, -1 of the others. `is_ahead`: a verify step that was scheduled before the one
+    before it had been read. Its positions and lengths count from where the request slots stand on the device, where its
+    tokens are, until the scheduler locates it."""
 
     step: int
     mode: ForwardMode
@@ -106,6 +108,7 @@ class ModelWorkerBatch:
     all_generated: bool = False
     drafts_ahead: bool = False
     next_tokens: Int[np.ndarray, " B"] | None = None
+    is_ahead: bool = False
 
     @property
     def origins(self) -> TokenOrigins:

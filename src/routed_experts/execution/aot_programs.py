@@ -92,14 +92,14 @@ def sampling_jobs(
             run = accept_program(_verify_spec(spec, shape, mode), mesh)
         else:
             run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
-        calls[mode] = run, _with_sharding(inputs, at)
+        calls[mode] = run, with_sharding(inputs, at)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
     counting, inputs = counting_program, (slot_counts, out.tokens, shape.packed)
     if is_verify:
         accept, arguments = calls[SamplingMode.FULL]
         table = jax.eval_shape(accept, *arguments)[1]
         counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, shape.packed, table)
-    jobs["count", shape] = functools.partial(counting(shape, mesh).lower, *_with_sharding(inputs, at))
+    jobs["count", shape] = functools.partial(counting(shape, mesh).lower, *with_sharding(inputs, at))
     if shape.mode is ForwardMode.EXTEND:
         same = (REPLICATED,)
         tree = jax.tree.structure(weights)
@@ -127,7 +127,7 @@ def _commit_job(
     )
     inputs = out.recurrent_inputs, out.words, _shape((shape.num_requests,), jnp.int32)
     at = args[0][0].sharding if spec.mesh_specs is None else None
-    return functools.partial(run.lower, args[1], *_with_sharding(inputs, at))
+    return functools.partial(run.lower, args[1], *with_sharding(inputs, at))
 
 
 def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
@@ -159,7 +159,7 @@ def _verify_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> Ve
     )
 
 
-def _with_sharding(shapes: Any, sharding: Any) -> Any:
+def with_sharding(shapes: Any, sharding: Any) -> Any:
     """The same shapes with a sharding, which names the device that is compiled for."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 

@@ -1,9 +1,9 @@
 """What the programs of all draft models share: the inputs of a step, and the chain of drafts that follows it.
 
-A chain drafts the next tokens of each request one after another: each is sampled with the noise, the temperature and
-the filters that the target will sample that position with, so that equal scores give equal tokens. No bias and no
-penalty is applied. Dims: N padded tokens, B padded requests, R request slots, T width of the target, V vocabulary of
-the scores, k drafts."""
+A chain drafts the next tokens of each request one after another: each is sampled with the noise, the temperature, the
+filters and the bias that the target will sample that position with, so that equal scores give equal tokens. No penalty
+is applied. Dims: N padded tokens, B padded requests, R request slots, T width of the target, V vocabulary of the
+scores, X bias entries of a request, k drafts."""
 
 import dataclasses
 import functools
@@ -22,9 +22,7 @@ from routed_experts.execution.forward_batch import BatchShape, unpack, unpack_sa
 from routed_experts.layers.attention import AttentionBackend, PagedBatch
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import bitcast_int32, token_logprobs
-from routed_experts.layers.sampling import SamplingBatch, sample
-
-_MODES = (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FILTERED)  # the last one serves FULL steps, too
+from routed_experts.layers.sampling import SamplingBatch, penalize, sample
 
 # (place of the draft in its chain, drafted tokens [B], where they are fed, carry) -> (scores of the next token [B V],
 # carry)
@@ -57,6 +55,16 @@ class TargetOutputs:
     streams: tuple[Float[Array, "N T"], ...]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """What is added to scores of the target's ids; an id of the target's vocabulary size is padding. Read in steps that
+    sample in the FULL mode alone."""
+
+    ids: Int[Array, "B X"]
+    values: Float[Array, "B X"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:
     """A step of the target, as a draft model reads it. `last`: the row of the last token of each request that is no
@@ -68,18 +76,20 @@ class DraftStep:
     after: Int[Array, " B"]
     sampling: SamplingBatch
     mode: Int[Array, ""]
+    bias: Bias
 
 
 def pack_draft_inputs(batch: ModelWorkerBatch) -> Int32[np.ndarray, " B1"]:
     """What the draft program needs beside the packed batch: `next_tokens`, and the sampling mode."""
     assert batch.next_tokens is not None, "an engine with a draft model"
-    return np.append(batch.next_tokens, np.int32(min(batch.sampling_mode, SamplingMode.FILTERED)))
+    return np.append(batch.next_tokens, np.int32(batch.sampling_mode))
 
 
 def unpack_draft_step(
     packed: Int32[Array, " words"],
     inputs: Int32[Array, " B1"],
     last_tokens: Int[Array, " R"],
+    bias: Bias,
     accepted: Int[Array, " B"] | None,
     *,
     shape: BatchShape,
@@ -103,18 +113,20 @@ def unpack_draft_step(
         after=after,
         sampling=unpack_sampler(packed, shape.num_requests).sampling,
         mode=inputs[shape.num_requests],
+        bias=bias,
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChain:
     """The chain of drafts behind a step. `lag`: how many positions before its own a draft is fed; `context_length`:
-    positions at which tokens may be fed, None: all; `token_ids`: the target's id of each column of the scores, None
-    where they are the same."""
+    positions at which tokens may be fed, None: all; `vocab_size`: of the target; `token_ids`: the target's id of each
+    column of the scores, None where they are the same."""
 
     step: DraftStep
     num_drafts: int
     page_size: int
+    vocab_size: int
     lag: int
     context_length: int | None = None
     token_ids: Int[Array, " V"] | None = None
@@ -153,7 +165,7 @@ class DraftChain:
         step, drafts, logprobs = self.step, list[Array](), list[Array]()
         for place in range(self.num_drafts):
             sampling = dataclasses.replace(step.sampling, position=position)
-            chosen, logprob = _choose(logits, sampling, step.mode, self.token_ids)
+            chosen, logprob = self._choose(logits, sampling)
             drafts.append(chosen if usable is None else jnp.where(usable, chosen, -1))
             logprobs.append(logprob)
             if place == self.num_drafts - 1:
@@ -165,16 +177,24 @@ class DraftChain:
         columns = [jnp.stack(drafts, axis=1), bitcast_int32(jnp.exp(jnp.stack(logprobs, axis=1)))]
         return carry, jnp.concatenate(columns, axis=1)
 
+    def _choose(
+        self, logits: Float[Array, "B V"], sampling: SamplingBatch
+    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+        """The target's id of the draft of each row, and its logprob; -1 for a row with NaN."""
 
-def _choose(
-    logits: Float[Array, "B V"], sampling: SamplingBatch, mode: Int[Array, ""], token_ids: Int[Array, " V"] | None
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The target's id of the draft of each row, and its logprob; -1 for a row with NaN."""
+        def in_mode(mode: SamplingMode) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+            scores = self._biased(logits) if mode is SamplingMode.FULL else logits
+            chosen, processed = sample(scores, sampling, mode, token_ids=self.token_ids)
+            return chosen, token_logprobs(processed, chosen)
 
-    def in_mode(mode: SamplingMode) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        chosen, processed = sample(logits, sampling, mode, token_ids=token_ids)
-        return chosen, token_logprobs(processed, chosen)
+        chosen, logprobs = lax.switch(self.step.mode, [functools.partial(in_mode, mode) for mode in SamplingMode])
+        chosen = chosen if self.token_ids is None else self.token_ids[chosen]
+        return jnp.where(jnp.isnan(logprobs), -1, chosen).astype(jnp.int32), logprobs
 
-    chosen, logprobs = lax.switch(mode, [functools.partial(in_mode, mode) for mode in _MODES])
-    chosen = chosen if token_ids is None else token_ids[chosen]
-    return jnp.where(jnp.isnan(logprobs), -1, chosen).astype(jnp.int32), logprobs
+    def _biased(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """The scores with the bias of each request."""
+        bias = self.step.bias
+        if self.token_ids is None:
+            return penalize(logits, None, bias.ids, bias.values)
+        none = jnp.zeros((logits.shape[0], self.vocab_size), logits.dtype)
+        return logits + penalize(none, None, bias.ids, bias.values)[:, self.token_ids]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
-from routed_experts.execution.draft_chain import DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
+from routed_experts.execution.draft_chain import Bias, DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.paged_attend import PagedAttend
@@ -29,6 +29,7 @@ def run_draft_model(
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     inputs: Int32[Array, " B1"],
+    bias: Bias,
     accepted: Int[Array, " B"] | None = None,
     *,
     spec: DraftSpec,
@@ -40,7 +41,7 @@ def run_draft_model(
     with the bits of their probabilities; None for no drafts."""
     target_state = jax.tree.unflatten(spec.target_tree, target_outputs.weights)
     model, target = nnx.merge(spec.graphdef, state), nnx.merge(spec.target, target_state)
-    step = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape, num_drafts=num_drafts)
+    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts)
     kernels = spec.kernels
     rows, last = step.paged.token_rows, step.last
     is_last = jnp.arange(shape.num_tokens) == last[rows]
@@ -76,7 +77,12 @@ def run_draft_model(
         return head.logits(output, kernels.lm_head), (recycled, pool)
 
     chain = DraftChain(
-        step=step, num_drafts=num_drafts, page_size=spec.page_size, lag=PAIR_LAG, token_ids=model.target_ids()
+        step=step,
+        num_drafts=num_drafts,
+        page_size=spec.page_size,
+        vocab_size=spec.vocab_size,
+        lag=PAIR_LAG,
+        token_ids=model.target_ids(),
     )
     logits = head.logits(output[last], kernels.lm_head)
     first = step.paged.positions[last] + 1 + PAIR_LAG

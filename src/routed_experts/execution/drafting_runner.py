@@ -10,16 +10,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
-from routed_experts.execution.aot_programs import Jobs, RunnerConfig, abstract_inputs, flatten_weights, lowerings
-from routed_experts.execution.draft_chain import DraftSpec, TargetOutputs, pack_draft_inputs
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch
+from routed_experts.execution.aot_programs import (
+    Jobs,
+    RunnerConfig,
+    abstract_inputs,
+    flatten_weights,
+    lowerings,
+    with_sharding,
+)
+from routed_experts.execution.draft_chain import Bias, DraftSpec, TargetOutputs, pack_draft_inputs
 from routed_experts.execution.draft_programs import PAIR_LAG, run_draft_model
-from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.forward_batch import BatchShape, pack
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.sampler import PenaltyInputs
+from routed_experts.execution.slot_state import SlotState, advance_program, locate_program
 from routed_experts.execution.standalone_programs import OWN_LAG, run_standalone
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
@@ -87,6 +97,9 @@ class DraftingRunner(ModelRunner):
             page_size=draft.pool.page_size,
             vocab_size=config.vocab_size,
         )
+        self._padding_bias = dict[int, Bias]()  # by padded requests
+        slots = SlotState.abstract(config.num_request_slots, spec.num_drafts)
+        self._slot_state: SlotState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), slots)
         super().__init__(state, spec, config, weight_version=weight_version)
 
     def allocate_pool(self) -> None:
@@ -107,11 +120,18 @@ class DraftingRunner(ModelRunner):
                 leaf.delete()
 
     def _draft(
-        self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
+        self,
+        batch: ModelWorkerBatch,
+        shape: BatchShape,
+        packed: Any,
+        out: ForwardOut,
+        full: PenaltyInputs | None,
+        accepted: Sequence[Array],
     ) -> Int32[Array, "B 2k"] | None:
         """Feed the step's tokens to the draft model; draft where the next step is to have drafts."""
         program = self._programs["draft", shape, self._num_drafts_after(shape, drafts_ahead=batch.drafts_ahead)]
         inputs = pack_draft_inputs(batch)
+        bias = self._no_bias(shape.num_requests) if full is None else Bias(full.bias_ids, full.bias_values)
         self._draft_pool, proposed = program(
             self._draft_weights,
             self._target_outputs(self._weights, out),
@@ -120,9 +140,25 @@ class DraftingRunner(ModelRunner):
             self._last_tokens,
             packed,
             inputs,
+            bias,
             *accepted,
         )
+        if shape.mode is ForwardMode.TARGET_VERIFY:
+            self._slot_state = self._programs["advance", shape](self._slot_state, packed, *accepted, proposed)
         return proposed
+
+    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+        if not batch.is_ahead:
+            return super()._pack(batch, shape)
+        return self._programs["locate", shape](pack(batch), self._slot_state)
+
+    def _no_bias(self, num_requests: int) -> Bias:
+        """Zeros, for steps in other modes than FULL; on the device, as they are the same for all of them."""
+        if num_requests not in self._padding_bias:
+            shapes = abstract_bias(num_requests)
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+            self._padding_bias[num_requests] = jax.device_put(zeros)
+        return self._padding_bias[num_requests]
 
     def _target_outputs(self, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:
         """What the draft model reads of the target; None: nothing."""
@@ -176,6 +212,7 @@ class DraftPrograms:
             last_tokens,
             packed,
             jax.ShapeDtypeStruct((shape.num_requests + 1,), jnp.int32),
+            abstract_bias(shape.num_requests),
             *([jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)] if is_verify else []),
         )
         jobs: Jobs = {}
@@ -183,4 +220,25 @@ class DraftPrograms:
             program = functools.partial(self.kind.program, spec=self.spec, shape=shape, num_drafts=num_drafts)
             run = jax.jit(flatten_weights(program, tree), donate_argnums=(2,))
             jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
-        return jobs
+        return jobs | (_slot_jobs(spec, config, shape, at=leaves[0].sharding) if is_verify else {})
+
+
+def abstract_bias(num_requests: int) -> Bias:
+    """Shapes and dtypes of the bias of a step."""
+    size = (num_requests, MAX_BIAS)
+    ids, values = jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.float32)
+    return Bias(ids, values)  # pyright: ignore[reportArgumentType]  # shapes for lowering
+
+
+def _slot_jobs(spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, *, at: Any) -> Jobs:
+    """The programs that keep a SlotState; `at`: the sharding that names the device."""
+    state = SlotState.abstract(config.num_request_slots, spec.num_drafts)
+    accepted = jax.ShapeDtypeStruct((shape.num_requests,), jnp.int32)
+    proposed = jax.ShapeDtypeStruct((shape.num_requests, 2 * spec.num_drafts), jnp.int32)
+    calls = {
+        "locate": (locate_program(shape), (shape.packed, state)),
+        "advance": (advance_program(shape), (state, shape.packed, accepted, proposed)),
+    }
+    return {
+        (name, shape): functools.partial(run.lower, *with_sharding(inputs, at)) for name, (run, inputs) in calls.items()
+    }

@@ -7,6 +7,7 @@ padded requests, R request slots, W pages of a request."""
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from routed_experts.core.errors import ProcessMismatchError
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch, SamplingMode
 from routed_experts.execution.orders import Order
 from routed_experts.layers.attention import PagedBatch
+from routed_experts.layers.logprobs import bitcast_int32
 from routed_experts.layers.sampling import SamplingBatch
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -145,18 +147,18 @@ class StepInputs:
 
     shape: BatchShape
     sampling_mode: SamplingMode
-    packed: Int32[np.ndarray, " words"]
+    packed: Any  # int32 [words]; on the device where a model drafts ahead
     bias: tuple[Int32[np.ndarray, "B X"], Float[np.ndarray, "B X"]] | None
     prompt_targets: Int32[np.ndarray, " N"] | None
 
     @staticmethod
-    def from_batch(batch: ModelWorkerBatch) -> "StepInputs":
-        """Of a batch."""
+    def from_batch(batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> "StepInputs":
+        """Of a batch and its packed metadata."""
         bias, sampling = None, batch.sampling
         if batch.sampling_mode is SamplingMode.FULL:
             assert sampling.bias_ids is not None and sampling.bias_values is not None, "in the FULL mode"
             bias = sampling.bias_ids, sampling.bias_values
-        return StepInputs(to_batch_shape(batch), batch.sampling_mode, pack(batch), bias, batch.prompt_targets)
+        return StepInputs(shape, batch.sampling_mode, packed, bias, batch.prompt_targets)
 
     @staticmethod
     def from_order(order: Order) -> "StepInputs":
@@ -188,9 +190,20 @@ class StepInputs:
         return (self.packed, *(self.bias or ()), *targets)
 
 
+def unpack_words(packed: Int[Array, " words"], shape: BatchShape) -> dict[str, Array]:
+    """Cut the packed array into its named arrays."""
+    return _cut(packed, shape.segments())
+
+
+def pack_words(parts: Mapping[str, Array]) -> Int32[Array, " words"]:
+    """The packed form of what `unpack_words` returns."""
+    words = [bitcast_int32(parts[name]) if name in _FLOATS else parts[name] for name in _ORDER]
+    return jnp.concatenate([part.ravel() for part in words])
+
+
 def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
     """Cut the packed array into the parts that layers need; static slices, no data movement that XLA does not fuse."""
-    parts = _cut(packed, shape.segments())
+    parts = unpack_words(packed, shape)
     valid: Bool[Array, " N"] = jnp.arange(shape.num_tokens) < parts["num_tokens"]
     paged = PagedBatch(
         positions=parts["positions"],

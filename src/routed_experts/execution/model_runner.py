@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32, UInt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
-from routed_experts.execution.forward_batch import BatchShape, StepInputs
+from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack, to_batch_shape
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
@@ -111,7 +111,8 @@ class ModelRunner:
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
         arguments (in the FULL form it goes before)."""
-        inputs = StepInputs.from_batch(batch)
+        shape = to_batch_shape(batch)
+        inputs = StepInputs.from_batch(batch, shape, self._pack(batch, shape))
         with self.orders.in_order():
             if self.orders is not NO_FOLLOWERS:
                 self.orders.send(OrderKind.STEP, inputs.head, inputs.arrays)
@@ -156,7 +157,7 @@ class ModelRunner:
         if out.recurrent_inputs is not None:
             commit = self._programs["commit", shape]
             self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
-        proposed = None if batch is None else self._draft(batch, shape, packed, out, accepted)
+        proposed = None if batch is None else self._draft(batch, shape, packed, out, full, accepted)
         scored = None
         if inputs.prompt_targets is not None:
             targets = put_replicated(inputs.prompt_targets, self._replicated)
@@ -174,11 +175,24 @@ class ModelRunner:
         counts.copy_to_host_async()
         return counts
 
+    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+        """The metadata of a step, on the host or on the device."""
+        del shape
+        assert not batch.is_ahead, "positions on the device are those of a draft model's runner"
+        return pack(batch)
+
     def _draft(
-        self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any, out: ForwardOut, accepted: Sequence[Array]
+        self,
+        batch: ModelWorkerBatch,
+        shape: BatchShape,
+        packed: Any,
+        out: ForwardOut,
+        full: PenaltyInputs | None,
+        accepted: Sequence[Array],
     ) -> Int32[Array, "B 2k"] | None:
-        """Draft the tokens of the next step; None: no model drafts. `accepted`: of each request, in a verify step."""
-        del batch, shape, packed, out, accepted
+        """Draft the tokens of the next step; None: no model drafts. `full`: of a step in the FULL mode; `accepted`: of
+        each request, in a verify step."""
+        del batch, shape, packed, out, full, accepted
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """Return the lowerings that `compile` compiles."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
-from routed_experts.execution.draft_chain import DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
+from routed_experts.execution.draft_chain import Bias, DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.paged_attend import PagedAttend
@@ -27,6 +27,7 @@ def run_standalone(
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     inputs: Int32[Array, " B1"],
+    bias: Bias,
     accepted: Int[Array, " B"] | None = None,
     *,
     spec: DraftSpec,
@@ -37,7 +38,7 @@ def run_standalone(
     returned are as for `run_draft_model`."""
     assert target_outputs is None, "a decoder of its own reads tokens alone"
     model = nnx.merge(spec.graphdef, state)
-    step = unpack_draft_step(packed, inputs, last_tokens, accepted, shape=shape, num_drafts=num_drafts)
+    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts)
     own_size = model.config.vocab_size
 
     def run(tokens: Int[Array, " n"], paged: PagedBatch, pool: Any) -> tuple[Float[Array, "n D"], Any]:
@@ -59,6 +60,7 @@ def run_standalone(
         step=step,
         num_drafts=num_drafts,
         page_size=spec.page_size,
+        vocab_size=spec.vocab_size,
         lag=OWN_LAG,
         context_length=model.config.context_length,
     )

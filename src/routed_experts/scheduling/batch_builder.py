@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int32, UInt32
+from jaxtyping import Float, Int32, Int64, UInt32
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.model_worker_batch import (
@@ -71,12 +71,14 @@ class BatchBuilder:
         step: int,
         all_generated: bool = False,
         drafts_ahead: bool = False,
+        is_ahead: bool = False,
     ) -> ModelWorkerBatch:
         """Pad the chunks, in their order, to the smallest bucket. `all_generated`: no chunk feeds a token of a prompt;
-        `drafts_ahead`: a model drafts for the next step."""
+        `drafts_ahead`: a model drafts for the next step; `is_ahead`: chunks begin at 0, where their requests stand on
+        the device, and `locate` completes the batch."""
         counts = [chunk.count for chunk in chunks]
         total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, chunks))
-        mode, padded_tokens, padded_rows = self._shape(chunks, total, scored=scored)
+        mode, padded_tokens, padded_rows = self._shape(chunks, total, scored=scored, is_ahead=is_ahead)
         modes = [
             chunk.req.required_mode() for chunk in chunks
         ]  # also of chunks that sample nothing: FULL counts every token fed
@@ -93,7 +95,6 @@ class BatchBuilder:
             token_rows[:total] = np.repeat(self._count[: len(chunks)], counts)
             positions[:total] = self._count[:total] - (starts[:-1] - seq_lens + np.diff(starts))[token_rows[:total]]
         table = self._table.rows(layout.request_slots)
-        page, offset = np.divmod(positions[:total], self._page_size)
         return ModelWorkerBatch(
             step=step,
             all_generated=all_generated,
@@ -101,10 +102,10 @@ class BatchBuilder:
             sampling_mode=max(modes),
             num_tokens=total,
             num_requests=len(chunks),
-            token_ids=self._token_ids(chunks, padded_tokens, mode),
+            token_ids=_unknown(total, padded_tokens) if is_ahead else self._token_ids(chunks, padded_tokens, mode),
             positions=positions,
             token_rows=token_rows,
-            kv_slots=table[token_rows[:total], page].astype(np.int64) * self._page_size + offset,
+            kv_slots=self._kv_slots(table, token_rows[:total], positions[:total]),
             query_starts=starts,
             seq_lens=seq_lens,
             request_slots=layout.request_slots,
@@ -115,11 +116,36 @@ class BatchBuilder:
             return_routed_experts=layout.return_routed_experts,
             drafts_ahead=drafts_ahead,
             next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
+            is_ahead=is_ahead,
         )
 
-    def _shape(self, chunks: Sequence[ScheduledChunk], total: int, *, scored: bool) -> tuple[ForwardMode, int, int]:
+    def locate(self, batch: ModelWorkerBatch, starts: Sequence[int]) -> ModelWorkerBatch:
+        """Return a batch that is ahead with positions, lengths and KV slots, now that the first position of each
+        request is known."""
+        first = np.zeros(batch.seq_lens.size, np.int32)
+        first[: batch.num_requests] = starts
+        positions, seq_lens = batch.positions.copy(), batch.seq_lens + first
+        rows = batch.token_rows[: batch.num_tokens]
+        positions[: batch.num_tokens] += first[rows]
+        return dataclasses.replace(
+            batch,
+            positions=positions,
+            seq_lens=seq_lens,
+            kv_slots=self._kv_slots(batch.page_table, rows, positions[: batch.num_tokens]),
+            sampling=dataclasses.replace(batch.sampling, position=seq_lens),
+        )
+
+    def _kv_slots(
+        self, table: Int32[np.ndarray, "B W"], rows: Int32[np.ndarray, " N"], positions: Int32[np.ndarray, " N"]
+    ) -> Int64[np.ndarray, " N"]:
+        page, offset = np.divmod(positions, self._page_size)
+        return table[rows, page].astype(np.int64) * self._page_size + offset
+
+    def _shape(
+        self, chunks: Sequence[ScheduledChunk], total: int, *, scored: bool, is_ahead: bool
+    ) -> tuple[ForwardMode, int, int]:
         """Return (mode, padded tokens, padded requests)."""
-        if any(chunk.drafts is not None for chunk in chunks):
+        if is_ahead or any(chunk.drafts is not None for chunk in chunks):
             verify = self._buckets.verify_shape(total, len(chunks))
             assert verify is not None, (total, len(chunks), self._buckets.verify)
             return ForwardMode.TARGET_VERIFY, *verify
@@ -192,6 +218,13 @@ def _next_tokens(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndar
         if not chunk.samples:
             following[index] = chunk.req.tokens[chunk.start + chunk.count]
     return following
+
+
+def _unknown(count: int, padded: int) -> Int32[np.ndarray, " N"]:
+    """Return `count` ids that the host does not know, padded."""
+    ids = np.zeros(padded, np.int32)
+    ids[:count] = FROM_DEVICE
+    return ids
 
 
 def _prompt_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:

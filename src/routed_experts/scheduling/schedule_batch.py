@@ -3,8 +3,8 @@
 Only Req changes, and only on the engine thread. Its token counts are ordered
     0 .. num_committed .. num_dispatched .. num_known + num_pending
 Committed tokens were fed by a step whose outputs are on the host (their rows are filed). Dispatched tokens were fed in
-order (their keys are or will be in the pool). Known tokens are on the host. Pending tokens were sampled by a step that
-has not been read yet (at most one)."""
+order (their keys are or will be in the pool; what a step scheduled ahead feeds counts once it is read). Known tokens
+are on the host. Pending tokens were sampled by a step that has not been read yet (one a step, of at most two)."""
 
 import dataclasses
 import enum

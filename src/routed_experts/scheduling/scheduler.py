@@ -3,8 +3,8 @@
 A step holds every request that can decode, then prompt chunks within the token budget: first of running requests,
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
-rows. At most one step is in flight when the next is scheduled, none where that has drafts. A step with prompt chunks
-has no drafts."""
+rows. At most one step is in flight when the next is scheduled, none where the host has the drafts of the next. A step
+with prompt chunks has no drafts."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import QueueFullError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import FinishReason
-from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.batch_builder import BatchBuilder, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
@@ -66,6 +66,7 @@ class Scheduler:
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # by group: its first choice, while later choices may wait for it
         self._in_flight: dict[int, tuple[ScheduledChunk, ...]] = {}  # by step
+        self._located = frozenset[str]()  # requests whose slots on the device stand where the last verify step put them
         self._step = 0
         self.num_retracted = 0
         self.accepts_new = True  # False while a pause lets running requests finish
@@ -124,12 +125,59 @@ class Scheduler:
         batch = self._batch_builder.build(
             chunks, step=self._step, all_generated=len(chunks) == decoding, drafts_ahead=drafts_ahead
         )
+        is_verify = batch.mode is ForwardMode.TARGET_VERIFY
+        self._located = frozenset(chunk.req.rid for chunk in chunks) if is_verify else frozenset()
         self._in_flight[self._step] = tuple(chunks)
         self._step += 1
         for chunk in chunks:
             chunk.req.num_dispatched = chunk.start + chunk.count
             chunk.req.num_pending += chunk.samples
         return batch
+
+    def schedule_ahead(self, num_drafts: Mapping[str, int]) -> ModelWorkerBatch | None:
+        """Build the batch of a verify step that follows another one in flight. `num_drafts`: by request id, of those
+        that are on the device. A request that the step in flight may bring to its end is left out. None where the host
+        has to read first: a request was not in the last verify step, waits to be admitted, or has its stop tokens
+        banned; pages are short; or there is no draft."""
+        limit = self._args.running_limit
+        if not self._in_flight or (self.waiting and len(self.running) < limit):
+            return None
+        in_flight = {chunk.req.rid: chunk.count for chunks in self._in_flight.values() for chunk in chunks}
+        ready = list[tuple[Req, int, int]]()  # of a request: its last possible position, tokens that it may feed there
+        for req in self.running:
+            if req.rid not in self._located or req.num_known < req.min_stop_len:
+                return None
+            last = req.num_known - 1 + in_flight.get(req.rid, 0)
+            most = req.max_len - 1 - last
+            if req.pending_finish is not None:  # its last token has still to be fed, unless the step in flight does so
+                most = 0 if req.num_pending else 1
+            if most > 0:
+                ready.append((req, last, most))
+        if not ready:
+            return None
+        spare, chunks = self._buckets.verify_capacity(len(ready)) - len(ready), list[ScheduledChunk]()
+        for req, last, most in ready:
+            count = 1 + min(num_drafts.get(req.rid, 0), most - 1, self._buckets.num_drafts, spare)
+            if not self.pages.grow(req, last + count):
+                return None
+            self.pages.grow(req, min(last + count + self._buckets.lookahead, req.max_len))
+            chunks.append(ScheduledChunk(req, 0, count, True))
+            spare -= count - 1
+        if all(chunk.count == 1 for chunk in chunks):
+            return None
+        batch = self._batch_builder.build(chunks, step=self._step, all_generated=True, drafts_ahead=True, is_ahead=True)
+        self._in_flight[self._step] = tuple(chunks)
+        self._step += 1
+        for chunk in chunks:
+            chunk.req.num_pending += 1
+        return batch
+
+    def locate(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
+        """Return a batch that is ahead, with the positions of its tokens. Every step before it must have been
+        committed."""
+        chunks = [dataclasses.replace(chunk, start=chunk.req.num_known - 1) for chunk in self._in_flight[batch.step]]
+        self._in_flight[batch.step] = tuple(chunks)
+        return self._batch_builder.locate(batch, [chunk.start for chunk in chunks])
 
     def commit(
         self, batch: ModelWorkerBatch, result: StepResult, match_stop_string: StopMatcher = no_stop_strings
@@ -277,10 +325,10 @@ def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: S
     request that ends inside of the run is left as a step without drafts leaves it: its last token counts as fed where
     its row is requested. `most`: the longest draft of the engine."""
     req.num_pending -= 1
-    if req.pending_finish is not None:
-        req.num_committed = req.num_dispatched = chunk.start + chunk.count
+    if req.pending_finish is not None:  # only its last token is of the sequence
+        req.num_committed = req.num_dispatched = chunk.start + 1
         req.finish(req.pending_finish)
-        return chunk.count
+        return 1
     known = req.num_known
     for row in run.rows:
         _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)

@@ -52,6 +52,11 @@ class _RequestEstimates:
         self._accepted += missing
         self._expected += missing
 
+    @property
+    def num_places(self) -> int:
+        """The longest draft so far."""
+        return len(self._accepted)
+
     def ratio(self, place: int) -> float:
         """Accepted over expected drafts at this place."""
         return (self._accepted[place] + OWN_PRIOR) / (self._expected[place] + OWN_PRIOR)
@@ -78,7 +83,20 @@ class AcceptanceEstimates:
         if request is None:
             request = self._requests[key] = _RequestEstimates()
         request.begin(draft.survival.size)
-        estimates: list[float] = []
+        request.claims, estimates = self._estimate(request, draft)
+        return estimates
+
+    def foresee(self, key: Hashable, draft: Draft) -> Float64[np.ndarray, " k"]:
+        """Estimate as `survival` does, of a draft like this one that is not known yet; `observe` does not refer to
+        it."""
+        request = self._requests.get(key)
+        if request is None or request.num_places < draft.survival.size:
+            return draft.survival
+        return self._estimate(request, draft)[1]
+
+    def _estimate(self, request: "_RequestEstimates", draft: Draft) -> tuple[list[Claim], Float64[np.ndarray, " k"]]:
+        """The claims of a draft, and its estimated survival."""
+        claims, estimates = list[Claim](), list[float]()
         survival = before = 1.0
         for place, claimed in enumerate(draft.survival.tolist()):
             claim = claimed / before if before > 0 else 0.0
@@ -87,10 +105,10 @@ class AcceptanceEstimates:
             size = min(int(claim * NUM_CLAIMS), NUM_CLAIMS - 1)
             shared = (self._accepted[size] + SHARED_PRIOR) / (self._expected[size] + SHARED_PRIOR)
             expected = min(claim * shared, 1.0)
-            request.claims.append(Claim(size, claim, expected))
+            claims.append(Claim(size, claim, expected))
             survival *= min(expected * request.ratio(place), 1.0)
             estimates.append(survival)
-        return np.array(estimates, np.float64)
+        return claims, np.array(estimates, np.float64)
 
     def observe(self, key: Hashable, proposed: int, accepted: int) -> None:
         """Record that of the last draft of a request the first `proposed` were verified and the first `accepted` of

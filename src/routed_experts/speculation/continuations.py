@@ -2,11 +2,15 @@
 
 Dims: m places (the oldest first), k drafts."""
 
+import dataclasses
+import operator
+from typing import Protocol
+
 import numpy as np
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64
 
 from routed_experts.speculation.drafter import Draft, DraftSource
-from routed_experts.speculation.sorted_contexts import MOST_DRAFTS
+from routed_experts.speculation.sorted_contexts import MOST_DRAFTS, Occurrences
 
 MOST_OCCURRENCES = 16  # of a context, the latest: so many continuations are counted
 
@@ -26,47 +30,112 @@ def prior_survival(max_window: int, most: int) -> Float64[np.ndarray, "W k"]:
 
 LONGEST_MATCH = 64  # tokens; a longer match counts as this one
 PRIOR_SURVIVAL = prior_survival(LONGEST_MATCH, MOST_DRAFTS)
-_CERTAIN = np.ones(MOST_DRAFTS)
+_SURVIVAL = PRIOR_SURVIVAL.tolist()
 
 
-def most_frequent(
-    continuations: Int32[np.ndarray, "m k"], min_probability: float
-) -> tuple[Int32[np.ndarray, " j"], Float64[np.ndarray, " j"]]:
-    """Follow the most frequent token, and of equals the latest, among the places that agree so far. A negative token
-    ends a place. Returns tokens and their probabilities given the context: products of relative frequencies, at least
-    `min_probability`."""
-    last = continuations[-1]
-    if len(continuations) == 1 or (continuations == last).all():
-        end = (last < 0).tobytes().find(1)
-        tokens = last.copy() if end < 0 else last[:end].copy()
-        return tokens, _CERTAIN[: tokens.size]
+class CopiedText(Protocol):
+    """A text that drafts are copied from."""
+
+    def tokens_behind(self, positions: list[int]) -> list[int]:
+        """Return the token behind each position."""
+        ...
+
+    def continuations(self, positions: list[int], most: int) -> list[list[int]]:
+        """Return the `most` tokens behind each position, which increase; a negative one ends them."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class Continuation:
+    """A draft as lists: several are compared, and one becomes a Draft. `position`: the latest one that it is copied
+    from, -1 where that is not known."""
+
+    tokens: list[int]
+    survival: list[float]
+    source: DraftSource
+    position: int = -1
+
+    @property
+    def expected(self) -> float:
+        """How many tokens are expected to be accepted."""
+        return sum(self.survival)
+
+    def draft(self) -> Draft:
+        """The draft."""
+        return Draft(np.array(self.tokens, np.int32), np.array(self.survival, np.float64), self.source)
+
+
+def most_expected(length: int, most: int, probability: float = 1.0) -> float:
+    """Return how many of `most` drafts after a match of `length` tokens are expected to be accepted at most, where the
+    first one has a probability. Summed as Continuation.expected, so that rounding makes no difference."""
+    return sum([probability * survival for survival in _SURVIVAL[min(length, LONGEST_MATCH)][:most]])
+
+
+def most_frequent(tokens: list[int]) -> tuple[int, float]:
+    """Return the most frequent token that is not negative, the last of equals, and its share of those; or (-1, 0.0)."""
+    counts: dict[int, int] = {}
+    for token in reversed(tokens):  # a dict keeps its order: max takes the first of equals
+        if token >= 0:
+            counts[token] = counts.get(token, 0) + 1
+    if not counts:
+        return -1, 0.0
+    token = max(counts, key=counts.__getitem__)
+    return token, counts[token] / sum(counts.values())
+
+
+def follow_most(rows: list[list[int]], probability: float, min_probability: float) -> tuple[list[int], list[float]]:
+    """Follow the most frequent token among the rows that agree so far. A row is what follows a place; a negative token
+    ends it. All begin with one token, of this probability. Returns tokens and their probabilities: products of relative
+    frequencies, at least `min_probability`."""
     tokens, probabilities = list[int](), list[float]()
-    active, probability = range(len(continuations)), 1.0
-    for column in continuations.T.tolist():
-        known = [place for place in active if column[place] >= 0]
-        if not known:
+    for column in range(len(rows[0])):
+        if rows.count(rows[-1]) == len(rows):  # nothing is left to choose
+            rest = _until_end(rows[-1][column:])
+            return tokens + rest, probabilities + [probability] * len(rest)
+        token, share = most_frequent([row[column] for row in rows])
+        if probability * share < min_probability or token < 0:
             break
-        counts: dict[int, int] = {}
-        for place in reversed(known):  # a dict keeps its order: max takes the latest of equals
-            counts[column[place]] = counts.get(column[place], 0) + 1
-        token = max(counts, key=lambda token: counts[token])
-        probability *= counts[token] / len(known)
-        if probability < min_probability:
-            break
+        probability *= share
         tokens.append(token)
         probabilities.append(probability)
-        active = [place for place in known if column[place] == token]
-    return np.array(tokens, np.int32), np.array(probabilities, np.float64)
+        rows = [row for row in rows if row[column] == token]
+    return tokens, probabilities
 
 
-def latest_draft(tokens: Int32[np.ndarray, " k"], length: int, source: DraftSource) -> Draft:
-    """The draft that follows one match of `length` tokens."""
-    return Draft(tokens, PRIOR_SURVIVAL[min(length, LONGEST_MATCH), : tokens.size], source)
+def latest_continuation(tokens: list[int], length: int, source: DraftSource, position: int = -1) -> Continuation:
+    """The tokens that follow one match of `length` tokens."""
+    return Continuation(tokens, _SURVIVAL[min(length, LONGEST_MATCH)][: len(tokens)], source, position)
 
 
-def frequent_draft(
-    continuations: Int32[np.ndarray, "m k"], length: int, source: DraftSource, min_probability: float
-) -> Draft:
-    """The draft that most places of a match of `length` tokens agree on."""
-    tokens, probabilities = most_frequent(continuations, min_probability)
-    return Draft(tokens, probabilities * PRIOR_SURVIVAL[min(length, LONGEST_MATCH), : tokens.size], source)
+def frequent_continuation(
+    text: CopiedText,
+    found: Occurrences,
+    most: int,
+    source: DraftSource,
+    min_probability: float,
+    *,
+    to_exceed: float = 0.0,
+) -> Continuation:
+    """The at most `most` tokens that most places of a match agree on; the first of them alone where no more than
+    `to_exceed` accepted tokens can be expected."""
+    if len(found.positions) == 1:
+        tokens = _until_end(text.continuations(found.positions, most)[0])
+        return latest_continuation(tokens, found.length, source, found.positions[0])
+    following = text.tokens_behind(found.positions)
+    first, probability = most_frequent(following)
+    if probability < min_probability:
+        return Continuation([], [], source)
+    if most_expected(found.length, most, probability) <= to_exceed:
+        most = 1
+    agreeing = [position for position, token in zip(found.positions, following, strict=True) if token == first]
+    survival = _SURVIVAL[min(found.length, LONGEST_MATCH)]
+    if most == 1:
+        return Continuation([first], [probability * survival[0]], source, agreeing[-1])
+    rows = text.continuations(agreeing, most)
+    tokens, probabilities = follow_most(rows, probability, min_probability)
+    return Continuation(tokens, list(map(operator.mul, probabilities, survival)), source, agreeing[-1])
+
+
+def _until_end(row: list[int]) -> list[int]:
+    """Return the tokens before the first negative one."""
+    return row if min(row, default=0) >= 0 else row[: next(place for place, token in enumerate(row) if token < 0)]

@@ -3,7 +3,7 @@
 A step of B requests that verifies drafts of survival s_1, s_2, .. emits B + s_1 + s_2 + .. tokens on average. The
 policy takes the drafts with the most tokens per second. Whether drafting pays is found out step by step:
 
-    on      every step drafts (is joined: it needs the tokens of the step before)
+    on      every step drafts (with drafts of the host it is joined: it needs the tokens of the step before)
       | 32 steps in a row without a draft to verify, or the balance has fallen too low
     off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
       | a probe that was faster than a step without drafts; the next step is one where `expect` hears that drafts

@@ -5,8 +5,8 @@ Dims: m appended tokens, k drafts, T tokens of the text."""
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.speculation.continuations import latest_draft
-from routed_experts.speculation.drafter import Draft, DraftSource
+from routed_experts.speculation.continuations import Continuation, latest_continuation
+from routed_experts.speculation.drafter import DraftSource
 
 
 class FollowedText:
@@ -17,16 +17,18 @@ class FollowedText:
         self.text, self.source = text, source
         self.place, self.run = place, run
 
-    def advance(self, tokens: Int32[np.ndarray, " m"]) -> None:
+    def advance(self, tokens: list[int]) -> None:
         """Compare the tokens that were appended."""
-        expected = self.text[self.place : self.place + tokens.size]
-        self.place += tokens.size
-        if expected.size == tokens.size:
-            wrong = (expected == tokens).tobytes().rfind(0)
-            self.run = tokens.size - 1 - wrong if wrong >= 0 else self.run + tokens.size
-        else:
+        expected = self.text[self.place : self.place + len(tokens)].tolist()
+        self.place += len(tokens)
+        if expected == tokens:
+            self.run += len(tokens)
+        elif len(expected) < len(tokens):
             self.run = 0
+        else:
+            pairs = zip(reversed(expected), reversed(tokens), strict=True)
+            self.run = next(number for number, pair in enumerate(pairs) if pair[0] != pair[1])
 
-    def draft(self, most: int) -> Draft:
+    def continuation(self, most: int) -> Continuation:
         """The next tokens of the text, at most `most`."""
-        return latest_draft(self.text[self.place : self.place + most].copy(), self.run, self.source)
+        return latest_continuation(self.text[self.place : self.place + most].tolist(), self.run, self.source)

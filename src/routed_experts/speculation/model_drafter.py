@@ -37,6 +37,10 @@ class ModelDrafter:
         """Whether the draft model was asked for the tokens that follow the first `length` of a sequence."""
         return key in self._offers and self._offers[key][0] == length
 
+    def last_offer(self, key: Hashable) -> tuple[int, Draft]:
+        """The last drafts of a sequence, and of how many tokens they are the continuation; -1 without any."""
+        return self._offers.get(key, (-1, NO_DRAFT))
+
     def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
         """Begin a sequence."""
         self._lengths[key] = tokens.size
@@ -47,7 +51,7 @@ class ModelDrafter:
 
     def propose(self, key: Hashable, most: int) -> Draft:
         """Propose at most `most` tokens of what was offered for this length."""
-        length, draft = self._offers.get(key, (-1, NO_DRAFT))
+        length, draft = self.last_offer(key)
         if length != self._lengths[key]:
             return NO_DRAFT
         return Draft(draft.tokens[:most], draft.survival[:most], draft.source)

@@ -62,6 +62,11 @@ class PromptRollouts:
         """Return the answer of this noise."""
         return next((rollout for rollout in self.rollouts if rollout.noise == noise), None)
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the index has been built since the last answer was added."""
+        return self._index is not None
+
     def index(self, contexts: ContextHash) -> TextIndex | None:
         """Return the index of the newest answers, None without one. Text i is that of rollouts[-1 - i] among them."""
         if self._index is None and self.rollouts:

@@ -22,18 +22,33 @@ class Query(NamedTuple):
 
 
 class Match(NamedTuple):
-    """An occurrence of the last `length` tokens; `end` is the position after it. Length 0: there is none. Of the sorted
-    positions that have this context the last key is keys[stop - 1], at length number `row`; stop 0: none is known."""
+    """An occurrence of the last `length` tokens; `end` is the position after it. Length 0: there is none. The positions
+    that have this context are keys[start:stop], at length number `row`; stop 0: they are not known."""
 
     length: int
     end: int
     row: int = 0
+    start: int = 0
     stop: int = 0
 
 
+class Occurrences(NamedTuple):
+    """Where a text has the longest suffix of a sequence that occurs in it: `length` tokens, 0 if none occurs.
+
+    `positions`: of the last token, increasing, the latest ones; `is_complete`: there are no others. All of this also
+    holds for the last `known` tokens, at most `length`. `row`: near which length number the next search begins."""
+
+    positions: list[int]
+    length: int
+    known: int = 0
+    is_complete: bool = False
+    row: int = -1
+
+
 NO_MATCH = Match(0, 0)
+NO_OCCURRENCES = Occurrences([], 0)
 MOST_DRAFTS = 31  # tokens of a continuation
-_BEHIND = np.arange(1, MOST_DRAFTS + 1)
+NEAR = 2  # lengths on either side of the expected one that a search looks at first
 
 
 class ContextHash:
@@ -42,7 +57,7 @@ class ContextHash:
 
     def __init__(self, *, min_window: int, max_window: int, position_bits: int = 24) -> None:
         self.min_window, self.max_window = min_window, max_window
-        self.position_mask = np.int64((1 << position_bits) - 1)
+        self.position_mask = (1 << position_bits) - 1
         self.tag_mask = ~self.position_mask
         noise = np.random.default_rng(0x5EED)
         factors = noise.integers(-(1 << 63), 1 << 63, (2, max_window), np.int64) << position_bits  # so are tags
@@ -52,6 +67,11 @@ class ContextHash:
     def num_lengths(self) -> int:
         """R."""
         return self.max_window - self.min_window + 1
+
+    def query(self, tokens: Int32[np.ndarray, " W"]) -> Query:
+        """Return the query for the end of a sequence: its last W tokens, NO_TOKEN before the first."""
+        sums = (tokens[::-1] * self.factors).cumsum()
+        return Query(tokens, sums[self.min_window - 1 :] + self.salts)
 
     def tags(self, padded: Int32[np.ndarray, " WS"], start: int, end: int) -> Int64[np.ndarray, "R m"]:
         """Return the tags of positions [start, end) for each length. `padded`: W other tokens, then the text."""
@@ -85,29 +105,61 @@ class SortedContexts:
         """Host memory of the keys, in bytes."""
         return self._keys.nbytes
 
-    def find(self, query: Query) -> Match:
-        """Return the latest occurrence of the longest context that has one, or NO_MATCH."""
-        contexts = self._hash
+    def find(self, query: Query, near: int = 0) -> Match:
+        """Return the latest occurrence of the longest context that has one, or NO_MATCH. `near`: the length number
+        that is expected. It changes the time of the search, not the result: lengths around it are looked up first, and
+        the others only where the longest may be among them."""
+        contexts, num_lengths = self._hash, query.tags.size
         if self._keys.size == 0:
             return NO_MATCH
-        stops = self._keys.searchsorted(query.tags | contexts.position_mask, "right")
-        keys = self._keys[stops - 1]
-        row = ((keys & contexts.tag_mask) == query.tags).tobytes().rfind(1)  # of the longest; -1: none
+        low = max(min(near, num_lengths) - NEAR, 0)
+        high = min(low + 2 * NEAR, num_lengths)
+        row, start = self._find_tag(query, low, high)
+        if row == high - 1 and high < num_lengths:
+            longer = self._find_tag(query, high, num_lengths)
+            row, start = longer if longer[0] >= 0 else (row, start)
+        elif row < 0 and low > 0:  # a context of length n that has a key has one of each shorter length
+            row, start = self._find_tag(query, 0, low)
         if row < 0:
             return NO_MATCH
-        position = int(keys[row] & contexts.position_mask)
+        last_key = query.tags.item(row) | contexts.position_mask
+        stop = int(self._keys.searchsorted(last_key, "right")) if self._keep_all else start + 1
+        position = self._keys.item(stop - 1) & contexts.position_mask
         length = common_length(contexts, self.padded, position, query)
         if length < contexts.min_window + row:  # two contexts share a tag
             return scan(contexts, self.padded, self._positions, query)
-        return Match(length, position + 1, row, int(stops[row]))
+        return Match(length, position + 1, row, start, stop)
 
-    def occurrences(self, query: Query, match: Match, most: int) -> Int64[np.ndarray, " m"]:
+    def occurrences(self, match: Match, most: int) -> list[int]:
         """Return the latest `most` positions, increasing, whose context is that of the longest match; with `keep_all`.
         Contexts that share a tag, of which there is one pair in 2**40, are taken for one."""
         if match.stop == 0:
-            return np.array([match.end - 1])
-        start = max(int(self._keys.searchsorted(query.tags[match.row])), match.stop - most)
-        return self._keys[start : match.stop] & self._hash.position_mask
+            return [match.end - 1]
+        keys = self._keys[max(match.start, match.stop - most) : match.stop]
+        return (keys & self._hash.position_mask).tolist()
+
+    def search(self, query: Query, most: int, near: int = 0) -> Occurrences:
+        """Find the latest `most` occurrences of the longest context that has one; without `keep_all` the latest one."""
+        match = self.find(query, near)
+        return self.all_occurrences(match, most) if match.length else NO_OCCURRENCES
+
+    def all_occurrences(self, match: Match, most: int) -> Occurrences:
+        """Return the latest `most` occurrences of a match."""
+        positions = self.occurrences(match, most + 1)
+        if match.stop == 0:
+            return Occurrences(positions, match.length, match.length)
+        known = self._hash.min_window + match.row  # a longer match is the only one of `known` tokens
+        return Occurrences(positions[-most:], match.length, known, len(positions) <= most, match.row)
+
+    def _find_tag(self, query: Query, low: int, high: int) -> tuple[int, int]:
+        """Return the highest length number in low..high-1 whose tag has a key, and its first key; (-1, 0) if none."""
+        keys, tag_mask = self._keys, self._hash.tag_mask
+        starts = keys.searchsorted(query.tags[low:high]).tolist()
+        for row in range(high - 1, low - 1, -1):
+            start = starts[row - low]
+            if start < keys.size and keys.item(start) & tag_mask == query.tags.item(row):
+                return row, start
+        return -1, 0
 
     def _sort(self) -> Int64[np.ndarray, " X"]:
         contexts, positions = self._hash, self._positions
@@ -138,13 +190,6 @@ def common_length(contexts: ContextHash, padded: Int32[np.ndarray, " WS"], posit
     stop = contexts.max_window + position + 1
     equal = padded[stop - contexts.max_window : stop] == query.tokens
     return contexts.max_window - 1 - equal.tobytes().rfind(0)
-
-
-def continuations(
-    contexts: ContextHash, padded: Int32[np.ndarray, " WS"], positions: Int64[np.ndarray, " P"], most: int
-) -> Int32[np.ndarray, "P k"]:
-    """Return the `most` tokens behind each position; the text has as many negative ones behind its end."""
-    return padded[positions[:, None] + (_BEHIND[:most] + contexts.max_window)]
 
 
 def scan(

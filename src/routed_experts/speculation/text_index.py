@@ -7,15 +7,15 @@ import bisect
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from routed_experts.speculation.sorted_contexts import (
     MOST_DRAFTS,
     ContextHash,
     Match,
+    Occurrences,
     Query,
     SortedContexts,
-    continuations,
 )
 
 NO_TEXT = -2  # between two texts; no sequence holds it
@@ -33,6 +33,7 @@ class TextIndex:
         separator = np.full(1, NO_TEXT, np.int32)
         parts, positions = [np.full(window, NO_TEXT, np.int32)], [np.zeros(0, np.int64)]
         self._starts, size = list[int](), 0  # of the texts, as positions
+        first_tokens = set[int]()
         for before, text in texts:
             before = before[-window:]
             start = size + 1 + before.size
@@ -40,26 +41,34 @@ class TextIndex:
             first = start - 1 if before.size else start
             positions.append(np.arange(first, start + text.size - 1))
             self._starts.append(start)
+            first_tokens.update(before[-1:].tolist())
             size = start + text.size
-        self._padded = np.concatenate([*parts, np.full(MOST_DRAFTS, NO_TEXT, np.int32)])
-        self._sorted = SortedContexts(contexts, self._padded, np.concatenate(positions), keep_all=True)
+        self.padded = np.concatenate([*parts, np.full(MOST_DRAFTS, NO_TEXT, np.int32)])
+        self.first_tokens = frozenset(first_tokens)
+        self._sorted = SortedContexts(contexts, self.padded, np.concatenate(positions), keep_all=True)
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return self._padded.nbytes + self._sorted.nbytes
+        return self.padded.nbytes + self._sorted.nbytes
 
-    def find(self, query: Query) -> Match:
+    def find(self, query: Query, near: int = 0) -> Match:
         """Return the latest occurrence of the longest context of the query that has one, or NO_MATCH."""
-        return self._sorted.find(query)
+        return self._sorted.find(query, near)
 
-    def occurrences(self, query: Query, match: Match, most: int) -> Int64[np.ndarray, " m"]:
-        """Return the latest `most` positions of the longest match, increasing."""
-        return self._sorted.occurrences(query, match, most)
+    def search(self, query: Query, most: int, near: int = 0) -> Occurrences:
+        """Find the latest `most` occurrences of the longest context of the query that has one."""
+        return self._sorted.search(query, most, near)
 
-    def continuations(self, positions: Int64[np.ndarray, " m"], most: int) -> Int32[np.ndarray, "m k"]:
+    def tokens_behind(self, positions: list[int]) -> list[int]:
+        """Return the token behind each position."""
+        behind = self._hash.max_window + 1
+        return [self.padded.item(behind + position) for position in positions]
+
+    def continuations(self, positions: list[int], most: int) -> list[list[int]]:
         """Return the `most` tokens behind each position; the first negative one ends the text."""
-        return continuations(self._hash, self._padded, positions, most)
+        text, behind = self.padded, self._hash.max_window + 1
+        return [text[behind + position : behind + position + most].tolist() for position in positions]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the number of the text that a position with a continuation is in, and the place of the token behind it

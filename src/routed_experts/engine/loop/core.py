@@ -3,8 +3,9 @@ together.
 
     schedule n+1 -> dispatch n+1 -> read n -> commit n -> file its rows -> collect rows of finished requests -> release
     their pages
-All host work of step n happens while the device runs step n+1 (overlapped). Drafts follow tokens that the host knows:
-while requests are drafted for, step n is read and committed before step n+1 is scheduled (joined). Engine thread only.
+All host work of step n happens while the device runs step n+1 (overlapped). Drafts of the host follow tokens that it
+knows: while it drafts, step n is read and committed before step n+1 is scheduled (joined). Drafts of a model are on the
+device: a step that verifies them may follow one whose accepted drafts the host does not know yet. Engine thread only.
 The only text that it handles is that of requests with stop strings. Dims: S tokens of a sequence."""
 
 import enum
@@ -86,6 +87,11 @@ class EngineCore:
             return self.request_table.num_live > 0
         return self.pause_mode is PauseMode.WAIT and self.scheduler.has_started
 
+    @property
+    def _runs(self) -> bool:
+        """Whether steps are scheduled at all."""
+        return not self.released and self.pause_mode in (None, PauseMode.WAIT)
+
     def add(self, reqs: Sequence[Req], detokenizers: Mapping[str, StopDetokenizer] = NO_DETOKENIZERS) -> None:
         """Accept the requests of one call, all or none; `detokenizers` belong to those with stop strings, by request
         id. Raises QueueFullError if they do not fit."""
@@ -111,16 +117,22 @@ class EngineCore:
         return True
 
     def step(self) -> BatchTokenIDOut:
-        """Dispatch the next step and process the result of the one before it, in this order unless the next one has
-        drafts."""
-        if self.speculation is not None and self._is_joined(self.speculation):
-            return self._joined_step(self.speculation)
-        batch = self._schedule()
+        """Dispatch the next step and process the result of the one before it, in this order unless the host has drafts
+        for the next one."""
+        speculation = self.speculation
+        batch = None if speculation is None else self._schedule_ahead(speculation)
+        is_ahead = batch is not None
+        if speculation is not None and not is_ahead and self._is_joined(speculation):
+            return self._joined_step(speculation)
+        if not is_ahead:
+            batch = self._schedule()
         dispatched = None if batch is None else self.runner.dispatch(batch)
         outs = self._process_result(dispatched)
         self._joined_at = None
-        if self.speculation is not None:
-            self.speculation.watch(self.scheduler.running, self.num_steps)
+        if speculation is not None and is_ahead:
+            speculation.catch_up(self.scheduler.running)
+        elif speculation is not None:
+            speculation.watch(self.scheduler.running, self.num_steps)
         return outs
 
     def drain(self) -> BatchTokenIDOut:
@@ -204,6 +216,20 @@ class EngineCore:
         in_flight = pending is not None and pending.batch.mode is ForwardMode.TARGET_VERIFY
         return in_flight or speculation.may_draft(self.scheduler.running, self.num_steps)
 
+    def _schedule_ahead(self, speculation: Speculation) -> ModelWorkerBatch | None:
+        """The batch of a verify step that follows the one in flight; None where the next step has to be joined, or is
+        another one."""
+        in_flight = self._pending
+        if in_flight is None or in_flight.batch.mode is not ForwardMode.TARGET_VERIFY or not self._runs:
+            return None
+        running = self.scheduler.running
+        num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
+        batch = self.scheduler.schedule_ahead(num_drafts) if num_drafts else None
+        if batch is not None:
+            speculation.expect_result()
+            self._invalidate_recycled_rows()
+        return batch
+
     def _joined_step(self, speculation: Speculation) -> BatchTokenIDOut:
         """Process the step in flight, then dispatch the next, with drafts where they pay. Indices take in new tokens
         while it runs."""
@@ -220,7 +246,7 @@ class EngineCore:
     def _schedule(self, drafts: Drafts = NO_DRAFTS) -> ModelWorkerBatch | None:
         """The next batch. When pages have run out and no step is in flight, requests return to the queue until one can
         run."""
-        if self.released or self.pause_mode not in (None, PauseMode.WAIT):
+        if not self._runs:
             return None
         batch = self._next_batch(drafts)
         while batch is None and self._pending is None and (victim := self.scheduler.preemption_victim()) is not None:
@@ -249,6 +275,8 @@ class EngineCore:
         if finished is not None:
             batch, result = finished.batch, self.runner.read(finished)
             read_at = time.monotonic()
+            if batch.is_ahead:
+                batch = self.scheduler.locate(batch)
             committed = self.scheduler.commit(batch, result, self.request_table.match_stop_string)
             live = committed.live
             if result.rows is not None:

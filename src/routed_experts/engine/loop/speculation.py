@@ -95,7 +95,7 @@ class Speculation:
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
-        self._is_in_flight = False  # the step with the last proposals has not been observed
+        self._num_in_flight = 0  # steps with proposals that have not been observed
         self._num_failures = 0
         self._logged: set[str] = set()
 
@@ -135,8 +135,8 @@ class Speculation:
         drafts = [self._draft(req) for req in running]
         estimates = [self._estimates.survival(req.rid, draft) for req, draft in zip(running, drafts, strict=True)]
         lengths = self.policy.choose([draft.survival for draft in drafts] if is_probe else estimates, len(running))
-        self._is_in_flight = any(lengths)
-        if not self._is_in_flight:
+        self._num_in_flight = int(any(lengths))
+        if self._num_in_flight == 0:
             self.policy.tried(num_requests=len(running), num_drafts=0, num_emitted=len(running))
         self._sources = {req.rid: draft.source for req, draft in zip(running, drafts, strict=True)}
         self.totals.draft_s += time.perf_counter() - start
@@ -145,6 +145,23 @@ class Speculation:
             for req, draft, length in zip(running, drafts, lengths, strict=True)
             if length > 0
         }
+
+    def choose_ahead(self, running: Sequence[Req], step: int) -> dict[str, int]:
+        """How many drafts of a model the next step verifies while the one before it, a verify step, is in flight, by
+        request id; empty: none, or the host has to know them. They are expected to be as good as the last ones."""
+        model = self._model_drafter
+        if model is None or not self.policy.should_try(step) or self.policy.is_probe:
+            return {}
+        start = time.perf_counter()
+        known = [model.last_offer(req.rid)[1] if _may_speculate(req) else NO_DRAFT for req in running]
+        expected = [self._estimates.foresee(req.rid, draft) for req, draft in zip(running, known, strict=True)]
+        lengths = self.policy.choose(expected, len(running))
+        self.totals.draft_s += time.perf_counter() - start
+        return {req.rid: length for req, length in zip(running, lengths, strict=True) if length}
+
+    def expect_result(self) -> None:
+        """Take note that a step with the chosen drafts has been scheduled."""
+        self._num_in_flight += 1
 
     def catch_up(self, running: Iterable[Req]) -> None:
         """Give the drafter the tokens that it does not have; called while a step runs."""
@@ -196,24 +213,32 @@ class Speculation:
     def observe(self, batch: ModelWorkerBatch, result: StepResult, advanced: Iterable[Req]) -> None:
         """Count what a verify step accepted and kept. The first step after proposals has them, if it had room."""
         num_requests, num_drafts = batch.num_requests, batch.num_tokens - batch.num_requests
-        if self._is_in_flight:
-            self._is_in_flight = False
+        if self._num_in_flight:
+            self._num_in_flight -= 1
             accepted = 0 if result.accepted is None else int(result.accepted.sum())
             drafts = 0 if result.accepted is None else num_drafts
             self.policy.tried(num_requests=num_requests, num_drafts=drafts, num_emitted=num_requests + accepted)
+        if result.accepted is not None:
+            self._observe_accepted(batch, result.accepted, advanced)
         if result.drafts is not None:
             self._offer(batch, result.drafts, advanced)
-        if result.accepted is None:
-            return
+
+    def _observe_accepted(
+        self, batch: ModelWorkerBatch, accepted_drafts: Int32[np.ndarray, " B"], advanced: Iterable[Req]
+    ) -> None:
+        """Count what became of the drafts of a verify step."""
         self.totals.steps += 1
+        model = self._model_drafter
         by_slot = {req.slot: req for req in advanced}
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
-        for row, accepted in enumerate(result.accepted.tolist()):
+        for row, accepted in enumerate(accepted_drafts.tolist()):
             proposed, req = starts[row + 1] - starts[row] - 1, by_slot.get(slots[row])
             if proposed == 0 or req is None:
                 continue
             emitted = req.num_known - 1 - int(batch.positions[starts[row]])
             num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
+            if model is not None and batch.is_ahead:  # verified before the host knew them
+                self._estimates.survival(req.rid, model.last_offer(req.rid)[1])
             self._estimates.observe(req.rid, proposed, accepted)
             self.totals.requests = self.totals.requests.add(
                 proposed=proposed, accepted=num_tokens, emitted=emitted, most=self._limits.num_drafts

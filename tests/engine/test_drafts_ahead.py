@@ -1,0 +1,232 @@
+"""Drafts of a model are verified before the host has seen them (ahead): answers, rows and ends of requests are those of
+joined steps, and of an engine without drafts, whatever happens between two steps.
+
+The draft model is the target with noise on its head: it is right often, and seldom all the way."""
+
+import numpy as np
+import pytest
+
+from oracles.driver import request
+from routed_experts import SpeculativeConfig
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.loop.core import PauseMode
+
+V, CONTEXT, NUM_DRAFTS = 60, 96, 3
+SAMPLING = (
+    dict(max_tokens=23),
+    dict(max_tokens=40, temperature=1.0),
+    dict(max_tokens=17, temperature=0.7, top_k=9, include_last=True),
+    dict(max_tokens=31, temperature=1.0, presence_penalty=0.6, frequency_penalty=0.2),
+    dict(max_tokens=1),
+    dict(max_tokens=30, temperature=1.0, min_tokens=12, stop_token_ids=tuple(range(0, V, 5))),
+    dict(max_tokens=2, include_last=True),
+    dict(max_tokens=50, temperature=1.0, stop_token_ids=(3, 4), include_last=True),
+    dict(max_tokens=20, logit_bias={5: 3.0}, speculative=False),
+    dict(max_tokens=26, temperature=1.2, top_p=0.9, min_p=0.02),
+)  # one a prompt
+
+
+def write_models(folder):
+    """The folders of the target, and of a draft model with another head."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=V,
+        hidden_size=16,
+        num_hidden_layers=2,
+        mlp_only_layers=[],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(folder / "target")
+    with torch.no_grad():
+        model.lm_head.weight += 0.15 * torch.randn(model.lm_head.weight.shape)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+class Run:
+    """An engine's loop, step by step, and what its steps were."""
+
+    def __init__(self, core, *, joined=False):
+        self.core, self.runner, self.scheduler = core, core.runner, core.scheduler
+        self.joined, self.outs, self.calls, self.open = joined, {}, [], {}
+
+    def requests(self):
+        rng = np.random.default_rng(7)
+        lengths = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6)
+        common = rng.integers(0, V, 20)
+        made = []
+        for index, (length, how) in enumerate(zip(lengths, SAMPLING, strict=True)):
+            ids = rng.integers(0, V, length)
+            ids[: min(length, 12)] = common[: min(length, 12)] if index % 3 == 0 else ids[: min(length, 12)]
+            how = {"seed": index} | how
+            made += [request(f"r{index}-{choice}", ids, group=f"r{index}", choice=choice, **how) for choice in range(2)]
+        return made
+
+    def step(self, monkeypatch):
+        with monkeypatch.context() as patch:
+            if self.joined:
+                patch.setattr(self.scheduler, "schedule_ahead", lambda *_: None)
+            dispatch, read = self.runner.dispatch, self.runner.read
+            patch.setattr(self.runner, "dispatch", lambda batch: self.note("dispatch", batch) or dispatch(batch))
+            patch.setattr(self.runner, "read", lambda step: self.note("read", step.batch) or read(step))
+            for out in self.core.step().outs:
+                self.file(out)
+
+    def note(self, what, batch):
+        self.calls.append((what, batch.step, batch.mode, batch.is_ahead))
+
+    def file(self, out):
+        assert out.error is None, (out.rid, out.error)
+        if out.finish_reason is not None:
+            self.outs[out.rid] = out
+
+    def play(self, monkeypatch, *, every=0, events=lambda run, tick: None):
+        """Run all requests to their end; `every` so many steps one more pair arrives, 0: all at once."""
+        self.core.flush_cache()
+        waiting = self.requests()
+        tick = 0
+        while waiting or not self.core.is_idle:
+            if waiting and (not every or tick % every == 0):
+                count = 2 if every else len(waiting)
+                self.core.add(waiting[:count])
+                waiting = waiting[count:]
+            events(self, tick)
+            if self.core.has_work:
+                self.step(monkeypatch)
+                assert not self.core.check_integrity()
+            tick += 1
+            assert tick < 2000
+        return self.answers()
+
+    def answers(self):
+        """What is compared to the last bit."""
+        return {
+            rid: (
+                list(out.new_token_ids),
+                out.output_logprobs,
+                out.finish_reason,
+                None if out.routed_experts is None else out.routed_experts.ids.tolist(),
+            )
+            for rid, out in self.outs.items()
+        }
+
+    @property
+    def ahead(self):
+        """Steps that were verified ahead."""
+        return [step for what, step, _, is_ahead in self.calls if what == "dispatch" and is_ahead]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def args(folder, **options):
+    sizes = dict(page_size=8, precompile_bs_paddings=(6,), precompile_token_paddings=(32,), deterministic=True)
+    return ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **sizes | options)
+
+
+@pytest.fixture(scope="module")
+def plain(folders):
+    """The answers without drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        return Run(build_engine(args(folders[0])).core).play(patch)
+
+
+@pytest.fixture(scope="module", params=["plenty of pages", "few pages", "no prefixes"])
+def core(request, folders):
+    options = {"few pages": dict(max_total_tokens=264), "no prefixes": dict(disable_radix_cache=True)}
+    speculative = SpeculativeConfig(
+        algorithm="STANDALONE", draft_model_path=str(folders[1]), num_steps=NUM_DRAFTS, adaptive=False
+    )
+    return build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
+
+
+def test_steps_ahead_answer_as_joined_steps_and_as_none(core, plain, monkeypatch):
+    joined, ahead = Run(core, joined=True), Run(core)
+    assert joined.play(monkeypatch) == ahead.play(monkeypatch) == plain
+    assert not joined.ahead
+    verified = [step for what, step, mode, _ in ahead.calls if what == "dispatch" and mode is ForwardMode.TARGET_VERIFY]
+    assert len(ahead.ahead) > len(verified) / 4 > 5
+    counts = core.speculation.totals.requests
+    assert 0.3 < counts.accepted / counts.proposed < 0.95, "drafts are right, but not all of them"
+
+
+def test_no_step_ahead_waits_for_the_one_before(core, monkeypatch):
+    """A step that is ahead is dispatched before its predecessor is read."""
+    run = Run(core)
+    run.play(monkeypatch)
+    order = {(what, step): index for index, (what, step, *_) in enumerate(run.calls)}
+    assert run.ahead
+    for step in run.ahead:
+        assert order["dispatch", step] < order["read", step - 1]
+
+
+@pytest.mark.parametrize("every", [3, 11])
+def test_arrivals_join_for_a_step_and_change_nothing(core, plain, monkeypatch, every):
+    run = Run(core)
+    assert run.play(monkeypatch, every=every) == plain
+    assert run.ahead
+
+
+def retract_one(run, tick):
+    if tick % 5 == 4 and len(run.scheduler.running) > 1:
+        for out in run.core.drain().outs:
+            run.file(out)
+        if run.scheduler.running:
+            run.core.retract(run.scheduler.running[tick % len(run.scheduler.running)])
+
+
+def pause_in_turn(run, tick):
+    if tick % 9 == 5:
+        for out in run.core.drain().outs:
+            run.file(out)
+        run.core.pause((PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT)[tick // 9 % 3])
+    if tick % 9 == 7:
+        run.core.resume()
+
+
+def flush(run, tick):
+    if tick % 6 == 3:
+        run.core.flush_cache()
+
+
+@pytest.mark.parametrize("events", [retract_one, pause_in_turn, flush])
+def test_what_happens_between_two_steps_changes_no_answer(core, plain, monkeypatch, events):
+    run = Run(core)
+    assert run.play(monkeypatch, events=events) == plain
+    assert run.ahead
+
+
+def test_aborted_requests_end_with_a_prefix_and_others_do_not_notice(core, plain, monkeypatch):
+    def abort(run, tick):
+        running = [req.rid for req in run.scheduler.running]
+        if tick % 7 == 6 and running:
+            run.core.abort(running[tick % len(running)])
+
+    run = Run(core)
+    found = run.play(monkeypatch, events=abort)
+    aborted = [rid for rid, out in run.outs.items() if out.finish_reason.type == "abort"]
+    assert run.ahead and len(aborted) > 3 and found.keys() == plain.keys()
+    for rid, answer in found.items():
+        tokens = answer[0]
+        assert tokens == plain[rid][0][: len(tokens)]
+        assert rid in aborted or answer == plain[rid]
