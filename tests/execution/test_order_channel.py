@@ -86,8 +86,19 @@ def test_an_end_and_bytes_that_are_no_order_are_told_once(pair):
             events.closed.get(timeout=0.2)
 
 
+def test_an_order_that_cannot_be_handled_is_told_and_the_thread_goes_on(pair):
+    with channel(pair[0], interval_s=0.01) as (_, events):
+        events.on_order = lambda rank, order: order.head["missing"]
+        pair[1].sendall(b"".join(encode(Order(kind=OrderKind.STEP))))
+        assert events.closed.get(timeout=10) == (1, "sent an order that cannot be handled (KeyError)")
+        while not events.ticks.empty():
+            events.ticks.get()
+        events.ticks.get(timeout=10)
+
+
 def test_a_connection_that_ends_is_told(pair):
     with channel(pair[0]) as (sender, events):
         pair[1].close()
-        assert events.closed.get(timeout=10) == (1, "closed its connection")
+        rank, reason = events.closed.get(timeout=10)
+        assert rank == 1 and "its connection" in reason  # closed, or reset where a beat was on its way
         sender.send(Order(kind=OrderKind.STEP))  # raises nothing: the end has been told

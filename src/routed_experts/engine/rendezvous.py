@@ -41,13 +41,21 @@ def compare_fields(ours: Mapping[str, str], theirs: Mapping[str, object], rank: 
     wrong = [name for name in names if ours.get(name) != theirs.get(name)]
     if not wrong:
         return None
-    shown = [f"{name} ({_value(ours, name)} on process 0, {_value(theirs, name)} on {rank})" for name in wrong[:_SHOWN]]
+    shown = [
+        f"{_printable(name, 80)} ({_value(ours, name)} on process 0, {_value(theirs, name)} on {rank})"
+        for name in wrong[:_SHOWN]
+    ]
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     return f"process {rank} differs from process 0 in {', '.join(shown)}{more}; start every process with equal settings"
 
 
 def _value(fields: Mapping[str, object], name: str) -> str:
-    return str(fields[name])[:80] if name in fields else "absent"
+    return _printable(fields[name], 80) if name in fields else "absent"
+
+
+def _printable(value: object, most: int) -> str:
+    """A value of another process in one line."""
+    return "".join(char if char.isprintable() else " " for char in str(value)[:most])
 
 
 class Rendezvous:
@@ -174,7 +182,7 @@ class Rendezvous:
             return f"node_rank={rank} is taken by the process at {where}; give every process a rank of its own"
         failure = order.head.get("failure")
         if failure is not None:
-            return f"process {rank} cannot start: {str(failure)[:600]}"
+            return f"process {rank} cannot start: {_printable(failure, 600)}"
         if (difference := compare_fields(self._fields, cast("dict[str, object]", fields), rank)) is not None:
             return difference
         pending.rank, self._members[rank] = rank, pending.connection
@@ -219,7 +227,9 @@ def join(
         connection.send(b"".join(encode(Order(kind=OrderKind.HELLO, head=head))))
         answer = _answer(connection, deadline, clock, dist)
         if answer.kind is OrderKind.REFUSE:
-            raise ConfigError(f"process 0 at {dist.dist_init_addr} refuses: {str(answer.head.get('reason'))[:1000]}")
+            raise ConfigError(
+                f"process 0 at {dist.dist_init_addr} refuses: {_printable(answer.head.get('reason'), 1000)}"
+            )
         if answer.kind is not OrderKind.WELCOME:
             raise OrderFormatError(f"order {answer.kind.name} in place of a welcome")
     except (OSError, OrderFormatError) as error:

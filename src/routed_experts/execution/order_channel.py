@@ -179,6 +179,11 @@ class OrderChannel:
         if orders is None:
             self._events.on_closed(rank, "closed its connection")
             return False
-        for order in orders:
-            self._events.on_order(rank, order)
+        try:
+            for order in orders:
+                self._events.on_order(rank, order)
+        except Exception as error:  # this thread must go on: it watches the other peers
+            logger.exception("an order of process %d cannot be handled", rank)
+            self._events.on_closed(rank, f"sent an order that cannot be handled ({type(error).__name__})")
+            return False
         return True

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError, WeightsMismatchError
+from routed_experts.core.errors import InvalidRequestError, PeerLostError, RoutedExpertsError, WeightsMismatchError
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
@@ -31,8 +31,16 @@ def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, version
         state = load_ready(path, served)
     except RoutedExpertsError as error:
         refusals.append(f"process 0: {error}")
-    replies = group.collect(seq, group.dist.dist_timeout, "loaded the new weights")
-    refusals += [f"process {rank}: {reply['error']}" for rank, reply in replies.items() if "error" in reply]
+    except BaseException:
+        group.send(OrderKind.DROP_WEIGHTS)
+        raise
+    try:
+        replies = group.collect(seq, group.dist.dist_timeout, "loaded the new weights")
+        refusals += [f"process {rank}: {reply['error']}" for rank, reply in replies.items() if "error" in reply]
+    except PeerLostError:
+        if group.error is not None:
+            raise
+        refusals.append(f"a process that has not loaded them within dist_timeout={group.dist.dist_timeout:g} s")
     if state is None or refusals:
         group.send(OrderKind.DROP_WEIGHTS)
         text = f"model_path={short_repr(str(path))} is refused by {'; '.join(refusals)}"
