@@ -11,7 +11,8 @@ import pytest
 from support.process_groups import CommandError, GroupProcess, Stopwatch, free_address, group, processes
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-WATCHDOG_S = 3.0
+WATCHDOG_S = 8.0  # where silence is tested; on busy cores a process may be late by seconds
+PATIENT_S = 60.0  # elsewhere
 SLACK_S = 2.0  # of callers, beyond the watchdog's bound
 EXIT_S = 5.0  # until every process is gone
 ENGINE = {
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
     )
 
 
-def open_group(folder, *, watchdog_s=WATCHDOG_S, **options):
+def open_group(folder, *, watchdog_s=PATIENT_S, **options):
     dist = {"watchdog_timeout": watchdog_s}
     return group(folder, ENGINE, lazy=True, fast=True, dist=dist, **options)
 
@@ -47,7 +48,7 @@ def answer(leader):
 def assert_lost(leader, code="peer_lost", kind="PeerLostError"):
     """The caller that waits gets the error of the group, once; returns its text."""
     with pytest.raises(CommandError) as caught:
-        leader.result(timeout_s=WATCHDOG_S + SLACK_S + 10)
+        leader.result()
     assert (caught.value.kind, caught.value.code) == (kind, code), caught.value
     assert "\n" not in caught.value.text and "restart the group" in caught.value.text
     return caught.value.text
@@ -75,7 +76,8 @@ def wait_steps(leader):
 )
 def test_a_follower_that_is_killed_or_stopped_ends_the_group_and_the_ports_are_free(folder, number, bound_s, reason):
     address = free_address()
-    with open_group(folder, address=address) as (leader, follower):
+    watchdog_s = WATCHDOG_S if number == signal.SIGSTOP else PATIENT_S
+    with open_group(folder, address=address, watchdog_s=watchdog_s) as (leader, follower):
         first = answer(leader)
         leader.begin("generate", prompts=[PROMPT] * 64, params=LONG)
         follower.signal(number)
@@ -95,7 +97,8 @@ def test_a_follower_that_is_killed_or_stopped_ends_the_group_and_the_ports_are_f
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_leader_that_is_killed_or_stopped_ends_its_followers(folder, number):
-    with open_group(folder) as (leader, follower):
+    watchdog_s = WATCHDOG_S if number == signal.SIGSTOP else PATIENT_S
+    with open_group(folder, watchdog_s=watchdog_s) as (leader, follower):
         answer(leader)
         leader.signal(number)
         watch = Stopwatch()
@@ -113,7 +116,8 @@ TRAPS = {
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_follower_that_hangs_or_fails_in_an_order_ends_the_group(folder, name):
     trap, reason = TRAPS[name]
-    with open_group(folder, traps={1: trap}) as (leader, follower):
+    watchdog_s = WATCHDOG_S if trap["does"] == "sleep" else PATIENT_S
+    with open_group(folder, traps={1: trap}, watchdog_s=watchdog_s) as (leader, follower):
         leader.begin("generate", prompts=[PROMPT], params=LONG)
         assert reason in assert_lost(leader)
         assert follower.since_trap() < WATCHDOG_S + SLACK_S
@@ -160,7 +164,7 @@ def disturb(address):
 def test_strangers_change_nothing_and_one_flipped_word_in_one_followers_order_ends_the_group(folder):
     address = free_address()
     traps = {1: {"at": 700, "does": "flip"}}
-    with open_group(folder, address=address, watchdog_s=8.0, traps=traps) as (leader, follower):
+    with open_group(folder, address=address, watchdog_s=30.0, traps=traps) as (leader, follower):
         first, resident = answer(leader), leader.call("resident_bytes")
         for _ in range(3):
             disturb(address)

@@ -21,12 +21,15 @@ def folder(tmp_path_factory):
 def test_a_network_that_is_cut_ends_both_hosts(folder, fault):
     with two_hosts() as hosts:
         prefix = {rank: hosts.prefix(rank) for rank in range(2)}
-        with open_group(folder, address=f"{hosts.addresses[0]}:5000", prefix=prefix) as (leader, follower):
+        with open_group(folder, address=f"{hosts.addresses[0]}:5000", prefix=prefix, watchdog_s=WATCHDOG_S) as (
+            leader,
+            follower,
+        ):
             answer(leader)
             leader.begin("generate", prompts=[PROMPT] * 64, params=LONG)
             hosts.cut() if fault == "cut" else hosts.drop_from(1)
             watch = Stopwatch()
             assert "process 1 of 2 at 10.77.0.2:" in assert_lost(leader)
             assert watch.seconds < WATCHDOG_S + SLACK_S
-            assert (leader.exit_code(10), follower.exit_code(10)) == (3, 3), follower.log()[-2000:]
+            assert (leader.exit_code(20), follower.exit_code(20)) == (3, 3), follower.log()[-2000:]
             assert watch.seconds < WATCHDOG_S + SLACK_S + 5.0
