@@ -17,6 +17,7 @@ import pytest
 from routed_experts import Engine
 from support import engines, fast_compile, lazy_compile
 from support.devices import DevicesPlugin, add_options
+from support.network_namespaces import can_make_namespaces
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 # A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
@@ -30,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-tpu-aot",
         action="store_true",
         help="where libtpu is missing, fail the tests marked tpu_aot, not skip them",
+    )
+    parser.addoption(
+        "--require-netns",
+        action="store_true",
+        help="where network namespaces cannot be made, fail the tests marked netns, not skip them",
     )
     add_options(parser)
 
@@ -151,5 +157,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tpu_aot") and importlib.util.find_spec("libtpu") is None:
         reason = "needs libtpu: pip install 'routed-experts[tpu-aot]'"
         if item.config.getoption("--require-tpu-aot"):  # as CI does: there these tests always run
+            pytest.fail(reason)
+        pytest.skip(reason)
+    if item.get_closest_marker("netns") and not can_make_namespaces():
+        reason = "needs root and `ip netns`"
+        if item.config.getoption("--require-netns"):
             pytest.fail(reason)
         pytest.skip(reason)

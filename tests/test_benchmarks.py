@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in file.read_text())
 SMALLEST = {
     "capture": ["--small"],
+    "cluster_host_time": ["--steps", "20", "--rounds", "1", "--followers", "0", "1"],
     "cpu_parts": ["--small"],
     "draft_models": ["--small"],
     "drafting": ["--small"],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         get_global_experts_capturer,
         set_global_experts_capturer,
     )
+    from routed_experts.core.dist_config import DistConfig
     from routed_experts.core.errors import (
         CaptureDisabledError,
         CaptureUnsupportedError,
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
         InvalidRequestError,
         MachineError,
         MemoryPlanError,
+        PeerLostError,
         PlacementError,
+        ProcessMismatchError,
         PromptTooLongError,
         QueueFullError,
         RoutedExpertsError,
@@ -46,18 +49,21 @@ if TYPE_CHECKING:
     from routed_experts.engine.control.score import ScoreOutput
     from routed_experts.engine.control.stats import EngineStats, PlacementStats
     from routed_experts.engine.engine import Engine
+    from routed_experts.engine.follower import follow
     from routed_experts.engine.llm import LLM
     from routed_experts.engine.requests.outputs import CompletionOutput, RequestOutput
     from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError "
-    "MachineError MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError "
-    "RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError WeightsMismatchError WriteError"
+    "MachineError MemoryPlanError PeerLostError PlacementError ProcessMismatchError PromptTooLongError QueueFullError "
+    "RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
+    "WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {
         "CompletionOutput": "engine.requests.outputs",
+        "DistConfig": "core.dist_config",
         "Engine": "engine.engine",
         "EngineStats": "engine.control.stats",
         "ExpertOffloadConfig": "core.expert_offload_config",
@@ -77,6 +83,7 @@ _HOMES = MappingProxyType(
         "SpeculativeCounts": "core.speculative_stats",
         "SpeculativeTotals": "core.speculative_stats",
         "Violation": "core.integrity",
+        "follow": "engine.follower",
         "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
         "set_global_experts_capturer": "capture.routed_experts_capturer",
@@ -91,6 +98,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "DistConfig",
     "Engine",
     "EngineDeadError",
     "EngineStats",
@@ -99,9 +107,11 @@ __all__ = [
     "InvalidRequestError",
     "MachineError",
     "MemoryPlanError",
+    "PeerLostError",
     "PlacementConfig",
     "PlacementError",
     "PlacementStats",
+    "ProcessMismatchError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestOutput",
@@ -124,6 +134,7 @@ __all__ = [
     "WeightsMismatchError",
     "WriteError",
     "extract_routed_experts_from_meta_info",
+    "follow",
     "get_global_experts_capturer",
     "set_global_experts_capturer",
 ]

@@ -12,7 +12,17 @@ from routed_experts import LLM, ConfigError, Engine, ServerArgs
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.speculative_config import SpeculativeConfig
 
-OF_ENGINE_ALONE = {"model", "registry", "on_phase", "on_load", "load_format", "experts", "placement", "self_check"}
+OF_ENGINE_ALONE = {
+    "model",
+    "registry",
+    "on_phase",
+    "on_load",
+    "load_format",
+    "experts",
+    "placement",
+    "self_check",
+    "dist",
+}
 OF_DRAFTS = "speculative"
 
 

@@ -77,10 +77,10 @@ def test_scores_are_one_program_and_the_same_by_the_bit(tmp_path, dtype):
         str(folder), dtype=dtype, skip_tokenizer_init=True, enable_return_routed_experts=True, **SMALL
     ) as engine:
         live = engine.score(sequences)
-        programs = engine.scorer._forward._cache_size()
+        programs = engine.scorer._programs._forward._cache_size()
         rows = [out.routed_experts for out in live]
         for records in (rows, [None] * 3, [rows[0], None, rows[2]]):
             for left, right in zip(live, engine.score(sequences, routed=records), strict=True):
                 np.testing.assert_array_equal(left.logprobs, right.logprobs)
                 assert left.routed_experts == right.routed_experts
-        assert engine.scorer._forward._cache_size() == programs
+        assert engine.scorer._programs._forward._cache_size() == programs

@@ -18,6 +18,7 @@ import pytest
 OPTION_COUNT, OPTION_REPORTS = "--num-devices", "--device-reports"
 PASSED_ON = (
     "--require-tpu-aot",
+    "--require-netns",
     "--hypothesis-profile",
     "--hypothesis-seed",
     "--hypothesis-verbosity",

@@ -31,8 +31,9 @@ class LoadBar:
             self._drawn = text
 
 
-def start_jax(*, default_platform: str | None) -> Path | None:
-    """Import JAX, enable its compilation cache, and find its devices; returns the cache folder, or None."""
+def start_jax(*, default_platform: str | None, find_devices: bool = True) -> Path | None:
+    """Import JAX, enable its compilation cache, and find its devices; returns the cache folder, or None.
+    `find_devices` False: not now, because a process group must be joined before."""
     cache = _cache_folder()
     import jax
 
@@ -48,6 +49,8 @@ def start_jax(*, default_platform: str | None) -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if not find_devices:
+        return cache
     try:
         jax.devices()
     except RuntimeError as error:

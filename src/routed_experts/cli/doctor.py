@@ -1,4 +1,5 @@
-"""`routed-experts doctor`: prints versions and devices, and checks capture against replay on them."""
+"""`routed-experts doctor`: prints versions and devices, and checks capture against replay on them, or with --nnodes the
+network of a process group."""
 
 import argparse
 import dataclasses
@@ -9,6 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from routed_experts.cli.bootstrap import start_jax, version
+from routed_experts.cli.flags import add_dist_flags, dist_args
+from routed_experts.cli.group_check import check_group
 from routed_experts.models.loading.model_source import DEMO
 
 LIBRARIES = (
@@ -26,6 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="checkpoint folder or Hugging Face id to test with; default: demo, the model of the package",
     )
+    add_dist_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
@@ -35,6 +39,9 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     print(" · ".join(f"{name} {number}" for name, number in versions.items() if number))
     missing = [name for name, number in versions.items() if not number]
     print(f"not installed (optional): {', '.join(missing) or 'none'}")
+    dist = dist_args(options)
+    if dist.is_group:
+        return check_group(dist)
     cache = start_jax(default_platform=None)
     import jax
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
+from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.error_text import nearest_name
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
@@ -31,6 +32,15 @@ _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is N
         "tokenizer_path": "the model's own",
         "precompile_bs_paddings": "1 8 32 up to --max-running-requests",
         "precompile_token_paddings": "64 256 1024 up to --max-prefill-tokens",
+    }
+)
+_DIST_HELP: Mapping[str, str] = MappingProxyType(
+    {
+        "nnodes": "processes that share the model, one a host; default: 1",
+        "node_rank": "which of them this is; 0 serves, the others follow; default: 0",
+        "dist_init_addr": "host:port where process 0 listens, as the others reach it; the next port is used too",
+        "dist_timeout": "seconds for the start of the group and for each phase of it; default: 300",
+        "watchdog_timeout": "seconds of silence after which a process is lost and the group ends; default: 30",
     }
 )
 JSON = "JSON"  # metavar of flags that take an object
@@ -175,6 +185,24 @@ def speculative_args(options: argparse.Namespace) -> SpeculativeConfig | None:
     fields, values = _given_fields(options, SpeculativeConfig, prefix="speculative_"), vars(options)
     tp_size = values.get("tp_size", ServerArgs().tp_size)
     return SpeculativeConfig.create(None, fields, values.get("speculative_config"), tp_size=tp_size)
+
+
+def add_dist_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag a field of DistConfig."""
+    group = parser.add_argument_group("several processes")
+    for field in dataclasses.fields(DistConfig):
+        group.add_argument(
+            _flag(field.name),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_DIST_HELP[field.name],
+            **_argument_keywords(field.type),
+        )
+
+
+def dist_args(options: argparse.Namespace) -> DistConfig:
+    """The process group; without any of its flags one process. Raises ConfigError."""
+    return DistConfig(**_given_fields(options, DistConfig))
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:

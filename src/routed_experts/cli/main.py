@@ -15,7 +15,7 @@ from pathlib import Path
 from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
-from routed_experts.core.errors import MachineError, RoutedExpertsError
+from routed_experts.core.errors import MachineError, PeerLostError, RoutedExpertsError
 from routed_experts.models.loading.model_source import DEMO, find_model
 
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = options.run(options, start_time)
         sys.stdout.flush()  # reports a full disk now
         return code
+    except PeerLostError as error:
+        return _report_error(options.command, error, code=error.exit_code)
     except RoutedExpertsError as error:
         return _report_error(options.command, error, code=1 if isinstance(error, MachineError) else 2)
     except BrokenPipeError:  # the reader closed standard output

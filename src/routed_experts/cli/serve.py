@@ -18,15 +18,19 @@ from routed_experts.cli.bootstrap import PROGRAM, LoadBar, announce_compilation,
 from routed_experts.cli.config_file import with_config
 from routed_experts.cli.flags import (
     MODEL_HELP,
+    add_dist_flags,
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
     add_speculative_flags,
+    dist_args,
     engine_args,
     expert_args,
     placement_args,
     speculative_args,
 )
+from routed_experts.cli.follow import abandon_group, follow_group, join_processes
+from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
 from routed_experts.core.server_args import ServerArgs
@@ -35,6 +39,7 @@ from routed_experts.models.loading.model_source import local_folder
 if TYPE_CHECKING:
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.build.builder import Phase
+    from routed_experts.engine.process_group import AnyGroup
     from routed_experts.server.state import ServerState
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -90,10 +95,11 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add_expert_flags(parser)
     add_placement_flags(parser)
     add_speculative_flags(parser)
+    add_dist_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Serve until SIGTERM (exit code 0) or the death of the engine (3)."""
+    """Serve, or follow process 0 of a group, until SIGTERM (exit code 0) or the death of the engine (3)."""
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
     args = ServerArgs(**engine_args(options))
@@ -102,9 +108,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         "placement": placement_args(options),
         "speculative": speculative_args(options),
     }
+    dist = dist_args(options)
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
+    if not dist.is_leader:
+        return follow_group(args, dist, groups, options, start_time)
     try:
         limits = importlib.import_module("routed_experts.server.limits")
         run_module = importlib.import_module("routed_experts.server.run")
@@ -123,6 +132,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     local_folder(args.model_path)  # raises for a name that is neither a folder nor an id, before anything starts
     listener = run_module.bind(settings)
     server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
+    joined: list[AnyGroup] = []  # the group, once all its processes have met
 
     def print_ready() -> None:
         print(_ready_line(server, time.perf_counter() - start_time, run_module.listener_url(listener)), flush=True)
@@ -131,23 +141,38 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         server,
         listener,
         version=version(),
-        load=lambda: _load(args, groups, server, start_time),
+        load=lambda: _load(args, groups, dist, joined, server, start_time),
         on_ready=print_ready,
     )
     code = process.run()
     if server.health().state == "starting":  # the loading thread may be in the compiler, which cannot be interrupted
+        for group in joined:
+            abandon_group(group)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _load(args: ServerArgs, groups: dict[str, Any], server: "ServerState", start_time: float) -> "AsyncEngine":
+def _load(
+    args: ServerArgs,
+    groups: dict[str, Any],
+    dist: DistConfig,
+    joined: "list[AnyGroup]",
+    server: "ServerState",
+    start_time: float,
+) -> "AsyncEngine":
     """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the offload and the
-    placement of experts, and speculative decoding."""
-    start_jax(default_platform=None)
-    announce_compilation(args, offloads=groups["experts"].num_resident is not None)
+    placement of experts, and speculative decoding; `joined` receives the process group of `dist`, if it is one."""
+    start_jax(default_platform=None, find_devices=not dist.is_group)
+    if not dist.is_group:
+        announce_compilation(args, offloads=groups["experts"].num_resident is not None)
     _log_phase(server, "import", time.perf_counter() - start_time, "Python and JAX")
+    group = None
+    if dist.is_group:
+        since = time.perf_counter()
+        group = join_processes(args, dist, groups, joined.append)
+        _log_phase(server, "rendezvous", time.perf_counter() - since, f"{dist.nnodes} processes")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
 
@@ -157,9 +182,8 @@ def _load(args: ServerArgs, groups: dict[str, Any], server: "ServerState", start
             print(f"  {line}", file=sys.stderr, flush=True)
 
     on_load = LoadBar() if sys.stderr.isatty() else None
-    return AsyncEngine(
-        Engine(**dataclasses.asdict(args), **groups, on_phase=on_phase, on_load=on_load, self_check=True)
-    )
+    parts: dict[str, Any] = groups | {"dist": group}
+    return AsyncEngine(Engine(**dataclasses.asdict(args), **parts, on_phase=on_phase, on_load=on_load, self_check=True))
 
 
 def _log_phase(server: "ServerState", name: str, seconds: float, detail: str) -> None:

@@ -121,6 +121,26 @@ class EngineDeadError(RoutedExpertsError):
     code = "engine_dead"
 
 
+class PeerLostError(EngineDeadError):
+    """A process of the group ended, was silent or did not finish an order; the whole group ends. `exit_code`: of the
+    processes that end with it; 2 where a configuration was at fault."""
+
+    code = "peer_lost"
+    exit_code: int = 3
+
+
+class ProcessMismatchError(EngineDeadError):
+    """Processes of a group differ in what must be equal: programs, orders or tokens; the whole group ends."""
+
+    code = "process_mismatch"
+
+
+class OrderFormatError(ProcessMismatchError):
+    """Bytes between the processes of a group are no order of this protocol."""
+
+    code = "order_format"
+
+
 class RoutingFormatError(RoutedExpertsError, ValueError):
     """A payload of routed experts cannot be decoded."""
 

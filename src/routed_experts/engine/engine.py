@@ -18,6 +18,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from jaxtyping import Float64
 
+from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
@@ -33,6 +34,7 @@ from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
+from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
@@ -44,6 +46,7 @@ from routed_experts.engine.control.weight_control import WeightControl
 from routed_experts.engine.control.weights import Weights
 from routed_experts.engine.loop.core import PauseMode
 from routed_experts.engine.loop.engine_thread import EngineThread
+from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits, is_nested
 from routed_experts.engine.requests.outputs import RequestOutput, check_stream, stream_outputs
@@ -109,6 +112,7 @@ class Engine:
         speculative_remember: bool | None = None,
         speculative_store_bytes: int | None = None,
         speculative_adaptive: bool | None = None,
+        dist: DistConfig | LeadingGroup | None = None,
         self_check: bool = False,
         revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
@@ -140,9 +144,13 @@ class Engine:
         `load_format="dummy"` gives a folder's config random weights. `experts` keeps some experts on the host.
         `placement` distributes expert instances over `ep_size` devices: a plan, its file, or a PlacementConfig.
         `speculative` drafts tokens, which changes speed alone: a SpeculativeConfig, or its fields by SGLang's names.
+        `dist` makes this process the first of several, which share the model's devices: the others call `follow`. Only
+        this one schedules and reads rows. When one of them is lost, waiting requests raise PeerLostError and this
+        process ends with exit code 3.
+
         `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
         `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
-        ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
+        ConfigError, CheckpointError, PlacementError, CaptureUnsupportedError or PeerLostError."""
         self.server_args = ServerArgs(
             model_path=_path_text(model_path),
             revision=revision,
@@ -184,8 +192,25 @@ class Engine:
             "adaptive": speculative_adaptive,
         }
         speculative = SpeculativeConfig.create(speculative, flat)
+        plan = PlacementConfig.create(placement)
+        if isinstance(dist, DistConfig):
+            _check_rank(dist)
         args = with_local_model(self.server_args, weights=load_format != "dummy")
         clock = PhaseClock(on_phase)
+        group = dist if isinstance(dist, LeadingGroup) else None
+        if isinstance(dist, DistConfig) and dist.is_group:
+            joined = join_group(
+                args,
+                dist,
+                model=model,
+                experts=experts,
+                placement=plan,
+                speculative=speculative,
+                load_format=load_format,
+            )
+            assert isinstance(joined, LeadingGroup), "of rank 0"
+            group = joined
+            clock.done("rendezvous", f"{dist.nnodes} processes")
         self._tokenizer = _load_tokenizer(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else read_eos_token_ids(Path(args.model_path))
         if self._tokenizer is not None:
@@ -201,15 +226,20 @@ class Engine:
                 load_format=load_format,
                 on_load=on_load,
                 experts=experts,
-                placement=PlacementConfig.create(placement),
+                placement=plan,
                 speculative=speculative,
                 self_check=self_check,
+                group=group,
             )
-        except BaseException:
+        except BaseException as error:
             self.compiles.close()
+            if group is not None:
+                group.fail(error)
             raise
         self.components, self.phases = components, tuple(clock.phases)
-        self.thread = EngineThread(components.core)
+        self.thread = EngineThread(components.core, explain=None if group is None else group.explain)
+        if group is not None:
+            group.set_on_lost(self.thread.kill)
         self.scorer = Scorer(args, components.buckets, components.core.runner, self.thread.run_between_steps)
         context = EngineContext(components=components, thread=self.thread, scorer=self.scorer)
         self._weights, self._memory = WeightControl(context), MemoryControl(context)
@@ -574,6 +604,7 @@ class Engine:
             "requests_accepted": core.request_table.accepted,
             "requests_finished": dict(core.request_table.finished),
             "weight_version": str(core.runner.weight_version),
+            **({} if self.components.group is None else self.components.group.info()),
         }
 
     @property
@@ -596,6 +627,8 @@ class Engine:
         self.thread.stop()
         if self.components.rebalancer is not None:
             self.components.rebalancer.close()
+        if self.components.group is not None:
+            self.components.group.close()
         self.compiles.close()
 
     def __enter__(self) -> "Engine":
@@ -648,6 +681,13 @@ def _list_as_tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Padded sizes as ServerArgs takes them; it refuses what is no list and no tuple."""
     value: Any = sizes
     return tuple(value) if isinstance(value, list) else value
+
+
+def _check_rank(dist: DistConfig) -> None:
+    """Raise ConfigError in a process that is to follow."""
+    if not dist.is_leader:
+        text = f"node_rank={dist.node_rank}: an Engine is process 0 of its group, and this process follows"
+        raise ConfigError(f"{text}; call routed_experts.follow(...) with the same arguments")
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -7,6 +7,7 @@ padded requests, R request slots, W pages of a request."""
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch
+from routed_experts.core.errors import ProcessMismatchError
+from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch, SamplingMode
+from routed_experts.execution.orders import Order
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.logprobs import bitcast_int32
 from routed_experts.layers.sampling import SamplingBatch
@@ -135,6 +138,56 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
         assert array.dtype.itemsize == 4, (name, array.dtype)
         parts.append(array.view(np.int32))
     return np.concatenate(parts, axis=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the programs of a step take from the host, in every process that runs them: the packed metadata; in the FULL
+    mode ids and values of the logit bias [B, X]; with prompt logprobs the next prompt token of each token [N]."""
+
+    shape: BatchShape
+    sampling_mode: SamplingMode
+    packed: Any  # int32 [words]; on the device where a model drafts ahead
+    bias: tuple[Int32[np.ndarray, "B X"], Float[np.ndarray, "B X"]] | None
+    prompt_targets: Int32[np.ndarray, " N"] | None
+
+    @staticmethod
+    def from_batch(batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> "StepInputs":
+        """Of a batch and its packed metadata."""
+        bias, sampling = None, batch.sampling
+        if batch.sampling_mode is SamplingMode.FULL:
+            assert sampling.bias_ids is not None and sampling.bias_values is not None, "in the FULL mode"
+            bias = sampling.bias_ids, sampling.bias_values
+        return StepInputs(shape, batch.sampling_mode, packed, bias, batch.prompt_targets)
+
+    @staticmethod
+    def from_order(order: Order) -> "StepInputs":
+        """Of a STEP order. Raises ProcessMismatchError for one that is none."""
+        try:
+            mode, tokens, requests, width, sampling, has_targets = order.head["step"]
+            shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
+            packed, *rest = order.arrays
+            targets = rest.pop() if has_targets else None
+            bias = (rest[0], rest[1]) if rest else None
+            inputs = StepInputs(shape, SamplingMode(sampling), packed, bias, targets)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProcessMismatchError(f"order {order.seq} is no step: {error!r}") from error
+        if packed.shape != shape.packed.shape or (bias is None) == (inputs.sampling_mode is SamplingMode.FULL):
+            raise ProcessMismatchError(f"order {order.seq} has arrays of another shape than {shape}")
+        return inputs
+
+    @property
+    def head(self) -> dict[str, object]:
+        """The head of its order."""
+        shape, has_targets = self.shape, self.prompt_targets is not None
+        sizes = shape.num_tokens, shape.num_requests, shape.table_width
+        return {"step": [shape.mode.value, *sizes, int(self.sampling_mode), has_targets]}
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays of its order."""
+        targets = () if self.prompt_targets is None else (self.prompt_targets,)
+        return (self.packed, *(self.bias or ()), *targets)
 
 
 def unpack_words(packed: Int[Array, " words"], shape: BatchShape) -> dict[str, Array]:

@@ -47,6 +47,11 @@ class MemoryPlan:
         """Bytes of the KV pool, states of requests included."""
         return self.pool.bytes_per_token * self.pool.num_slots + self.pool.state_bytes
 
+    def with_pages(self, num_pages: int) -> "MemoryPlan":
+        """The plan with so many pages, the padding page included."""
+        pool = dataclasses.replace(self.pool, num_pages=num_pages)
+        return dataclasses.replace(self, pool=pool, capture_host=pool.num_slots * self.row_bytes)
+
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size

@@ -4,9 +4,10 @@ It takes a ModelWorkerBatch and returns, one step late, a StepResult. Host mutat
 program is compiled before the first step; none afterwards."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from jaxtyping import Array, Int32, UInt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
-from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
+from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack, to_batch_shape
+from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
 from routed_experts.execution.spmd import REPLICATED, sharded_zeros
@@ -25,7 +27,7 @@ from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.base.weight_format import format_of, shape_of
-from routed_experts.models.sharding import DonatedBuffers, buffer_pointers
+from routed_experts.models.sharding import DonatedBuffers, buffer_pointers, put_replicated
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 
@@ -43,6 +45,16 @@ class PendingStep:
     drafts: Int32[Array, "B 2k"] | None = None
 
 
+class _StepOutputs(NamedTuple):
+    """Fresh arrays of a step, replicated on all devices; see PendingStep."""
+
+    sampled: Int32[Array, "B columns"]
+    scored: Int32[Array, "N columns"] | None
+    rows: UInt[Array, "N MK"] | None
+    rerouting: Int32[Array, "N 2"] | None
+    drafts: Int32[Array, "B 2k"] | None
+
+
 class ModelRunner:
     """Weights, pools and compiled programs of one model, on one device or on those of a mesh
     (ProgramSpec.mesh_specs)."""
@@ -57,6 +69,7 @@ class ModelRunner:
         self._weights, self._tree = jax.tree.flatten(state)
         mesh_specs = spec.mesh_specs
         advise_hugepages(self._weights)
+        self.orders: OrderSender = NO_FOLLOWERS  # other processes that run the same programs
         self.allocate_pool()
         last_tokens = jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32)
         self._last_tokens: Array = sharded_zeros(last_tokens, mesh_specs)
@@ -74,6 +87,16 @@ class ModelRunner:
         """The weights that the next step runs with."""
         return jax.tree.unflatten(self._tree, self._weights)
 
+    def compile_in_order(self) -> list[str]:
+        """Compile every program, one after another: processes that compile together talk while they do. Returns key and
+        digest of each program as it is before XLA, to be compared between processes."""
+        digests: list[str] = []
+        for key, job in self._jobs().items():
+            lowered = job()
+            digests.append(f"{hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]} {key}")
+            self._programs[key] = lowered.compile()
+        return digests
+
     def compile(self, *, progress: Callable[[int, int], None] | None = None, threads: int = 2) -> int:
         """Compile every program of the table; returns their number."""
         jobs = self._jobs()
@@ -89,18 +112,43 @@ class ModelRunner:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
         arguments (in the FULL form it goes before)."""
         shape = to_batch_shape(batch)
-        packed = self._pack(batch, shape)
-        if batch.sampling_mode is SamplingMode.FULL:  # two programs look at all of it
-            packed = jax.device_put(packed, self._replicated)
+        inputs = StepInputs.from_batch(batch, shape, self._pack(batch, shape))
+        with self.orders.in_order():
+            if self.orders is not NO_FOLLOWERS:
+                self.orders.send(OrderKind.STEP, inputs.head, inputs.arrays)
+            out = self._run(inputs, batch)
+        if self._needs_d2h:
+            for array in out:
+                if array is not None:
+                    array.copy_to_host_async()
+        return PendingStep(
+            batch=batch,
+            sampled=out.sampled,
+            scored=out.scored,
+            rows=out.rows,
+            weight_version=self.weight_version,
+            rerouting=out.rerouting,
+            drafts=out.drafts,
+        )
+
+    def follow_step(self, inputs: StepInputs) -> Int32[Array, "B columns"]:
+        """Run a step that another process has dispatched; returns the table of its tokens, which every process has."""
+        return self._run(inputs, None).sampled
+
+    def _run(self, inputs: StepInputs, batch: ModelWorkerBatch | None) -> _StepOutputs:
+        """Start a step's programs. A follower has no batch: it reads nothing."""
+        shape, packed = inputs.shape, inputs.packed
+        if inputs.bias is not None:  # two programs look at all of it
+            packed = put_replicated(packed, self._replicated)
         out = self._forward(batch, shape, packed)
-        full, is_verify = None, batch.mode is ForwardMode.TARGET_VERIFY
-        if batch.sampling_mode is SamplingMode.FULL:
-            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._replicated)
+        full, is_verify = None, shape.mode is ForwardMode.TARGET_VERIFY
+        if inputs.bias is not None:
+            bias = [put_replicated(array, self._replicated) for array in inputs.bias]
             counts = self._token_counts
             if not is_verify:
                 self._token_counts, counts = self._programs["count", shape](counts, out.tokens, packed)
             full = PenaltyInputs(counts, *bias)
-        program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
+        program = self._programs[sampler_key(self.spec, shape, inputs.sampling_mode)]
         drafts = (out.tokens,) if is_verify else ()
         self._last_tokens, sampled, *accepted = program(out.logits, self._last_tokens, out.words, *drafts, full)
         if full is not None and is_verify:  # which of the tokens count is known now
@@ -109,31 +157,21 @@ class ModelRunner:
         if out.recurrent_inputs is not None:
             commit = self._programs["commit", shape]
             self._pool = commit(self._pool, out.recurrent_inputs, out.words, *accepted)
-        proposed = self._draft(batch, shape, packed, out, full, accepted)
+        proposed = None if batch is None else self._draft(batch, shape, packed, out, full, accepted)
         scored = None
-        if batch.prompt_targets is not None:
-            targets = jax.device_put(batch.prompt_targets, self._replicated)
+        if inputs.prompt_targets is not None:
+            targets = put_replicated(inputs.prompt_targets, self._replicated)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
-        if self._needs_d2h:
-            for array in (sampled, scored, out.rows, out.rerouting, proposed):
-                if array is not None:
-                    array.copy_to_host_async()
-        return PendingStep(
-            batch=batch,
-            sampled=sampled,
-            scored=scored,
-            rows=out.rows,
-            weight_version=self.weight_version,
-            rerouting=out.rerouting,
-            drafts=proposed,
-        )
+        return _StepOutputs(sampled, scored, out.rows, out.rerouting, proposed)
 
     def take_counts(self) -> Int32[Array, "F M E"]:
         """Return slots by phase (prompt, generated), MoE layer and expert of the steps dispatched since the last call.
         The copy to the host is asynchronous and ends with these steps. Later steps count from 0. No thread blocks and
         no program runs."""
         assert self._counts is not None, "an engine whose steps are counted"
-        counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
+        with self.orders.in_order():
+            self.orders.send(OrderKind.TAKE_COUNTS)
+            counts, self._counts = self._counts, _no_counts(self.spec, self._replicated)
         counts.copy_to_host_async()
         return counts
 
@@ -160,7 +198,7 @@ class ModelRunner:
         """Return the lowerings that `compile` compiles."""
         return lowerings(self.state, self.spec, self.config)
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch | None, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
         counts = () if self._counts is None else (self._counts,)
         self._pool, out = self._programs["forward", shape](
@@ -171,7 +209,9 @@ class ModelRunner:
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step's outputs and return them as host arrays."""
+        self.orders.begin_wait()
         sampled = np.asarray(pending.sampled)
+        self.orders.end_wait(sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
         is_verify = pending.batch.mode is ForwardMode.TARGET_VERIFY
         first = ACCEPTED_COLUMN + 1 if is_verify else ACCEPTED_COLUMN  # of the top ids
@@ -203,6 +243,7 @@ class ModelRunner:
         Raises WeightsMismatchError."""
         self.check_version(version)
         if state is None:
+            self.orders.send(OrderKind.SET_VERSION, {"version": version})
             self.weight_version = version
             return
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
@@ -218,6 +259,7 @@ class ModelRunner:
             raise WeightsMismatchError(
                 f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state"
             )
+        self.orders.send(OrderKind.COMMIT_WEIGHTS, {"version": version})
         donated = DonatedBuffers(jax.tree.leaves(state) if donate else ())
         copied = [_device_put_like(*pair, donated) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
         self._weights, self.weight_version = copied, version
@@ -226,6 +268,7 @@ class ModelRunner:
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pool and the weights; shapes and shardings of the weights stay, to check the next ones.
         No step may be in flight."""
+        self.orders.send(OrderKind.RELEASE, {"pool": pool, "weights": weights})
         if pool:
             for leaf in jax.tree.leaves(self._pool):
                 leaf.delete()
@@ -247,6 +290,7 @@ class ModelRunner:
 
     def allocate_pool(self) -> None:
         """Allocate an empty pool; no step may be in flight."""
+        self.orders.send(OrderKind.ALLOCATE_POOL)
         mesh_specs = self.spec.mesh_specs
         self._pool = sharded_zeros(
             self.config.pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool
@@ -255,12 +299,13 @@ class ModelRunner:
 
     def overwrite_pool(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
+        self.orders.send(OrderKind.OVERWRITE_POOL)
         self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
 
 
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
     shape = spec.counts
-    return None if shape is None else jax.device_put(np.zeros(shape.shape, shape.dtype), everywhere)
+    return None if shape is None else put_replicated(np.zeros(shape.shape, shape.dtype), everywhere)
 
 
 def update_owned(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:

@@ -11,15 +11,18 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jaxtyping import Int32
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.expert_transfers import abstract_transfers, move_experts, plan_transfers
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.orders import OrderKind
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import REPLICATED, jit_sharded
 from routed_experts.models.decoder.replica_maps import CAPACITY, REPLICAS
+from routed_experts.models.sharding import put_replicated
 
 MoeGroup = tuple[str, tuple[int, ...], tuple[str, ...]]  # path of a block, MoE ordinals of its layers, expert arrays
 
@@ -68,10 +71,19 @@ class ReplicatedExpertRunner(ModelRunner):
     def move_layer(self, group: int, row: int, placement: ExpertPlacement) -> int:
         """Move one layer's experts to `placement` and update its replica maps; returns how many came from another
         device. No step may be in flight: the arrays of experts are donated."""
+        layer = self._groups[group][1][row]
+        places = placement.physical_to_logical_map[layer], placement.logical_to_physical_map[layer]
+        with self.orders.in_order():
+            self.orders.send(OrderKind.MOVE_LAYER, {"layer": [group, row]}, places)
+            return self.move_layer_to(group, row, *places)
+
+    def move_layer_to(
+        self, group: int, row: int, new: Int32[np.ndarray, " I"], replicas: Int32[np.ndarray, "E J"]
+    ) -> int:
+        """Move one layer's experts to the instances `new`, with the positions of each expert's instances."""
         path, ordinals, names = self._groups[group]
-        layer, devices = ordinals[row], placement.num_devices
-        new = placement.physical_to_logical_map[layer]
-        plan = plan_transfers(self._instances[layer], new, num_devices=devices)
+        layer = ordinals[row]
+        plan = plan_transfers(self._instances[layer], new, num_devices=self.placement.num_devices)
         leaves = self._named_weights()
         tables = [leaves[f"{path}.{name}"] for name in names]
         self.num_copied += plan.num_copied
@@ -79,11 +91,18 @@ class ReplicatedExpertRunner(ModelRunner):
         moved = self._programs["move", path](tables, *rounds)
         arrays = dict(zip((f"{path}.{name}" for name in names), moved, strict=True))
         maps = np.array(leaves[f"{path}.{REPLICAS}"])
-        maps[row] = placement.logical_to_physical_map[layer]
-        arrays[f"{path}.{REPLICAS}"] = jax.device_put(maps, self._replicated)
+        maps[row] = replicas
+        arrays[f"{path}.{REPLICAS}"] = put_replicated(maps, self._replicated)
         self._replace_weights(arrays)
         self._instances[layer] = new
         return plan.num_copied
+
+    def set_placement(self, placement: ExpertPlacement) -> None:
+        """Take a placement as the present one, once all its layers have been moved."""
+        maps = placement.physical_to_logical_map, placement.logical_to_physical_map, placement.logical_replica_count
+        head = {"num_devices": placement.num_devices, "epoch": placement.epoch}
+        self.orders.send(OrderKind.SET_PLACEMENT, head, maps)
+        self.placement = placement
 
     @property
     def expert_bytes(self) -> int:
@@ -98,7 +117,8 @@ class ReplicatedExpertRunner(ModelRunner):
         num_rows = {f"{path}.{CAPACITY}": len(ordinals) for path, ordinals, _ in self._groups}
         assert num_rows.keys() <= self._named_weights().keys(), "an engine whose instances have capacities"
         tables = {name: np.tile(np.array(factor, np.int32), (count, 1)) for name, count in num_rows.items()}
-        self._replace_weights({name: jax.device_put(table, self._replicated) for name, table in tables.items()})
+        self.orders.send(OrderKind.SET_CAPACITY, {"factor": list(factor)})
+        self._replace_weights({name: put_replicated(table, self._replicated) for name, table in tables.items()})
         self.factor = factor
 
     def _named_weights(self) -> dict[str, Any]:

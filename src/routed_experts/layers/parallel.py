@@ -5,6 +5,7 @@ Each device holds a shard of the heads and of the experts and computes a partial
 routers and their choices are replicated. Dims: N rows, D hidden, V devices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -35,7 +36,8 @@ Rerouter = Callable[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: this device alone.
+    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: this device alone. `ordered`: sums are
+    added in the order of the devices, so that their bits do not depend on how the devices are shared by processes.
     `expert_parallel`: each holds some experts, all of them, and not a share of every expert; `instances` of them are
     on all devices together, 0: one an expert. `rerouter`: routes where instances have capacities; None: they have
     not."""
@@ -45,6 +47,7 @@ class AxisGroup:
     expert_parallel: bool = False
     instances: int = 0
     rerouter: Rerouter | None = None
+    ordered: bool = False
 
     @property
     def rank(self) -> Int[Array, ""]:
@@ -53,11 +56,20 @@ class AxisGroup:
 
     def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """The sum of what all hold."""
-        return partial if self.count == 1 else lax.psum(partial, self.axis)
+        if self.count == 1:
+            return partial
+        return self._ordered_sum(partial) if self.ordered else lax.psum(partial, self.axis)
 
     def all_mean(self, own: Float[Array, "..."]) -> Float[Array, "..."]:
         """The mean of what all hold."""
-        return own if self.count == 1 else lax.pmean(own, self.axis)
+        if self.count == 1:
+            return own
+        return self._ordered_sum(own) / self.count if self.ordered else lax.pmean(own, self.axis)
+
+    def _ordered_sum(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The sum of what all hold, added in the order of the devices."""
+        parts = lax.all_gather(partial, self.axis)
+        return functools.reduce(lambda total, index: total + parts[index], range(1, self.count), parts[0])
 
     def all_gather(self, columns: Float[Array, "N D/V"]) -> Float[Array, "N D"]:
         """The columns of all, side by side."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Shaped
 
 from routed_experts.core.errors import MachineError
@@ -110,7 +110,7 @@ class ModelSharding:
         """Shard one array over the devices."""
         partition, sharding = self.partitions.get(name), self.sharding(name, array.ndim)
         if partition is None:
-            return jax.device_put(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
+            return put_replicated(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
         parts = [
             jax.device_put(_take(array, partition, number, self.parallel.devices), device)
             for number, device in enumerate(self.mesh.devices.flat)
@@ -120,10 +120,20 @@ class ModelSharding:
 
     def put_maps(self) -> dict[str, Array]:
         """The maps, the same on every device."""
-        return {name: jax.device_put(table, self.sharding(name, table.ndim)) for name, table in self.maps.items()}
+        return {name: put_replicated(table, self.sharding(name, table.ndim)) for name, table in self.maps.items()}
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.local_shape(name, leaf.shape), leaf.dtype)
+
+
+def put_replicated(array: Array | np.ndarray, sharding: Sharding | None) -> Array:
+    """Put an array on every device of a replicated sharding; None: on the default device. Where the devices belong to
+    several processes, each puts it on its own: jax.device_put would compare the arrays of all, which takes
+    milliseconds."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def buffer_pointers(array: Array) -> set[int]:

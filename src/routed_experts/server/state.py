@@ -93,7 +93,8 @@ class ServerState:
         if self._is_draining:
             raise unavailable("the server is shutting down; send the request to another", code="draining")
         if self._failure is not None:
-            raise unavailable("the engine has ended; the server restarts", code="engine_dead")
+            code = self._failure.code if isinstance(self._failure, EngineDeadError) else "engine_dead"
+            raise unavailable("the engine has ended; the server restarts", code=code)
         return self.engine
 
     def on_idle(self) -> None:

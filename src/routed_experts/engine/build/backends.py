@@ -187,7 +187,12 @@ class BackendRegistry:
             else _rerouter(instances, drops=placement_config.on_exhausted == "drop")
         )
         group = AxisGroup(
-            axis=AXIS, count=args.tp_size, expert_parallel=args.ep_size > 1, instances=instances, rerouter=rerouter
+            axis=AXIS,
+            count=args.tp_size,
+            expert_parallel=args.ep_size > 1,
+            instances=instances,
+            rerouter=rerouter,
+            ordered=args.deterministic,
         )
         return kernels.with_group(group), attention
 

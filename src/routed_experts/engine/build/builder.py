@@ -4,6 +4,7 @@ Unsupported combinations are refused here, before weights are loaded where that 
 
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from flax import nnx
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, ProcessMismatchError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
@@ -38,13 +39,14 @@ from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import (
     ServedModel,
     abstract_state,
-    check_single_process,
+    check_processes,
     create_sharding,
     load_model,
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import DraftLimits, Sharing, Speculation
+from routed_experts.engine.process_group import AnyGroup, FollowingGroup, LeadingGroup
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.drafting_runner import DraftingRunner, LoadedDraft
@@ -113,14 +115,122 @@ def build_engine(
     placement: PlacementConfig | None = None,
     speculative: SpeculativeConfig | None = None,
     self_check: bool = False,
+    group: AnyGroup | None = None,
 ) -> EngineComponents:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `args.model_path` is a local
     folder, as `with_local_model` returns it. `on_load` is called with (bytes loaded, total bytes); `experts` may
     offload experts to the host, `placement` places them on devices, `speculative` drafts tokens; `self_check` replays
-    captured rows. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    captured rows; `group`: the other processes of the engine, which `build_follower` builds. Raises ConfigError,
+    CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
+    built = _build_runner(
+        args,
+        model=model,
+        registry=registry,
+        clock=clock,
+        load_format=load_format,
+        on_load=on_load,
+        experts=experts,
+        placement=placement,
+        speculative=speculative,
+        group=group,
+    )
+    args, runner, plan, buckets, config = built.args, built.runner, built.plan, built.buckets, built.config
+    if isinstance(group, LeadingGroup):
+        runner.orders = group
+    watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, built.offload, load_balancers)
+    speculation = None
+    if speculative is not None:
+        sizes_of_pool = {"request": built.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
+        speculation = _create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
+        by = speculative.algorithm if built.draft is None else f"{speculative.algorithm}, {built.draft.description}"
+        clock.done("calibrate", f"{by}, up to {speculative.num_drafts} drafts a request")
+    core = new_core(speculation)
+    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": built.context_length}
+    if args.deterministic:
+        kernels, attention = runner.spec.kernels, runner.spec.attention
+        names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
+        compared = check_determinism(new_core, backends=names, **sizes_of_check)
+        clock.done("self-check", f"{compared} sequences, run alone and batched, bitwise equal")
+    if self_check and built.capture is not None and built.offload is None:
+        rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
+        clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
+    _reset_balancers(load_balancers)
+    return EngineComponents(
+        core=core,
+        plan=plan,
+        buckets=buckets,
+        context_length=built.context_length,
+        capture=built.capture,
+        vocab_size=config.vocab_size,
+        prefix_cache=not args.disable_radix_cache,
+        served=built.served,
+        rebalancer=rebalancer,
+        load_monitor=watch,
+        group=group if isinstance(group, LeadingGroup) else None,
+    )
+
+
+def build_follower(
+    args: ServerArgs,
+    group: FollowingGroup,
+    *,
+    registry: BackendRegistry = DEFAULT_BACKENDS,
+    clock: PhaseClock | None = None,
+    load_format: str = "auto",
+    on_load: Callable[[int, int], None] | None = None,
+    placement: PlacementConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
+) -> tuple[ModelRunner, ServedModel]:
+    """Load, allocate and compile this process's part of the engine that process 0 builds with the same arguments."""
+    built = _build_runner(
+        args,
+        model=None,
+        registry=registry,
+        clock=clock or PhaseClock(None),
+        load_format=load_format,
+        on_load=on_load,
+        experts=None,
+        placement=placement,
+        speculative=speculative,
+        group=group,
+    )
+    return built.runner, built.served
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _BuiltRunner:
+    """What every process of an engine has, once its programs are compiled."""
+
+    args: ServerArgs
+    config: DecoderConfig
+    runner: ModelRunner
+    served: ServedModel
+    plan: MemoryPlan
+    buckets: Buckets
+    context_length: int
+    capture: CaptureSpec | None
+    offload: ExpertOffload | None
+    draft: FoundDraft | None
+
+
+def _build_runner(
+    args: ServerArgs,
+    *,
+    model: Decoder | None,
+    registry: BackendRegistry,
+    clock: PhaseClock,
+    load_format: str,
+    on_load: Callable[[int, int], None] | None,
+    experts: ExpertOffloadConfig | None,
+    placement: PlacementConfig | None,
+    speculative: SpeculativeConfig | None,
+    group: AnyGroup | None,
+) -> _BuiltRunner:
+    """Load, plan, allocate and compile; the same in every process of an engine."""
     skip_absent_tpu()
-    check_single_process()
+    check_processes(group)
     offloads_experts = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format)
     if speculative is not None:
@@ -140,7 +250,7 @@ def build_engine(
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
     clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
     num_drafts = 0 if speculative is None else speculative.num_drafts
-    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts, draft=draft)
+    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts, draft=draft, group=group)
     planned = None if offload is not None else plan_memory(abstract_arrays(source, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
@@ -171,38 +281,34 @@ def build_engine(
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
     runner = offload_runner or _create_runner(state, spec, sizes, config, placement, loaded_draft)
-    watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, offload, load_balancers)
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
-    clock.done("compile", f"{runner.compile()} programs")
-    speculation = None
-    if speculative is not None:
-        sizes_of_pool = {"request": planned.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
-        speculation = _create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
-        by = speculative.algorithm if draft is None else f"{speculative.algorithm}, {draft.description}"
-        clock.done("calibrate", f"{by}, up to {num_drafts} drafts a request")
-    core = new_core(speculation)
-    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
-    if args.deterministic:
-        names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
-        compared = check_determinism(new_core, backends=names, **sizes_of_check)
-        clock.done("self-check", f"{compared} sequences, run alone and batched, bitwise equal")
-    if self_check and capture is not None and offloaded is None:
-        rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
-        clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
-    _reset_balancers(load_balancers)
-    return EngineComponents(
-        core=core,
+    num_programs = runner.compile() if group is None else _compile_together(runner, group)
+    clock.done("compile", f"{num_programs} programs")
+    return _BuiltRunner(
+        args=args,
+        config=config,
+        runner=runner,
+        served=served,
         plan=plan,
         buckets=buckets,
         context_length=planned.context_length,
         capture=capture,
-        vocab_size=config.vocab_size,
-        prefix_cache=not args.disable_radix_cache,
-        served=served,
-        rebalancer=rebalancer,
-        load_monitor=watch,
+        offload=offload,
+        draft=draft,
     )
+
+
+def _compile_together(runner: ModelRunner, group: AnyGroup) -> int:
+    """Compile in every process, and compare what was compiled; returns the number of programs. Raises
+    ProcessMismatchError naming the first program that differs."""
+    digests = runner.compile_in_order()
+    everywhere = group.exchange("compile", [digest[:12] for digest in digests])
+    for rank, others in enumerate(everywhere):
+        wrong = [ours for ours, theirs in itertools.zip_longest(digests, others) if ours is None or ours[:12] != theirs]
+        if wrong:
+            text = f"process {rank} compiles another program than process {group.rank}, of {len(wrong)} the first is"
+            raise ProcessMismatchError(f"{text} {wrong[0]}; install the same versions everywhere")
+    return len(digests)
 
 
 def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, attention: AttentionBackend) -> None:
@@ -266,14 +372,17 @@ def _plan_memory(
     *,
     num_drafts: int,
     draft: FoundDraft | None,
+    group: AnyGroup | None,
     experts_host: int = 0,
 ) -> EnginePlan:
-    """Plan memory and report it to the clock."""
+    """Plan memory and report it to the clock. A group has the pages of the process with the least."""
     of_draft: dict[str, Any] = {}
     if draft is not None:
         of_draft = {"draft_demand": draft.demand, "lookahead": draft.kind.lookahead(num_drafts)}
     planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, **of_draft)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
+    if group is not None:
+        plan = plan.with_pages(min(group.exchange("plan", plan.pool.num_pages)))
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     return dataclasses.replace(planned, memory=plan)
 

@@ -8,6 +8,7 @@ from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.loop.core import EngineCore
+from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.execution.memory_plan import MemoryPlan
 
 
@@ -25,6 +26,7 @@ class EngineComponents:
     served: ServedModel
     rebalancer: Rebalancer | None  # None: experts move only by apply_placement
     load_monitor: ExpertLoadMonitor | None = None  # None: experts are not placed
+    group: LeadingGroup | None = None  # None: one process
 
     @property
     def kv_tokens(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Generator
 
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import ServedModel
@@ -51,6 +51,13 @@ class EngineContext:
         """Hold the weights while no other operation and no score reads them."""
         with self.weights_lock, self.scorer.lock:
             yield
+
+    def check_one_process(self, operation: str, otherwise: str) -> None:
+        """Raise ConfigError where the engine has several processes, which cannot be given arrays of this one."""
+        group = self.components.group
+        if group is not None:
+            text = f"{operation} takes arrays of one process, and this engine has nnodes={group.dist.nnodes}"
+            raise ConfigError(f"{text}; {otherwise}")
 
     def check_not_released(self, operation: str) -> None:
         """Raise InvalidRequestError where memory is released."""

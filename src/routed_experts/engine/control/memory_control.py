@@ -46,6 +46,8 @@ class MemoryControl:
     def resume(self, state: Weights | None, version: int | None) -> None:
         """`Engine.resume_memory_occupation`."""
         core = self._context.core
+        if state is not None:
+            self._context.check_one_process("resume_memory_occupation(state)", "call update_weights_from_disk first")
         if (state is None) != (version is None):
             text = "state and version belong together: weights and their version number"
             raise InvalidRequestError(text, param="version")

@@ -75,7 +75,7 @@ class PlacementControl:
         layers = runner.layers()
         chunks = [layers[first : first + layers_per_step] for first in range(0, len(layers), layers_per_step)]
         moved = [self._context.thread.run_drained(functools.partial(move, chunk)) for chunk in chunks]
-        runner.placement = placement
+        runner.set_placement(placement)
         return sum(moved)
 
     def _offload_runner(self) -> OffloadRunner:

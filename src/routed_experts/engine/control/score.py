@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float32, Int32, UInt
+from jaxtyping import Array, Bool, Float32, Int32, UInt
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import ProcessMismatchError
 from routed_experts.core.io_struct import TokenizedGenerateReqInput
-from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
@@ -29,9 +30,11 @@ from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_sh
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.offload.offload_scorer import BetweenSteps, OffloadScorer
+from routed_experts.execution.orders import NO_FOLLOWERS, Order, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, sharded_zeros
 from routed_experts.models.base.interface import TokenRouting
+from routed_experts.models.sharding import put_replicated
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -56,14 +59,13 @@ class Scorer:
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner = buckets, runner
         self.lock = threading.Lock()
-        self._score_prompt = jax.jit(_score_on_all, static_argnames="spec")
 
     @functools.cached_property
-    def _forward(self) -> Callable[..., tuple[Any, ForwardOut]]:
+    def _programs(self) -> "ScorePrograms":
         """Made at the first score: where experts are on the host it has threads of its own."""
         if isinstance(self._runner, OffloadRunner):
-            return OffloadScorer(self._runner, self._between_steps)
-        return jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
+            return ScorePrograms(self._runner, forward=OffloadScorer(self._runner, self._between_steps))
+        return ScorePrograms(self._runner)
 
     def run(
         self,
@@ -84,11 +86,16 @@ class Scorer:
             scheduler = Scheduler(
                 self._args, self._buckets, num_pages=num_pages, vocab_size=self._runner.config.vocab_size
             )
+            in_group = self._runner.orders is not NO_FOLLOWERS  # all its programs are dispatched by one thread
             score_run = _ScoreRun(
-                requests, state, scheduler, self._runner, self._forward, self._score_prompt, num_pages
+                requests, state, scheduler, self._programs, self._between_steps if in_group else _at_once
             )
-            while score_run.step():
-                continue
+            score_run.begin(num_pages)
+            try:
+                while score_run.step():
+                    continue
+            finally:
+                score_run.end()
             return [_output(request, self._runner.spec, version) for request in requests]
 
     def _num_pages(self, lengths: Sequence[int]) -> int:
@@ -114,21 +121,20 @@ class _ScoreRun:
         requests: Sequence[_ScoreRequest],
         state: nnx.State[Any, Any],
         scheduler: Scheduler,
-        runner: ModelRunner,
-        forward: Callable[..., tuple[Any, ForwardOut]],
-        score_prompt: Callable[..., Any],
-        num_pages: int,
+        programs: "ScorePrograms",
+        dispatch: BetweenSteps,
     ) -> None:
         self._requests, self._state, self._scheduler = requests, state, scheduler
-        self._forward, self._score_prompt = forward, score_prompt
+        self._programs, self._dispatch = programs, dispatch
         self._scheduler.add([request.req for request in requests])
-        self._spec = _own_spec(runner.spec, num_pages)
-        mesh_specs = self._spec.mesh_specs
-        pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
-        self._pool = sharded_zeros(pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool)
-        self._last_tokens = sharded_zeros(
-            jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32), mesh_specs
-        )
+
+    def begin(self, num_pages: int) -> None:
+        """Allocate a pool."""
+        self._dispatch(lambda: self._programs.begin(num_pages))
+
+    def end(self) -> None:
+        """Free the pool."""
+        self._dispatch(self._programs.end)
 
     def step(self) -> bool:
         """Run the next step; False when all is done."""
@@ -138,11 +144,11 @@ class _ScoreRun:
             return False
         by_slot = {request.req.slot: request for request in self._requests if request.req.state is ReqState.RUNNING}
         parts = [by_slot[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
-        out = self._dispatch(batch, parts)
-        scored = None
-        if batch.prompt_targets is not None:
-            targets = jnp.asarray(batch.prompt_targets)
-            scored = np.asarray(self._score_prompt(self._state, out.hidden, targets, spec=self._spec))
+        capture = self._programs.spec.capture
+        routed = None if capture is None else _routes(batch, parts, capture)
+        inputs = ScoreInputs(to_batch_shape(batch), pack(batch), routed, batch.prompt_targets)
+        out, on_device = self._dispatch(lambda: self._programs.run(self._state, inputs))
+        scored = None if on_device is None else np.asarray(on_device)
         if out.rows is not None:
             rows = np.asarray(out.rows)
             for index, request in enumerate(parts):
@@ -152,13 +158,90 @@ class _ScoreRun:
         self._scheduler.pages.drain_changed_pages()
         return True
 
-    def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest]) -> ForwardOut:
-        shape = to_batch_shape(batch)
-        routed = None if self._spec.capture is None else _routes(batch, parts, self._spec.capture)
-        self._pool, out = self._forward(
-            self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
-        )
-        return out
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoreInputs:
+    """What the programs of a score's step take from the host: packed metadata, rows to execute (ids and which are
+    valid; None where nothing is recorded), and the next token of each token, where logprobs are requested."""
+
+    shape: BatchShape
+    packed: Int32[np.ndarray, " words"]
+    routed: tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"]] | None
+    targets: Int32[np.ndarray, " N"] | None
+
+    @staticmethod
+    def from_order(order: Order) -> "ScoreInputs":
+        """Of a SCORE order. Raises ProcessMismatchError for one that is none."""
+        try:
+            mode, tokens, requests, width, is_routed, has_targets = order.head["step"]
+            shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
+            packed, *rest = order.arrays
+            routed = (rest.pop(0), rest.pop(0)) if is_routed else None
+            targets = rest.pop(0) if has_targets else None
+            return ScoreInputs(shape, packed, routed, targets)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProcessMismatchError(f"order {order.seq} is no step of a score: {error!r}") from error
+
+    def send(self, orders: OrderSender) -> None:
+        """Send its order."""
+        shape, arrays = self.shape, [self.packed, *(self.routed or ())]
+        sizes = [shape.mode.value, shape.num_tokens, shape.num_requests, shape.table_width]
+        targets = [] if self.targets is None else [self.targets]
+        head = {"step": [*sizes, self.routed is not None, self.targets is not None]}
+        orders.send(OrderKind.SCORE, head, [*arrays, *targets])
+
+
+class ScorePrograms:
+    """The device side of scores, in every process that holds a part of the model: programs, and the pool of the score
+    that runs. One thread at a time."""
+
+    def __init__(self, runner: ModelRunner, *, forward: Callable[..., tuple[Any, ForwardOut]] | None = None) -> None:
+        self._runner, self.spec = runner, _own_spec(runner.spec, 1)
+        self._forward = forward or jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
+        self._score_prompt = jax.jit(_score_on_all, static_argnames="spec")
+        self._pool = self._last_tokens = None
+
+    def begin(self, num_pages: int) -> None:
+        """Allocate a pool of so many pages."""
+        runner, mesh_specs = self._runner, self.spec.mesh_specs
+        with runner.orders.in_order():
+            runner.orders.send(OrderKind.BEGIN_SCORE, {"num_pages": num_pages})
+            self.spec = _own_spec(runner.spec, num_pages)
+            pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
+            self._pool = sharded_zeros(pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool)
+            slots = jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32)
+            self._last_tokens = sharded_zeros(slots, mesh_specs)
+
+    def run(self, state: nnx.State[Any, Any], inputs: ScoreInputs) -> tuple[ForwardOut, Int32[Array, "N 1"] | None]:
+        """Start a step; returns its outputs, and logprob bits of the targets."""
+        with self._runner.orders.in_order():
+            if self._runner.orders is not NO_FOLLOWERS:
+                inputs.send(self._runner.orders)
+            routed = None if inputs.routed is None else TokenRouting(*map(self._put, inputs.routed))
+            packed, last_tokens = self._put(inputs.packed), self._last_tokens
+            self._pool, out = self._forward(
+                state, self._pool, last_tokens, packed, routed, spec=self.spec, shape=inputs.shape
+            )
+            if inputs.targets is None:
+                return out, None
+            targets = self._put(inputs.targets)
+            return out, self._score_prompt(state, out.hidden, targets, spec=self.spec)
+
+    def end(self) -> None:
+        """Free the pool."""
+        self._runner.orders.send(OrderKind.END_SCORE)
+        self._pool = self._last_tokens = None
+
+    def _put(self, array: np.ndarray) -> Array:
+        """A host array on the devices that the programs run on."""
+        mesh_specs = self.spec.mesh_specs
+        if mesh_specs is None or mesh_specs.everywhere.is_fully_addressable:
+            return jnp.asarray(array)
+        return put_replicated(array, mesh_specs.everywhere)
+
+
+def _at_once(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
@@ -224,8 +307,10 @@ def _to_req(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
     )
 
 
-def _routes(batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec) -> TokenRouting:
-    """The rows to execute in a step; rows that are not given are invalid."""
+def _routes(
+    batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec
+) -> tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"]]:
+    """The rows to execute in a step, and which are valid: rows that are not given are not."""
     num_tokens = batch.token_ids.size
     ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
     valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
@@ -237,7 +322,7 @@ def _routes(batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: Ca
         part = request.routes[first - shift : end - shift]
         to = slice(part.start + shift, part.start + shift + part.num_rows)
         ids[to], valid[to] = part.ids, True if part.valid is None else part.valid
-    return TokenRouting(jnp.asarray(ids), jnp.asarray(valid))
+    return ids, valid
 
 
 def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | None) -> StepResult:

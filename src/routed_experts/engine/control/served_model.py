@@ -13,6 +13,7 @@ from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, Pla
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.process_group import AnyGroup
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_format import placed
@@ -113,12 +114,13 @@ def create_sharding(
     )
 
 
-def check_single_process() -> None:
-    """Raise ConfigError where this process is one of several: each would record only a part of the rows."""
-    if jax.process_count() > 1:
+def check_processes(group: AnyGroup | None) -> None:
+    """Raise ConfigError where this process is one of several of which the engine was not told: each would record only
+    a part of the rows."""
+    if group is None and jax.process_count() > 1:
         process = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed)"
-        text = f"{process}, and an engine is one process in this release: it would record its own devices' part only"
-        raise ConfigError(f"{text}; run an engine in each by itself")
+        text = f"{process}, and this engine is built without dist=: it would record its own devices' part only"
+        raise ConfigError(f"{text}; give dist=DistConfig(...), or run an engine in each by itself")
 
 
 def load_model(

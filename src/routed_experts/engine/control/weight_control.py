@@ -2,6 +2,7 @@
 their devices beside the steps."""
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,41 @@ import jax
 from flax import nnx
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, PeerLostError, RoutedExpertsError, WeightsMismatchError
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import Weights, load_state, to_state
+from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
+from routed_experts.engine.process_group import LeadingGroup
+from routed_experts.execution.orders import OrderKind
 from routed_experts.memory.hugepages import advise_hugepages
+
+
+def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, version: int) -> nnx.State[Any, Any]:
+    """The first phase of an update in several processes: each loads and checks its part beside the steps. The second,
+    the swap, is one order between two steps. Raises WeightsMismatchError naming every process that refuses; then all
+    keep the old weights."""
+    seq = group.send(OrderKind.PREPARE_WEIGHTS, {"path": os.path.abspath(path), "version": version})
+    refusals: list[str] = []
+    state: nnx.State[Any, Any] | None = None
+    try:
+        state = load_ready(path, served)
+    except RoutedExpertsError as error:
+        refusals.append(f"process 0: {error}")
+    except BaseException:
+        group.send(OrderKind.DROP_WEIGHTS)
+        raise
+    try:
+        replies = group.collect(seq, group.dist.dist_timeout, "loaded the new weights")
+        refusals += [f"process {rank}: {reply['error']}" for rank, reply in replies.items() if "error" in reply]
+    except PeerLostError:
+        if group.error is not None:
+            raise
+        refusals.append(f"a process that has not loaded them within dist_timeout={group.dist.dist_timeout:g} s")
+    if state is None or refusals:
+        group.send(OrderKind.DROP_WEIGHTS)
+        text = f"model_path={short_repr(str(path))} is refused by {'; '.join(refusals)}"
+        raise WeightsMismatchError(f"{text}; the old weights serve on in all processes", param="model_path")
+    return state
 
 
 class WeightControl:
@@ -27,6 +58,7 @@ class WeightControl:
         """`Engine.update_weights`."""
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={short_repr(donate)} must be True or False", param="donate")
+        self._context.check_one_process("update_weights", "call update_weights_from_disk")
         with self._context.exclusive_weights():  # this swap deletes weights that were donated before
             served = self._context.served_model
             self._swap(
@@ -39,8 +71,12 @@ class WeightControl:
     def update_from_disk(self, path: str | Path, *, version: int, cache: str) -> None:
         """`Engine.update_weights_from_disk`."""
         with self._context.exclusive_weights():
-            served = self._context.served_model
-            self._swap(lambda: self._load_from_disk(served, path), version=version, cache=cache, donate=False)
+            served, group = self._context.served_model, self._context.components.group
+
+            def load() -> nnx.State[Any, Any]:
+                return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, version)
+
+            self._swap(load, version=version, cache=cache, donate=False)
 
     def update_version(self, version: int) -> None:
         """`Engine.update_weight_version`."""

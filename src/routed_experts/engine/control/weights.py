@@ -71,6 +71,11 @@ def load_state(
     return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())
 
 
+def load_ready(path: str | Path, served: ServedModel) -> nnx.State[Any, Any]:
+    """`load_state`, and wait until the arrays are on their devices."""
+    return jax.block_until_ready(load_state(path, served))
+
+
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Names of the fields of two configs that differ; of layers, the fields of their parts."""
     names = [name for name in ours if name not in theirs or theirs[name] != ours[name]]
@@ -93,6 +98,8 @@ def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
 
 def _is_finite(array: Any) -> bool:
     """Checked where the array is: on the host without a copy, on an accelerator by a reduction there."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # each process looks at its own part
+        return all(_is_finite(shard.data) for shard in array.addressable_shards)
     on_accelerator = isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
     return bool(jnp.isfinite(array).all()) if on_accelerator else bool(np.isfinite(np.asarray(array)).all())
 

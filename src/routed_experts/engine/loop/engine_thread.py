@@ -22,6 +22,10 @@ _T = TypeVar("_T")
 _MAX_CAUSE_CHARS = 400
 
 
+def _unexplained(cause: BaseException) -> BaseException:
+    return cause
+
+
 class OutputQueue(Protocol):
     """Receives the outputs of the requests that were submitted with it. Neither method raises."""
 
@@ -54,8 +58,10 @@ class Command:
 class EngineThread:
     """Owns the engine thread. All public methods may be called from any thread."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, core: EngineCore, *, explain: Callable[[BaseException], BaseException] | None = None) -> None:
+        """`explain` names the reason of an exception that ends the thread: where processes share a model, another of
+        them may be lost."""
+        self._core, self._explain = core, explain or _unexplained
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._queues: dict[str, OutputQueue] = {}  # by request id
         # Held from the last command that is accepted to the end of the thread. Reentrant: the garbage collector may
@@ -64,6 +70,8 @@ class EngineThread:
         self._stopping = False
         self._cause: BaseException | None = None
         self._pause_waiters: list[concurrent.futures.Future[None]] = []
+        self._ended = threading.Event()  # no request and no command waits any more
+        self._killed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -149,28 +157,40 @@ class EngineThread:
 
         self.post(end)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self.join()
 
     def join(self) -> BaseException | None:
         """Wait until the thread has ended; returns the exception that ended it, or None after `stop`."""
-        self._thread.join()
+        self._ended.wait()
+        if not self._killed:
+            self._thread.join()
         return self._cause
+
+    def kill(self, cause: BaseException) -> None:
+        """End every request and every command with `cause` now, from another thread: this one may be in a program that
+        never ends. Idempotent."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._cause, self._killed = self._cause or cause, True
+            self._fail_all()
 
     def deliver(self, outs: Sequence[TokenIDOut]) -> None:
         """Give each output to the queue of its request. Engine thread only."""
         abandoned: list[str] = []
         receivers: list[OutputQueue] = []
-        for out in outs:
-            receiver = self._queues.get(out.rid)
-            if receiver is None:
-                continue
-            receivers.append(receiver)
-            if not receiver.put(out):
-                abandoned.append(out.rid)
-            if out.finish_reason is not None:
-                del self._queues[out.rid]
-        for receiver in receivers:
-            receiver.flush()
+        with self._lock:  # not after the final outputs of `kill`
+            for out in outs:
+                receiver = self._queues.get(out.rid)
+                if receiver is None:
+                    continue
+                receivers.append(receiver)
+                if not receiver.put(out):
+                    abandoned.append(out.rid)
+                if out.finish_reason is not None:
+                    del self._queues[out.rid]
+            for receiver in receivers:
+                receiver.flush()
         self._abort(abandoned, FinishReason(type="abort", message="the caller is gone"))
 
     def _submit_command(self, function: Callable[[], _T]) -> concurrent.futures.Future[_T]:
@@ -212,16 +232,25 @@ class EngineThread:
                     self._pause_waiters.pop().set_result(None)
         except Exception as cause:
             logger.exception("the engine thread ends")
-            self._cause = cause
+            explained = self._explain(cause)
+            self._cause = self._cause if self._ended.is_set() else explained
         with self._lock:
-            self._stopping = True
-        for rid, receiver in tuple(self._queues.items()):
+            if not self._ended.is_set():
+                self._fail_all()
+
+    def _fail_all(self) -> None:
+        """End what waits, with the cause. Under the lock, once."""
+        self._stopping = True
+        queues, self._queues = self._queues, {}
+        for rid, receiver in queues.items():
             receiver.put(_final_output(rid, _dead_error(self._cause)))
             receiver.flush()
         for future in self._pause_waiters:
             future.set_exception(_dead_error(self._cause))
+        self._pause_waiters = []
         while not self._inbox.empty():
             self._inbox.get().fail()  # it arrived too late: its caller gets the cause
+        self._ended.set()
 
     def _run_commands(self) -> None:
         """Run the commands that have arrived; block for the first if there is no other work."""
@@ -264,6 +293,8 @@ class EngineThread:
 
 
 def _dead_error(cause: BaseException | None) -> EngineDeadError:
+    if isinstance(cause, EngineDeadError):
+        return type(cause)(str(cause))
     reason = "it was shut down" if cause is None else _one_line(cause)
     error = EngineDeadError(f"the engine has ended: {reason}; build a new Engine")
     error.__cause__ = cause

@@ -203,7 +203,8 @@ class OffloadRunner(ModelRunner):
                 jobs["write", group] = functools.partial(write_rows.lower, *args)
         return jobs
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch | None, shape: BatchShape, packed: Any) -> ForwardOut:
+        assert batch is not None, "one process"
         program = self._programs["forward", shape, self._may_stream(batch.num_tokens, shape)]
         counts = () if self._counts is None else (self._counts,)
         args = (self._arrays, self._pool, self._last_tokens, packed, self.slot_of, *counts)

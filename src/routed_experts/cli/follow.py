@@ -1,0 +1,129 @@
+"""`routed-experts serve` in a follower: it joins the group of process 0 and runs what that orders.
+
+The main thread waits for signals, and another one does everything else: JAX's compiler would hold a signal back."""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from routed_experts.cli.bootstrap import PROGRAM, LoadBar, start_jax
+from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from routed_experts.engine.build.builder import Phase
+    from routed_experts.engine.process_group import AnyGroup
+
+_SERVER_FLAGS = (
+    "host",
+    "port",
+    "api_key",
+    "api_key_file",
+    "admin_api_key",
+    "admin_api_key_file",
+    "routing_store_bytes",
+)
+_OWN_FLAGS = re.compile(r"--xla_(dump|force_host_platform_device_count)")  # may differ between processes
+
+
+def join_processes(
+    args: ServerArgs, dist: DistConfig, groups: dict[str, Any], on_joined: "Callable[[AnyGroup], object]"
+) -> "AnyGroup":
+    """Join the process group; call it after `start_jax`. `groups`: as for `_load` of serve; `on_joined` receives the
+    group as soon as all processes have met. Raises ConfigError, CheckpointError, MachineError or PeerLostError."""
+    from routed_experts.engine.build.group_start import join_group
+    from routed_experts.models.loading.model_source import with_local_model
+
+    flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not _OWN_FLAGS.match(flag))
+    return join_group(
+        with_local_model(args),
+        dist,
+        **groups,
+        settings={"XLA_FLAGS": " ".join(flags)[:100]},
+        on_joined=lambda group: (on_joined(group), None)[1],
+    )
+
+
+def follow_group(
+    args: ServerArgs, dist: DistConfig, groups: dict[str, Any], options: argparse.Namespace, start_time: float
+) -> int:
+    """Follow until process 0 ends the group; returns 0. A signal asks process 0 to drain."""
+    ignored = [f"--{name.replace('_', '-')}" for name in _SERVER_FLAGS if name in vars(options)]
+    if ignored:
+        print(
+            f"{PROGRAM} serve: process {dist.node_rank} serves no HTTP; ignored: {', '.join(ignored)}", file=sys.stderr
+        )
+    joined: list[AnyGroup] = []
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if not joined:
+            os._exit(0)
+        _request_drain(joined[0])
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+    def work() -> None:
+        try:
+            _follow(args, dist, groups, joined, start_time)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=work, name="follow", daemon=True).start()
+    done.result()
+    return 0
+
+
+def _follow(
+    args: ServerArgs, dist: DistConfig, groups: dict[str, Any], joined: "list[AnyGroup]", start_time: float
+) -> None:
+    """The life of a follower: join, load, compile, obey."""
+    start_jax(default_platform=None, find_devices=False)
+    who = f"process {dist.node_rank} of {dist.nnodes}"
+    _print_phase("import", time.perf_counter() - start_time, f"Python and JAX, {who}")
+    since = time.perf_counter()
+    group = join_processes(args, dist, groups, joined.append)
+    _print_phase("rendezvous", time.perf_counter() - since, who)
+    from routed_experts.engine.follower import follow
+    from routed_experts.engine.process_group import FollowingGroup
+
+    assert isinstance(group, FollowingGroup), "of another rank than 0"
+
+    def on_phase(phase: "Phase") -> None:
+        _print_phase(phase.name, phase.seconds, phase.detail)
+
+    on_load = LoadBar() if sys.stderr.isatty() else None
+    parts: dict[str, Any] = {name: groups[name] for name in ("placement", "speculative")}
+    follow(**dataclasses.asdict(args), **parts, dist=group, on_phase=on_phase, on_load=on_load)
+    print(f"{who} has followed to the end", file=sys.stderr, flush=True)
+
+
+def abandon_group(group: "AnyGroup") -> None:
+    """End a group that still starts, without an error; of process 0."""
+    from routed_experts.engine.process_group import LeadingGroup
+
+    if isinstance(group, LeadingGroup):
+        group.abandon()
+
+
+def _request_drain(group: "AnyGroup") -> None:
+    from routed_experts.engine.process_group import FollowingGroup
+
+    if isinstance(group, FollowingGroup):
+        group.request_drain()
+
+
+def _print_phase(name: str, seconds: float, detail: str) -> None:
+    print(f"{name:<12}{seconds:7.2f} s  {detail}", file=sys.stderr, flush=True)

@@ -1,0 +1,109 @@
+"""Watchdog: turns a closed connection, silence, or an order that does not end into a PeerLostError.
+
+It judges by the clock of this process alone, from what the group's channel reports. Thread-safe: the channel's thread
+reports and checks, the engine thread notes what it sends and awaits."""
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from routed_experts.core.errors import PeerLostError
+
+RESTART = "restart the group"
+
+
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    address: str
+    heard_at: float
+    done_seq: int = 0
+    done_at: float = 0.0
+    lost: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sent:
+    seq: int
+    name: str
+    at: float
+    bound_s: float
+
+
+class Watchdog:
+    """The peers of one process: ranks and addresses. `timeout_s`: of silence, and of an order without a bound of its
+    own."""
+
+    def __init__(
+        self, peers: Mapping[int, str], *, num_processes: int, timeout_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._num_processes, self._timeout_s, self._clock = num_processes, timeout_s, clock
+        now = clock()
+        self._peers = {rank: _Peer(address, heard_at=now) for rank, address in peers.items()}
+        self._sent = deque[_Sent]()
+        self._waiting_since: float | None = None
+        self._lock = threading.Lock()
+
+    def heard(self, rank: int, done_seq: int | None = None) -> None:
+        """Note a sign of life of a peer, and the last order that it has done."""
+        with self._lock:
+            peer, now = self._peers[rank], self._clock()
+            peer.heard_at = now
+            if done_seq is not None and done_seq > peer.done_seq:
+                peer.done_seq, peer.done_at = done_seq, now
+            least = min(peer.done_seq for peer in self._peers.values())
+            while self._sent and self._sent[0].seq <= least:
+                self._sent.popleft()
+
+    def closed(self, rank: int, reason: str) -> None:
+        """Note that a peer is lost at once; the first reason counts."""
+        with self._lock:
+            peer = self._peers[rank]
+            peer.lost = peer.lost or reason
+
+    def sent(self, seq: int, name: str, bound_s: float | None = None) -> None:
+        """Note that every peer was sent an order that must be done within `bound_s`."""
+        with self._lock:
+            self._sent.append(_Sent(seq, name, self._clock(), self._timeout_s if bound_s is None else bound_s))
+
+    def begin_wait(self) -> None:
+        """Note that this process now waits for a step of all processes."""
+        self._waiting_since = self._clock()
+
+    def end_wait(self) -> None:
+        """Note that the step has ended."""
+        self._waiting_since = None
+
+    def lag(self) -> dict[int, int]:
+        """How many orders each peer has not done yet, as far as its beats tell."""
+        with self._lock:
+            last = self._sent[-1].seq if self._sent else 0
+            return {rank: max(0, last - peer.done_seq) if last else 0 for rank, peer in self._peers.items()}
+
+    def check(self) -> PeerLostError | None:
+        """Return the error of the first peer that is lost; None while all are well."""
+        with self._lock:
+            now = self._clock()
+            for rank, peer in self._peers.items():
+                if (reason := self._reason(peer, now)) is not None:
+                    where = f"process {rank} of {self._num_processes} at {peer.address}"
+                    return PeerLostError(f"{where} {reason}; {RESTART}")
+            since = self._waiting_since
+            if since is not None and now - since > self._timeout_s:
+                text = f"a step of the group has not ended for {now - since:.0f} s, although every process answers"
+                return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")
+            return None
+
+    def _reason(self, peer: _Peer, now: float) -> str | None:
+        """Why a peer is lost, or None."""
+        if peer.lost is not None:
+            return peer.lost
+        if now - peer.heard_at > self._timeout_s:
+            return f"sent nothing for {now - peer.heard_at:.0f} s: it is stopped, or its network is down"
+        for order in self._sent:
+            if order.seq > peer.done_seq:
+                since = max(order.at, peer.done_at)
+                if now - since > order.bound_s:
+                    return f"answers, but has not finished order {order.seq} ({order.name}) for {now - since:.0f} s"
+                return None
+        return None

@@ -1,0 +1,192 @@
+"""Several processes give what one gives on the same mesh: tokens, rows, and in deterministic mode every bit.
+
+Each mesh is started once as a group of two processes and once as one process; both obey the same commands."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from support.process_groups import CommandError, group, one_process
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+PROMPTS = [
+    np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist() for seed, length in enumerate((5, 45, 1, 17))
+]
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
+SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 11, "ignore_eos": True, "max_new_tokens": 12}
+FULL = GREEDY | {"frequency_penalty": 0.7, "presence_penalty": 0.2, "logit_bias": {"9": 2.0}, "max_new_tokens": 8}
+ROWS = {"return_routed_experts": True}
+PLACED = "2x1 placed experts, drafts"
+MESHES = {
+    # devices a process, engine: by width; whole experts, each bit; placed experts that move, with drafts
+    "2x1 by width": (1, {"enable_return_routed_experts": True}, {"lazy": True, "fast": True}),
+    "2x2 whole experts, deterministic": (
+        2,
+        {"enable_return_routed_experts": True, "ep_size": 4, "deterministic": True},
+        {"lazy": True},
+    ),
+    PLACED: (
+        1,
+        {
+            "enable_return_routed_experts": True,
+            "ep_size": 2,
+            "placement": 5,
+            "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 3},
+        },
+        {"lazy": True, "fast": True},
+    ),
+}
+
+
+class Pair:
+    """The leader of a group and the same engine in one process."""
+
+    def __init__(self, name, leader, single):
+        self.leader, self.single, self.is_deterministic = leader, single, "deterministic" in name
+
+    def both(self, command, **arguments):
+        """The results of a command in the group and in one process."""
+        for process in (self.leader, self.single):
+            process.begin(command, **arguments)
+        return self.leader.result(), self.single.result()
+
+    def assert_alike(self, command, **arguments):
+        """The results are equal; logprobs by the bit in deterministic mode. Returns that of the group."""
+        ours, theirs = self.both(command, **arguments)
+        assert self._comparable(ours) == self._comparable(theirs), command
+        return ours
+
+    def _comparable(self, result):
+        if self.is_deterministic:
+            return result
+        answers = [{**answer, "bits": None, "top": None} if isinstance(answer, dict) else answer for answer in result]
+        return [answer[1:] if isinstance(answer, list) else answer for answer in answers]  # of a score: its rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=False)
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def pair(request, folder):
+    devices, engine, options = MESHES[request.param]
+    with contextlib.ExitStack() as stack:
+        members = stack.enter_context(group(folder, engine, devices=devices, ready=False, **options))
+        single = stack.enter_context(one_process(folder, engine, devices=2 * devices, **options))
+        for process in (members[0], single):
+            process.wait_ready()
+        yield Pair(request.param, members[0], single)
+        assert [members[0].call("integrity"), single.call("integrity")] == [[], []]
+        assert (members[0].end(), members[1].exit_code(), single.end()) == (0, 0, 0)
+
+
+def test_answers_of_prompts_chunks_and_cached_prefixes_are_alike(pair):
+    for process in (pair.leader, pair.single):
+        process.call("overwrite_pool")
+    first = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, logprob_start_len=0, **ROWS)
+    assert len({tuple(answer["tokens"]) for answer in first}) == 4, "a constant answer proves nothing"
+    assert [answer["rows"][0] for answer in first] == [len(prompt) + 11 for prompt in PROMPTS]
+    again = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    assert again[1]["cached"] > 0
+    assert [answer["rows"] for answer in again] == [answer["rows"] for answer in first]
+
+
+def test_sampled_answers_are_alike(pair):
+    pair.assert_alike("generate", prompts=PROMPTS, params=SAMPLED, **ROWS)
+
+
+def test_four_choices_penalties_bias_and_top_logprobs_are_alike(pair):
+    pair.assert_alike("generate", prompts=PROMPTS[:1], params=SAMPLED | {"n": 4}, **ROWS)
+    pair.assert_alike("generate", prompts=PROMPTS, params=FULL, top_logprobs_num=3, logprob_start_len=0, **ROWS)
+
+
+def test_answers_under_retraction_every_third_step_are_alike(pair):
+    calm = pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    hurried = pair.assert_alike("retract_often", prompts=PROMPTS, params=GREEDY)
+    assert [answer["tokens"] for answer in hurried] == [answer["tokens"] for answer in calm]
+    assert [answer["rows"] for answer in hurried] == [answer["rows"] for answer in calm]
+    assert pair.leader.call("stats")["preemptions"] >= 3
+
+
+def test_an_aborted_request_keeps_the_rows_of_what_was_fed(pair):
+    for result in pair.both("abort_one", prompt=PROMPTS[3]):
+        assert result["is_abort"] and 0 < result["count"] <= 60
+        assert result["rows"][0] == len(PROMPTS[3]) + result["count"] - 1
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_changes_no_answer(pair, mode):
+    pair.assert_alike("pause_and_resume", mode=mode, prompt=PROMPTS[3])
+
+
+def test_scores_on_live_and_on_given_rows_are_alike_beside_requests(pair):
+    pair.assert_alike("score", sequences=PROMPTS[1:])
+    replayed = pair.assert_alike("score", sequences=PROMPTS[1:], replay=True)
+    assert replayed != pair.leader.call("score", sequences=PROMPTS[1:])
+
+
+def test_memory_that_is_released_comes_back_in_every_process(pair):
+    assert pair.both("release_and_resume") == ([], [])
+    pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+
+
+@pytest.mark.parametrize("pair", [PLACED], indirect=True)
+def test_experts_move_in_every_process_while_the_answers_stay(pair):
+    before = pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    moved = pair.both("move_experts", seed=8)
+    assert moved[0] == moved[1] > 0
+    after = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    assert [answer["tokens"] for answer in after] == [answer["tokens"] for answer in before]
+    assert [answer["rows"] for answer in after] == [answer["rows"] for answer in before]
+
+
+def test_new_weights_are_served_by_all_processes_or_by_none(pair, folder, tmp_path_factory):
+    other = write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3, tokenizer=False)
+    broken = write_tiny_checkpoint(tmp_path_factory.mktemp("broken"), tokenizer=False, num_experts=32)
+    old = pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    with pytest.raises(
+        CommandError, match=r"is refused by process 0: .*another model.*; process 1: .*old weights serve"
+    ):
+        pair.leader.call("update_weights", path=str(broken), version=1)
+    assert pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)[0]["tokens"] == old[0]["tokens"]
+    assert pair.both("update_weights", path=str(other), version=1) == (1, 1)
+    new = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+    assert new[1]["tokens"] != old[1]["tokens"]
+    assert pair.both("set_version", version=5) == (5, 5)
+
+
+def test_what_takes_arrays_of_one_process_is_refused_by_name(pair):
+    for command in ("update_in_memory", "resume_with_state"):
+        with pytest.raises(CommandError, match="takes arrays of one process, and this engine has nnodes=2") as caught:
+            pair.leader.call(command)
+        assert caught.value.kind == "ConfigError"
+
+
+def test_every_program_is_dispatched_in_order_by_one_thread(pair):
+    pair.leader.call("count_unordered")
+    pair.leader.call("generate", prompts=PROMPTS, params=FULL, **ROWS)
+    pair.leader.call("score", sequences=PROMPTS[1:])
+    counts = pair.leader.call("dispatch_counts")
+    assert counts["ordered"] > 20 and counts["unordered"] == 0, counts
+    assert counts["threads"] == ["engine"]
+
+
+def test_the_programs_of_a_group_are_those_of_one_process(pair):
+    ours, theirs = pair.both("program_digests")
+    assert ours == theirs and len(ours) >= 7
+
+
+def test_the_server_info_names_the_followers(pair):
+    found = pair.leader.call("info")
+    assert found["nnodes"] == 2
+    ((follower,),) = [found["followers"]]
+    assert follower["rank"] == 1 and follower["address"].startswith("127.0.0.1:")
+    assert pair.single.call("info") == {"nnodes": None, "followers": None}
+
+
+def test_one_process_has_no_thread_and_no_socket_of_a_group(pair):
+    assert {"orders", "rendezvous"} <= set(pair.leader.call("threads"))
+    assert not {"orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
+    assert pair.single.call("descriptors") == 0

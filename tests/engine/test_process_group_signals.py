@@ -1,0 +1,123 @@
+"""`routed-experts serve` over two processes: HTTP by process 0, SIGTERM to either, a death under load."""
+
+import json
+import re
+import signal
+import sys
+import threading
+import urllib.request
+
+import pytest
+
+from support.process_groups import GroupProcess, free_address, processes
+from support.tiny_checkpoint import write_tiny_checkpoint
+
+SIZES = "--precompile-bs-paddings 2 --precompile-token-paddings 16 --max-running-requests 2 --page-size 4".split()
+SIZES += "--context-length 256 --max-total-tokens 1024 --tp-size 2 --enable-return-routed-experts".split()
+BODY = {"prompt": "the expert", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), num_hidden_layers=1, mlp_only_layers=[], num_experts=8
+    )
+
+
+def serve(folder, rank, address, *flags, devices=1):
+    dist = ["--nnodes", "2", "--node-rank", str(rank), "--watchdog-timeout", "60", "--dist-init-addr", address]
+    port = ["--port", "0"] if rank == 0 else []
+    command = [sys.executable, "-m", "routed_experts", "serve", str(folder), *SIZES, *dist, *port, *flags]
+    return GroupProcess(command, fast=True, devices=devices)
+
+
+def url_of(leader):
+    """The URL of the ready line."""
+    for line in iter(leader.lines.get, None):
+        if (match := re.search(r"http://\S+", line)) is not None:
+            return match[0]
+    raise AssertionError(leader.log())
+
+
+class Stream:
+    """A streamed answer that is read in a thread; `first` is set with its first event."""
+
+    def __init__(self, url):
+        self.first, self.events = threading.Event(), []
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(BODY).encode(), {"content-type": "application/json"}
+        )
+        self._thread = threading.Thread(target=self._read, args=(request,))
+        self._thread.start()
+
+    def _read(self, request):
+        with urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                if line.startswith(b"data: "):
+                    self.events.append(line[6:].strip())
+                    self.first.set()
+
+    def join(self):
+        self._thread.join(60)
+        assert self.events[-1] == b"[DONE]"
+        return [json.loads(event) for event in self.events[:-1]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_of_either_process_drains_the_group(folder, rank):
+    address = free_address()
+    with processes(serve(folder, 0, address), serve(folder, 1, address)) as members:
+        url = url_of(members[0])
+        stream = Stream(url)
+        assert stream.first.wait(60)
+        members[rank].signal(signal.SIGTERM)
+        events = stream.join()
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert events[-1]["choices"][0]["finish_reason"] == "length" and text
+        assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
+        assert "Traceback" not in members[0].log() + members[1].log()
+        if rank == 1:
+            assert "asked to end: the group drains" in members[0].log()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_while_the_group_loads_ends_every_process_with_0(folder, rank):
+    address = free_address()
+    with processes(serve(folder, 0, address), serve(folder, 1, address)) as members:
+        members[rank].wait_log("rendezvous ")
+        members[rank].signal(signal.SIGTERM)
+        assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
+
+
+def test_a_follower_killed_under_load_ends_streams_with_an_error_and_the_server_with_3(folder):
+    address = free_address()
+    with processes(serve(folder, 0, address), serve(folder, 1, address, "--port", "1")) as members:
+        assert "process 1 serves no HTTP; ignored: --port" in members[1].wait_log("ignored")
+        stream = Stream(url_of(members[0]))
+        assert stream.first.wait(60)
+        members[1].signal(signal.SIGKILL)
+        last = stream.join()[-1]
+        assert last["error"]["code"] == "peer_lost", last
+        assert members[0].exit_code(20) == 3
+
+
+def test_processes_with_unequal_devices_say_how(folder):
+    address = free_address()
+    with processes(serve(folder, 0, address), serve(folder, 1, address, devices=2)) as members:
+        codes = [member.exit_code(60) for member in members]
+        assert codes == [2, 2], [member.log() for member in members]
+        for member in members:
+            assert "processes must have equal devices: process 0 has 1 x cpu" in member.log()
+            assert "Traceback" not in member.log()
+
+
+def test_the_doctor_checks_a_group_without_a_model():
+    address = free_address()
+    flags = ["--nnodes", "2", "--dist-init-addr", address, "--node-rank"]
+    base = [sys.executable, "-m", "routed_experts", "doctor", *flags]
+    with processes(GroupProcess([*base, "0"]), GroupProcess([*base, "1"])) as members:
+        assert [member.exit_code(60) for member in members] == [0, 0], [member.log() for member in members]
+        for member in members:
+            text = "".join(iter(member.lines.get, None))
+            assert "devices: 2 of all processes, 1 here" in text and "a sum of 1 MiB over all devices" in text
+            assert text.endswith("all checks passed\n")
