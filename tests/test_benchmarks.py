@@ -30,6 +30,7 @@ SMALLEST = {
     "step": ["--small"],
 }
 NOT_RUN = {
+    "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
     "compiled": "compiles for minutes",
     "devices": "needs two devices and compares whole runs",
     "expert_offload_latency": "needs a GPU and 64 experts of full size",
