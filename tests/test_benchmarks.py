@@ -25,8 +25,7 @@ SMALLEST = {
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],
-    "soak": ["--small"],
-    "speculative": ["--small", "--loads", "copy and edit", "old rollouts", "device"],
+    "speculative": ["--small", "--loads", "old rollouts", "device"],
     "step": ["--small"],
 }
 NOT_RUN = {
@@ -41,6 +40,7 @@ NOT_RUN = {
     "peers": "needs other engines",
     "placement": "draws a picture of the pages",
     "plots": "draws pictures of the pages",
+    "soak": "builds four engines with drafts for a run of half an hour",
     "startup": "starts engines in processes of their own, for minutes",
 }
 # One process imports JAX once and prints the help of all.

@@ -177,7 +177,7 @@ def test_answers_are_the_same_under_every_schedule(mode, written):
         dict(disable_radix_cache=True),
     ]
     plain = None
-    for schedule in schedules:
+    for schedule in schedules if mode else schedules[:3]:  # of other modes tokens alone are compared
         speculative = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
         found = []
         for drafts in (None, speculative) if plain is None else (speculative,):
