@@ -202,9 +202,9 @@ class Rendezvous:
 
     def _timeout_text(self) -> str:
         absent = [rank for rank in range(1, self._dist.nnodes) if rank not in self._members]
-        came = ", ".join(map(str, [0, *sorted(self._members)]))
+        present = ", ".join(map(str, [0, *sorted(self._members)]))
         text = f"processes {', '.join(map(str, absent))} of {self._dist.nnodes} did not come to "
-        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {came})"
+        text += f"{self._dist.dist_init_addr} within dist_timeout={self._dist.dist_timeout:g} s (came: {present})"
         refused = f"; refused: {self._refusals[-1]}" if self._refusals else ""
         return f"{text}{refused}; start them, or raise dist_timeout"
 

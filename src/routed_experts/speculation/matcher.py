@@ -57,7 +57,7 @@ class Matcher(Generic[T]):
         starts = [behind + position for position in last.positions if padded.item(behind + position) == first]
         if added > 1:
             starts = [start for start in starts if padded[start : start + added].tolist() == tokens]
-        kept = [start + added - behind for start in starts if padded.item(start + added) >= 0]
-        if not kept or not (last.is_complete or len(kept) == self._most):
+        positions = [start + added - behind for start in starts if padded.item(start + added) >= 0]
+        if not positions or not (last.is_complete or len(positions) == self._most):
             return None
-        return Occurrences(kept, min(last.length + added, window), known, last.is_complete, last.row + added)
+        return Occurrences(positions, min(last.length + added, window), known, last.is_complete, last.row + added)
