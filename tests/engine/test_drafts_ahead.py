@@ -14,8 +14,9 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import PauseMode
 from routed_experts.speculation.drafter import Draft
+from support.small_qwen3_moe import V, write_target
 
-V, CONTEXT, NUM_DRAFTS = 60, 96, 3
+NUM_DRAFTS = 3
 SAMPLING = (
     dict(max_tokens=23),
     dict(max_tokens=40, temperature=1.0),
@@ -33,30 +34,8 @@ SAMPLING = (
 def write_models(folder):
     """The folders of the target, and of a draft model with another head."""
     import torch
-    import transformers
 
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=V,
-        hidden_size=16,
-        num_hidden_layers=2,
-        mlp_only_layers=[],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = transformers.Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(folder / "target")
+    model = write_target(folder / "target")
     with torch.no_grad():
         model.lm_head.weight += 0.15 * torch.randn(model.lm_head.weight.shape)
     model.save_pretrained(folder / "draft")

@@ -13,10 +13,10 @@ from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE
 from routed_experts.models.drafts.vocabularies import check_vocabularies
 from support.family_folders import write_family
+from support.small_qwen3_moe import CONTEXT, V, write_target
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
-V, CONTEXT = 60, 96  # of the target
 PADDED, DRAFT_CONTEXT = 64, 24  # of the dense draft model
 NUM_DRAFTS, NEW = 3, 26
 SAMPLINGS = (
@@ -24,22 +24,6 @@ SAMPLINGS = (
     dict(temperature=1.0, top_p=0.8),
     dict(temperature=1.0, top_p=0.9, n=2),
     dict(temperature=1.0, top_k=9, logit_bias={str(token): 4.0 - token % 9 for token in range(0, V, 2)}),
-)
-TARGET = dict(
-    num_hidden_layers=2,
-    mlp_only_layers=[],
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    intermediate_size=24,
-    moe_intermediate_size=16,
-    num_experts=6,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    initializer_range=0.3,
-    eos_token_id=None,
-    bos_token_id=None,
 )
 DENSE = dict(
     hidden_size=24,
@@ -68,17 +52,6 @@ def prompts_of(vocab, lengths=(5, 17, 9, 30)):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, vocab, length).tolist() for length in lengths]
     return [*prompts, [*prompts[-1][:20], 1, 2]]  # the last has a common prefix with the one before
-
-
-def write_target(folder, *, seed=0, **changed):
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    sizes = dict(vocab_size=V, hidden_size=16, max_position_embeddings=CONTEXT)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TARGET | sizes | changed)).eval()
-    model.save_pretrained(folder)
-    return model
 
 
 def write_dense(folder, **changed):
