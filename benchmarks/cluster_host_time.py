@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from common import Prompts, print_table, write_result
@@ -27,9 +27,10 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.process_group import FollowingGroup, LeadingGroup, StepDigests
 from routed_experts.engine.rendezvous import Rendezvous, join
-from routed_experts.execution.forward_batch import StepInputs, pack, to_batch_shape
+from routed_experts.execution.forward_batch import StepInputs, pack_ranks, to_batch_shape
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
+from routed_experts.scheduling.data_ranks import DataRank, DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
 
 ROWS = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
@@ -47,9 +48,9 @@ class TableDevice:
         ids = np.random.default_rng(1).integers(0, 128, (1024, ROWS.num_moe_layers * ROWS.top_k)).astype(np.uint8)
         self._rows, self._count = ids if rows else None, 0
 
-    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
         """Send the step's order, and look up its tokens."""
-        inputs = StepInputs.from_batch(batch, to_batch_shape(batch), pack(batch))
+        inputs = StepInputs.from_batches(batches, to_batch_shape(batches[0]), pack_ranks(batches))
         with self.orders.in_order():
             if self.orders is not NO_FOLLOWERS:
                 since = time.perf_counter()
@@ -59,14 +60,14 @@ class TableDevice:
         self._count += 1
         sampled = self._table[self._count % 256, : inputs.shape.num_requests]
         rows = None if self._rows is None else self._rows[: inputs.shape.num_tokens]
-        return PendingStep(batch=batch, sampled=sampled, scored=None, rows=rows, weight_version=0)
+        return PendingStep(batches=tuple(batches), sampled=sampled, scored=None, rows=rows, weight_version=0)
 
-    def read(self, pending: PendingStep) -> StepResult:
+    def read(self, pending: PendingStep) -> list[StepResult]:
         """The tokens of a step, as ModelRunner returns them."""
         self.orders.begin_wait()
         sampled = np.asarray(pending.sampled)
         self.orders.end_wait(sampled)
-        return StepResult(
+        result = StepResult(
             tokens=sampled[:, 0],
             logprobs=np.ascontiguousarray(sampled[:, 1]).view(np.float32),
             top_logprobs=None,
@@ -77,6 +78,7 @@ class TableDevice:
             rows=pending.rows,
             weight_version=0,
         )
+        return [result]
 
 
 def new_core(device: TableDevice, batch: int, *, rows: bool) -> EngineCore:
@@ -91,18 +93,19 @@ def new_core(device: TableDevice, batch: int, *, rows: bool) -> EngineCore:
     buckets = Buckets.from_args(args, context_length=CONTEXT)
     pages = batch * CONTEXT // PAGE + 1
     capturer = RoutedExpertsCapturer.create(ROWS, num_slots=pages * PAGE, page_size=PAGE, enable=rows)
-    return EngineCore(Scheduler(args, buckets, num_pages=pages, vocab_size=VOCABULARY), device, capturer)
+    scheduler = Scheduler(args, buckets, num_pages=pages, vocab_size=VOCABULARY)
+    return EngineCore(DataRanks([DataRank(scheduler, capturer)], args), device)
 
 
 def time_block(core: EngineCore, prompts: Prompts, batch: int, steps: int) -> tuple[list[float], list[float]]:
     """CPU and wall seconds of decode steps."""
-    core.add(prompts.requests(batch, prompt=32, new=steps, ask=core.capturer.enabled))
+    core.add(prompts.requests(batch, prompt=32, new=steps, ask=core.ranks[0].capturer.enabled))
     cpu, wall = list[float](), list[float]()
     while not core.is_idle:
         in_flight = core._pending
         start, since = time.thread_time(), time.perf_counter()
         core.step()
-        if in_flight is not None and in_flight.batch.mode is ForwardMode.DECODE and core._pending is not None:
+        if in_flight is not None and in_flight.batches[0].mode is ForwardMode.DECODE and core._pending is not None:
             cpu.append(time.thread_time() - start)
             wall.append(time.perf_counter() - since)
     return cpu, wall

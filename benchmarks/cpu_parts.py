@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -84,17 +85,17 @@ class ClockedRunner:
         self.batch: ModelWorkerBatch | None = None
         self.rows: np.ndarray | None = None
 
-    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
         """Pack, put, start."""
-        self.batch, self.start = batch, time.perf_counter()
-        return self._runner.dispatch(batch)
+        self.batch, self.start = batches[0], time.perf_counter()
+        return self._runner.dispatch(batches)
 
-    def read(self, pending: PendingStep) -> StepResult:
+    def read(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the device."""
-        result = self._runner.read(pending)
-        jax.block_until_ready(result.rows)
-        self.ended, self.rows = time.perf_counter(), np.asarray(result.rows)
-        return result
+        results = self._runner.read(pending)
+        jax.block_until_ready(results[0].rows)
+        self.ended, self.rows = time.perf_counter(), np.asarray(results[0].rows)
+        return results
 
 
 def unpack_rows(rows: np.ndarray, tokens: int, spec: CaptureSpec) -> np.ndarray:

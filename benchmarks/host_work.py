@@ -9,7 +9,7 @@ beside."""
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,20 +28,20 @@ class TimedRunner:
         self.mode: ForwardMode | None = None
         runner._programs = {key: self._timed(program) for key, program in runner._programs.items()}
 
-    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
         """Pack, put, start; `calling` is what the programs took of it."""
         start = time.thread_time()
-        pending = self._runner.dispatch(batch)
+        pending = self._runner.dispatch(batches)
         self.dispatching += time.thread_time() - start
-        self.mode = batch.mode
+        self.mode = batches[0].mode
         return pending
 
-    def read(self, pending: PendingStep) -> StepResult:
+    def read(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the device."""
         start = time.thread_time()
-        result = self._runner.read(pending)
+        results = self._runner.read(pending)
         self.reading += time.thread_time() - start
-        return result
+        return results
 
     def _timed(self, program: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -87,18 +87,20 @@ class GivenText:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def dispatch(self, batch: ModelWorkerBatch) -> Any:
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> Any:
         """Note the texts of new requests, then dispatch."""
-        for req in self._core.scheduler.running:
+        for req in self._core.ranks.running:
             if self._owners[req.slot] is not req:
                 self._owners[req.slot] = req
                 text = self.answers[req.rid]
                 self._texts[req.slot, : text.size] = text
-        return self._inner.dispatch(batch)
+        return self._inner.dispatch(batches)
 
-    def read(self, pending: Any) -> StepResult:
+    def read(self, pending: Any) -> list[StepResult]:
         """The results, with the tokens of the texts."""
-        result, batch = self._inner.read(pending), pending.batch
+        return [self._with_texts(*self._inner.read(pending), *pending.batches)]
+
+    def _with_texts(self, result: StepResult, batch: ModelWorkerBatch) -> StepResult:
         if batch.mode is not ForwardMode.TARGET_VERIFY:
             return dataclasses.replace(result, tokens=self._texts[batch.request_slots, batch.seq_lens])
         count, starts = result.tokens.size, batch.query_starts
@@ -174,20 +176,21 @@ class DeviceDrafts:
         last_tokens, sampled, _ = program(*inputs)
         return last_tokens, sampled, self._drawn
 
-    def dispatch(self, batch: ModelWorkerBatch) -> Any:
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> Any:
         """Draw how many drafts of each request are accepted, then dispatch."""
+        (batch,) = batches
         if batch.mode is ForwardMode.TARGET_VERIFY:
             most = np.diff(batch.query_starts) - 1
             right = self._noise.random((most.size, ORACLE_DRAFTS)) < ALPHA
             self._drawn = np.minimum(right.cumprod(axis=1).sum(axis=1), np.maximum(most, 0)).astype(np.int32)
             self._accepted[batch.step] = self._drawn[: batch.num_requests]
-        return self._inner.dispatch(batch)
+        return self._inner.dispatch(batches)
 
-    def read(self, pending: Any) -> StepResult:
+    def read(self, pending: Any) -> list[StepResult]:
         """The results, with the drafts accepted that were drawn."""
-        result = self._inner.read(pending)
-        drawn = self._accepted.pop(pending.batch.step, None)
-        return result if drawn is None else dataclasses.replace(result, accepted=drawn)
+        results = self._inner.read(pending)
+        drawn = self._accepted.pop(pending.batches[0].step, None)
+        return results if drawn is None else [dataclasses.replace(results[0], accepted=drawn)]
 
 
 def remember(
@@ -306,7 +309,7 @@ def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
             components = build_engine(server, model=model, speculative=speculative)
             DeviceDrafts(components.core, components.vocab_size)
             if name == "device, joined":
-                components.core.scheduler.schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
+                components.core.ranks[0].scheduler.schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
             engines[name] = Runner(components, None)
     return engines
 

@@ -46,7 +46,7 @@ class Run:
     """An engine's loop, step by step, and what its steps were."""
 
     def __init__(self, core, *, joined=False):
-        self.core, self.runner, self.scheduler = core, core.runner, core.scheduler
+        self.core, self.runner, self.scheduler = core, core.runner, core.ranks[0].scheduler
         self.joined, self.outs, self.calls, self.open = joined, {}, [], {}
 
     def requests(self):
@@ -67,7 +67,7 @@ class Run:
                 patch.setattr(self.scheduler, "schedule_ahead", lambda *_: None)
             dispatch, read = self.runner.dispatch, self.runner.read
             patch.setattr(self.runner, "dispatch", lambda batch: self.note("dispatch", batch) or dispatch(batch))
-            patch.setattr(self.runner, "read", lambda step: self.note("read", step.batch) or read(step))
+            patch.setattr(self.runner, "read", lambda step: self.note("read", step.batches[0]) or read(step))
             for out in self.core.step().outs:
                 self.file(out)
 

@@ -184,11 +184,11 @@ def states_by_length(name, index):
     """The states of a prompt's request after each number of fed tokens: one token a step, without drafts."""
     drive, found = bench(name, speculates=False).drive(chunked_prefill_size=1), {}
     drive.add(requests()[index])
-    [req] = drive.core.scheduler.waiting
+    [req] = drive.core.ranks[0].scheduler.waiting
     while not drive.core.is_idle:
         drive.step()
         drive.drain()
-        if req in drive.core.scheduler.running:
+        if req in drive.core.ranks[0].scheduler.running:
             found[req.num_dispatched] = states_of(drive, req)
     return found
 
@@ -205,7 +205,7 @@ def test_after_every_step_a_state_is_that_of_the_tokens_that_were_fed(name, alph
         drive.step()
         drive.drain()  # of a step in flight it is not known how many of its tokens are accepted
         for index, req in zip(indices, own, strict=True):
-            if req not in drive.core.scheduler.running or req.num_dispatched not in states_by_length(name, index):
+            if req not in drive.core.ranks.running or req.num_dispatched not in states_by_length(name, index):
                 continue
             compared += 1
             for leaf, expected in zip(
@@ -259,8 +259,8 @@ def test_a_request_that_is_aborted_leaves_nothing_to_the_next_of_its_slot(name):
     while not drive.core.is_idle:
         drive.step()
         pending = drive.core._pending
-        if pending is not None and pending.batch.mode is ForwardMode.TARGET_VERIFY and len(aborted) < 3:
-            victim = drive.core.scheduler.running[0].rid
+        if pending is not None and pending.batches[0].mode is ForwardMode.TARGET_VERIFY and len(aborted) < 3:
+            victim = drive.core.ranks[0].scheduler.running[0].rid
             aborted |= {victim} if drive.core.abort(victim) else set()
     assert len(aborted) == 3
     expected = alone(name)

@@ -112,7 +112,8 @@ def test_floats_are_read_bit_for_bit():
     scored = np.random.default_rng(1).choice(strange, (32, columns - 1))
     batch = build_step(*PROMPT_PARTS, sampling_mode=SamplingMode.FULL)
     arrays = (jnp.asarray(sampled), jnp.asarray(scored))
-    result = compiled().read(PendingStep(batch=batch, sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7))
+    pending = PendingStep(batches=(batch,), sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7)
+    (result,) = compiled().read(pending)
     edge = 2 + MAX_TOP_LOGPROBS
     pairs = [
         (result.tokens, sampled[:, 0]),
@@ -133,10 +134,10 @@ def decoding(token, position, mode=ForwardMode.DECODE):
 
 def test_steps_are_dispatched_before_the_last_one_is_read():
     runner, steps, length = compiled(), 6, len(PROMPTS[0])
-    pending = [runner.dispatch(build_step(PROMPT_PARTS[0]))]
+    pending = [runner.dispatch([build_step(PROMPT_PARTS[0])])]
     for index in range(steps):  # in decode and extend programs in turn; the host knows none of the tokens that it feeds
         mode = (ForwardMode.DECODE, ForwardMode.EXTEND)[index % 2]
-        pending.append(runner.dispatch(decoding(FROM_DEVICE, length + index, mode)))
+        pending.append(runner.dispatch([decoding(FROM_DEVICE, length + index, mode)]))
     results = [read(runner, step) for step in pending]
     tokens = [*PROMPTS[0], *(int(result.tokens[0]) for result in results)]
     judged = oracle().run(tokens[:-1])
@@ -147,11 +148,11 @@ def test_steps_are_dispatched_before_the_last_one_is_read():
 
 def test_what_was_read_is_not_touched_by_later_steps():
     runner = compiled()
-    pending = runner.dispatch(build_step(*PROMPT_PARTS))
+    pending = runner.dispatch([build_step(*PROMPT_PARTS)])
     first = read(runner, pending)
     copies = first.rows.copy(), first.tokens.copy()
     for position in range(3):
-        runner.dispatch(decoding(FROM_DEVICE, 13 + position))
+        runner.dispatch([decoding(FROM_DEVICE, 13 + position)])
     again = read(runner, pending)
     for result in (first, again):
         assert np.array_equal(result.rows, copies[0]) and np.array_equal(result.tokens, copies[1])
@@ -168,9 +169,9 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode)
     results, pendings = [], []
     for runner in (compiled(), telling):
         prompts = run(runner, build_step(*PROMPT_PARTS))
-        pending = runner.dispatch(build_step(*chunks, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
+        pending = runner.dispatch([build_step(*chunks, sampling_mode=sampling_mode, mode=ForwardMode.DECODE)])
         next_step = runner.dispatch(
-            build_step(*(dataclasses.replace(part, ids=(5,)) for part in chunks), mode=ForwardMode.DECODE)
+            [build_step(*(dataclasses.replace(part, ids=(5,)) for part in chunks), mode=ForwardMode.DECODE)]
         )
         results.append((prompts, read(runner, pending), read(runner, next_step), read(runner, pending)))
         pendings.append(pending)
@@ -220,7 +221,7 @@ def leaves(state):
 def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
     runner, served = compiled(), compiled().state
     version = runner.weight_version
-    pending = runner.dispatch(build_step(*PROMPT_PARTS))
+    pending = runner.dispatch([build_step(*PROMPT_PARTS)])
     new = other_weights(7)
     try:
         runner.update_weights(new, version=version + 1)

@@ -20,6 +20,7 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import BackendEntry
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
+from routed_experts.scheduling.data_ranks import DataRank, DataRanks
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
 from support import lazy_compile
@@ -119,7 +120,8 @@ class DispatchLog:
     def exact(self):
         return self._runner.exact
 
-    def dispatch(self, batch):
+    def dispatch(self, batches):
+        (batch,) = batches
         rids = {req.slot: req.rid for req in self._scheduler.running}
         forward = len(self.forwards)
         for row in range(batch.num_requests):
@@ -138,18 +140,18 @@ class DispatchLog:
                 self._writers[self._slot(batch, row, int(batch.positions[index]))] = (forward, int(index))
         self.forwards.append((batch, self._runner.weight_version))
         self._in_flight = forward, rids
-        return self._runner.dispatch(batch)
+        return self._runner.dispatch(batches)
 
     def read(self, pending):
-        result = self._runner.read(pending)
+        (result,) = self._runner.read(pending)
         if result.accepted is not None:  # no step is in flight beside it
             forward, rids = self._in_flight
             for row, accepted in enumerate(result.accepted):
-                first = int(pending.batch.query_starts[row])
-                rows = self.rows[rids[int(pending.batch.request_slots[row])]]
+                first = int(pending.batches[0].query_starts[row])
+                rows = self.rows[rids[int(pending.batches[0].request_slots[row])]]
                 for index in range(first, first + int(accepted) + 1):
-                    rows.setdefault(int(pending.batch.positions[index]), (forward, index))
-        return result
+                    rows.setdefault(int(pending.batches[0].positions[index]), (forward, index))
+        return [result]
 
     def update_weights(self, state, *, version, donate=False):
         self._runner.update_weights(state, version=version, donate=donate)
@@ -178,7 +180,8 @@ class Drive:
         num_slots = num_pages * args.page_size
         capturer = RoutedExpertsCapturer.create(bench.spec, num_slots=num_slots, page_size=args.page_size, enable=True)
         self.log = DispatchLog(bench.runner, scheduler, args.page_size)
-        self.core = EngineCore(scheduler, self.log, capturer, speculation=speculation)
+        ranks = DataRanks([DataRank(scheduler, capturer)], args)
+        self.core = EngineCore(ranks, self.log, speculation=speculation)
         self.outputs, self.reqs = {}, {}
         capturer.host_cache.overwrite_invalid_rows()
 
@@ -193,7 +196,7 @@ class Drive:
         self._take(self.core.step())
         if check:
             assert self.core.check_integrity() == []
-            self.core.capturer.host_cache.overwrite_invalid_rows()
+            self.core.ranks[0].capturer.host_cache.overwrite_invalid_rows()
 
     def drain(self):
         """Finish the step in flight."""
@@ -202,7 +205,7 @@ class Drive:
     def retract_victim(self):
         """Retract the request that was admitted last; False if none is running."""
         self.drain()
-        victim = self.core.scheduler.preemption_victim()
+        victim = self.core.ranks[0].scheduler.preemption_victim()
         if victim is not None:
             self.core.retract(victim)
         return victim is not None

@@ -2,10 +2,8 @@
 test_scheduler_machine.py."""
 
 import numpy as np
-import pytest
 
 from routed_experts.core.buckets import Buckets
-from routed_experts.core.errors import QueueFullError
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
 from routed_experts.core.server_args import ServerArgs
@@ -125,19 +123,6 @@ def test_a_stop_token_before_min_tokens_does_not_end_a_request():
     req = bench.add(source(prompt(6), max_tokens=12, min_tokens=12, stops=[outputs[0], outputs[-1]]))
     assert bench.finish(req) == outputs
     assert req.finish_reason == FinishReason(type="stop", matched=outputs[-1])
-
-
-def test_the_queue_takes_a_call_whole_or_not_at_all():
-    bench = Bench(max_queued_requests=3)
-    bench.add(source(prompt(3), rid="a"), source(prompt(3), rid="b"))
-    with pytest.raises(
-        QueueFullError, match="2 requests wait and 2 more exceed max_queued_requests=3; try again later"
-    ):
-        bench.add(source(prompt(3), rid="c"), source(prompt(3), rid="d"))
-    assert [req.rid for req in bench.scheduler.waiting] == ["a", "b"]
-    bench.add(source(prompt(3), rid="e"))
-    with pytest.raises(QueueFullError, match="4 requests in one call exceed max_queued_requests=3; send at most 3"):
-        bench.add(*(source(prompt(3), rid=f"x{i}") for i in range(4)))
 
 
 def test_first_come_is_first_served():

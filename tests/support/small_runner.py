@@ -152,14 +152,14 @@ def _columns(fed, rows, lens, sampling_mode):
 
 def read(runner, pending):
     """What a dispatched step computed, with the rows of its real tokens on the host."""
-    result = runner.read(pending)
+    (result,) = runner.read(pending)
     return (
         result
         if result.rows is None
-        else dataclasses.replace(result, rows=np.asarray(result.rows)[: pending.batch.num_tokens])
+        else dataclasses.replace(result, rows=np.asarray(result.rows)[: pending.batches[0].num_tokens])
     )
 
 
 def run(runner, batch):
     """A step, dispatched and read."""
-    return read(runner, runner.dispatch(batch))
+    return read(runner, runner.dispatch([batch]))

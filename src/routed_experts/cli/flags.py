@@ -104,6 +104,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     group.add_argument(
         "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size"
     )
+    meaning = "what --dp-size does here, said as for SGLang: attention by data rank"
+    group.add_argument("--enable-dp-attention", action="store_true", default=argparse.SUPPRESS, help=meaning)
     reason = "code of a checkpoint is never run; use a model of a supported architecture without it"
     group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=reason, help=argparse.SUPPRESS)
 
@@ -113,6 +115,8 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     fields = _given_fields(options, ServerArgs)
     if "enable_expert_parallel" in options:
         fields.setdefault("ep_size", fields.get("tp_size", 1))
+    if "enable_dp_attention" in options and "dp_size" not in fields:
+        raise ConfigError("--enable-dp-attention without --dp-size: give the number of data ranks, or leave it out")
     return {
         name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()
     }

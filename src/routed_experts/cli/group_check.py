@@ -22,7 +22,7 @@ def check_group(dist: DistConfig) -> int:
 
     from routed_experts.engine.build.group_start import group_fields
     from routed_experts.engine.process_group import FollowingGroup, start_group
-    from routed_experts.models.sharding import put_replicated
+    from routed_experts.models.sharding import put_global
 
     since = time.perf_counter()
     fields = group_fields(None, dist, None, None, "none")
@@ -39,7 +39,7 @@ def check_group(dist: DistConfig) -> int:
 
     same = PartitionSpec()
     summed = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=same, out_specs=same, check_vma=False))
-    ones = put_replicated(np.ones(_SUM_BYTES // 4, np.float32), jax.sharding.NamedSharding(mesh, same))
+    ones = put_global(np.ones(_SUM_BYTES // 4, np.float32), jax.sharding.NamedSharding(mesh, same))
     found = float(jnp.max(jax.block_until_ready(summed(ones)).addressable_data(0)))
     times = [_seconds(lambda: jax.block_until_ready(summed(ones))) for _ in range(_ROUNDS)]
     print(f"a sum of {_SUM_BYTES >> 20} MiB over all devices: {statistics.median(times) * 1e3:.3f} ms")

@@ -41,6 +41,7 @@ class GenerateReqInput:
     logprob_start_len: int | None = -1
     top_logprobs_num: int | None = 0
     prediction: str | Sequence[int] | None = None  # the expected answer, as a draft; changes speed alone
+    data_parallel_rank: int | None = None  # that the request runs in; None: the engine chooses
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None  # another name of routed_experts_start_len
@@ -61,6 +62,7 @@ class TokenizedGenerateReqInput:
     sampling: ResolvedSampling  # max_tokens fits the context and the pool
     stop_token_ids: frozenset[int]  # of the request and, unless ignore_eos, of the model
     prediction: Int[np.ndarray, " G"] | None = None  # the expected answer
+    data_parallel_rank: int | None = None  # that it runs in; None: any
     extra_key: str | None = None
     stream: bool = False
     return_logprob: bool = False
@@ -115,7 +117,8 @@ class TokenIDOut:
     it. `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were
     added a layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no
     capacities. `queue_s`: seconds from acceptance to the first step, None for a request that never ran. `speculative`:
-    what became of its drafts so far; None where the engine drafts nothing."""
+    what became of its drafts so far; None where the engine drafts nothing. `dp_rank`: its data rank; None where the
+    engine has one."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -134,6 +137,7 @@ class TokenIDOut:
     rerouting: ReroutingCounts | None = None
     queue_s: float | None = None
     speculative: SpeculativeCounts | None = None
+    dp_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ changes over time are visible; the last window may be short. Tokens before the o
 Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -86,6 +86,28 @@ class RoutingStats:
             counts=counts,
             num_tokens=counts[:, 0].sum(axis=1) // first.top_k,
             windows=window_counts,
+            layer_ids=first.layer_ids,
+            top_k=first.top_k,
+        )
+
+    @staticmethod
+    def merge(parts: Sequence["RoutingStats"]) -> "RoutingStats":
+        """The sum of counts of one model; their newest windows are added to each other, and so on to the oldest. Raises
+        PlacementError when they differ in shape, or when there is none."""
+        if not parts:
+            raise PlacementError("0 routing stats; expected at least one")
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        for part in parts:
+            part.check_model(first.layer_ids, first.num_experts)
+        windows = np.zeros((max(len(part.windows) for part in parts), *first.counts.shape), np.int32)
+        for part in parts:
+            windows[len(windows) - len(part.windows) :] += part.windows
+        return RoutingStats(
+            counts=np.sum([part.counts for part in parts], axis=0),
+            num_tokens=np.sum([part.num_tokens for part in parts], axis=0),
+            windows=windows,
             layer_ids=first.layer_ids,
             top_k=first.top_k,
         )

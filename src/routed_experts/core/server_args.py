@@ -36,9 +36,11 @@ class ServerArgs:
     """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
 
     `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of
-    every expert. `deterministic` promises bitwise equal ids, logprobs and rows for any batch composition: one padded
-    shape, and backends that are batch-invariant (`native` on a CPU, else `reference`). Raises ConfigError for values
-    that cannot work, naming field, value, limit and fix."""
+    every expert. `dp_size` divides them into data ranks: each has a KV pool and requests of its own, and
+    tp_size / dp_size devices for attention and dense layers; all share the experts. Limits of tokens and of running
+    requests, and paddings, are those of one rank. `deterministic` promises bitwise equal ids, logprobs and rows for any
+    batch composition: one padded shape, and backends that are batch-invariant (`native` on a CPU, else `reference`).
+    Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
     revision: str | None = None  # of a Hugging Face repository: its main branch
@@ -48,6 +50,7 @@ class ServerArgs:
     context_length: int | None = None  # the model's own
     tp_size: int = 1
     ep_size: int = 1
+    dp_size: int = 1
     page_size: int = 16
     mem_fraction_static: float = 0.8  # of the device's memory, for weights and pools
     max_total_tokens: int | None = None  # KV slots: what fits, at most every request at full context
@@ -73,6 +76,10 @@ class ServerArgs:
         if self.ep_size not in (1, self.tp_size):
             expected = f"1 (a share of every expert's width on each device) or tp_size={self.tp_size} (whole experts)"
             raise ConfigError(f"ep_size={self.ep_size} must be {expected}; choose one of them")
+        if self.tp_size % self.dp_size:
+            sizes = ", ".join(str(size) for size in range(1, self.tp_size + 1) if self.tp_size % size == 0)
+            text = f"dp_size={self.dp_size} does not divide tp_size={self.tp_size}, the devices of all data ranks"
+            raise ConfigError(f"{text}; choose one of {sizes}, or start several engines for copies of the model")
         if self.max_total_tokens is not None:
             _at_least(self.page_size, why="one page (page_size)")("max_total_tokens", self.max_total_tokens)
         if self.running_limit > self.batch_paddings[-1]:
@@ -187,6 +194,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),
         "tp_size": _at_least(1),
         "ep_size": _at_least(1),
+        "dp_size": _at_least(1),
         "page_size": _at_least(1),
         "mem_fraction_static": _fraction,
         "max_running_requests": _optional(_at_least(1)),

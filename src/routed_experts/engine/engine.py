@@ -121,6 +121,7 @@ class Engine:
         context_length: int | None = None,
         tp_size: int = 1,
         ep_size: int = 1,
+        dp_size: int = 1,
         page_size: int = 16,
         mem_fraction_static: float = 0.8,
         max_total_tokens: int | None = None,
@@ -160,6 +161,7 @@ class Engine:
             context_length=context_length,
             tp_size=tp_size,
             ep_size=ep_size,
+            dp_size=dp_size,
             page_size=page_size,
             mem_fraction_static=mem_fraction_static,
             max_total_tokens=max_total_tokens,
@@ -252,6 +254,7 @@ class Engine:
             capture=components.capture is not None,
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
+            num_ranks=args.dp_size,
         )
         self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
         self._rollouts = RolloutControl(context, self.input_processor)
@@ -272,6 +275,7 @@ class Engine:
         logprob_start_len: int | None = -1,
         top_logprobs_num: int | None = 0,
         prediction: str | Sequence[int] | None = None,
+        data_parallel_rank: int | None = None,
         return_routed_experts: bool | None = None,
         routed_experts_start_len: int | None = None,
         routed_experts_prompt_start: int | None = None,
@@ -288,6 +292,7 @@ class Engine:
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
         `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
         expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
+        `data_parallel_rank` chooses the data rank of an engine with several; meta_info tells it as `dp_rank`.
 
         Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
         EngineDeadError."""
@@ -303,6 +308,7 @@ class Engine:
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
             prediction=prediction,
+            data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
@@ -334,6 +340,7 @@ class Engine:
         logprob_start_len: int | None = -1,
         top_logprobs_num: int | None = 0,
         prediction: str | Sequence[int] | None = None,
+        data_parallel_rank: int | None = None,
         return_routed_experts: bool | None = None,
         routed_experts_start_len: int | None = None,
         routed_experts_prompt_start: int | None = None,
@@ -355,6 +362,7 @@ class Engine:
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
             prediction=prediction,
+            data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
@@ -558,11 +566,11 @@ class Engine:
         """How often each expert was chosen since the start or `reset_routing_stats`, in prompts and in generated
         tokens: of every token that a step fed for a request. A token from the prefix cache was not fed and does not
         count. Raises CaptureDisabledError where nothing is recorded."""
-        return self.thread.run_between_steps(self.components.core.capturer.routing_stats)
+        return self.thread.run_between_steps(self.components.core.ranks.routing_stats)
 
     def reset_routing_stats(self) -> RoutingStats:
         """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
-        return self.thread.run_between_steps(lambda: self.components.core.capturer.routing_stats(reset=True))
+        return self.thread.run_between_steps(lambda: self.components.core.ranks.routing_stats(reset=True))
 
     def flush_cache(self, *, drafts: bool = False) -> int:
         """Drop all cached prefixes; returns the pages freed. Running requests keep their pages. `drafts`: drop also the

@@ -98,7 +98,7 @@ class Follower:
         action(order)
 
     def _step(self, order: Order) -> None:
-        self._tokens.append(self._runner.follow_step(StepInputs.from_order(order)))
+        self._tokens.append(self._runner.follow_step(StepInputs.from_order(order, num_ranks=self._runner.num_ranks)))
         if len(self._tokens) <= DIGEST_STEPS:
             return
         for _ in range(DIGEST_STEPS):  # all of them but the step in flight
@@ -187,6 +187,7 @@ def follow(
     context_length: int | None = None,
     tp_size: int = 1,
     ep_size: int = 1,
+    dp_size: int = 1,
     page_size: int = 16,
     mem_fraction_static: float = 0.8,
     max_total_tokens: int | None = None,
@@ -218,6 +219,7 @@ def follow(
         context_length=context_length,
         tp_size=tp_size,
         ep_size=ep_size,
+        dp_size=dp_size,
         page_size=page_size,
         mem_fraction_static=mem_fraction_static,
         max_total_tokens=max_total_tokens,

@@ -12,10 +12,19 @@ from jaxtyping import Array
 
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.programs import OUT_SPECS, ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.recurrent_ops import commit_states
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
-from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, global_shapes, jit_sharded
+from routed_experts.execution.spmd import (
+    BY_RANK,
+    GATHERED,
+    POOL,
+    REPLICATED,
+    WEIGHTS,
+    all_ranks,
+    global_shapes,
+    jit_sharded,
+)
 from routed_experts.execution.verify import VerifySpec, accept_program, accepted_counting_program
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.weight_format import shape_of
@@ -46,7 +55,6 @@ def lowerings(
     leaves. `more`: further programs of a shape, from the shapes of its layers' outputs."""
     jobs: Jobs = {}
     tree, mesh_specs = jax.tree.structure(state), spec.mesh_specs
-    same = (REPLICATED,)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
         args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
@@ -55,8 +63,8 @@ def lowerings(
         run = jit_sharded(
             program,
             mesh_specs,
-            in_specs=(WEIGHTS, POOL, *same * (len(args) - 2)),
-            out_specs=(POOL, *same),
+            in_specs=(WEIGHTS, POOL, BY_RANK, BY_RANK, *(REPLICATED,) * (len(args) - 4)),
+            out_specs=(POOL, OUT_SPECS),
             donate_argnums=donated,
         )
         out = jax.eval_shape(run, *args)[1]
@@ -76,17 +84,22 @@ def sampling_jobs(
     jobs: Jobs = {}
     weights, mesh_specs = abstract_inputs(state, spec, config, shape)[0], spec.mesh_specs
     mesh = None if mesh_specs is None else mesh_specs.mesh
-    leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
+    leaves, last_tokens = (
+        jax.tree.leaves(weights),
+        all_ranks(_shape((config.num_request_slots,), jnp.int32), mesh_specs),
+    )
     at = leaves[0].sharding if mesh_specs is None else None  # of what runs there too, but has no weights
     is_verify = shape.mode is ForwardMode.TARGET_VERIFY
-    slot_counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
-    row_counts = slot_counts if is_verify else abstract_token_counts(shape.num_requests, config.vocab_size)
+    slot_counts = all_ranks(abstract_token_counts(config.num_request_slots, config.vocab_size), mesh_specs)
+    of_rows = abstract_token_counts(shape.num_requests, config.vocab_size)
+    row_counts = slot_counts if is_verify else all_ranks(of_rows, mesh_specs)
     calls: dict[SamplingMode, tuple[Any, tuple[Any, ...]]] = {}
     for mode in SamplingMode:
         full = None
         if mode is SamplingMode.FULL:
             bias = (shape.num_requests, MAX_BIAS)
-            full = PenaltyInputs(row_counts, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+            biases = all_ranks((_shape(bias, jnp.int32), _shape(bias, jnp.float32)), mesh_specs)
+            full = PenaltyInputs(row_counts, *biases)
         inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
         if is_verify:
             run = accept_program(_verify_spec(spec, shape, mode), mesh)
@@ -94,20 +107,20 @@ def sampling_jobs(
             run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
         calls[mode] = run, with_sharding(inputs, at)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
-    counting, inputs = counting_program, (slot_counts, out.tokens, shape.packed)
+    packed = all_ranks(shape.packed, mesh_specs)
+    counting, inputs = counting_program, (slot_counts, out.tokens, packed)
     if is_verify:
         accept, arguments = calls[SamplingMode.FULL]
         table = jax.eval_shape(accept, *arguments)[1]
-        counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, shape.packed, table)
+        counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, packed, table)
     jobs["count", shape] = functools.partial(counting(shape, mesh).lower, *with_sharding(inputs, at))
     if shape.mode is ForwardMode.EXTEND:
-        same = (REPLICATED,)
         tree = jax.tree.structure(weights)
         run = jit_sharded(
             flatten_weights(functools.partial(score_prompt, spec=spec), tree),
             mesh_specs,
-            in_specs=(WEIGHTS, *same * 2),
-            out_specs=REPLICATED,
+            in_specs=(WEIGHTS, BY_RANK, BY_RANK),
+            out_specs=GATHERED,
         )
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
@@ -121,7 +134,7 @@ def _commit_job(
     run = jit_sharded(
         functools.partial(commit_states, backend=spec.attention, shape=shape),
         spec.mesh_specs,
-        in_specs=(POOL, *(REPLICATED,) * 3),
+        in_specs=(POOL, *(BY_RANK,) * 3),
         out_specs=POOL,
         donate_argnums=(0,),
     )
@@ -182,7 +195,8 @@ def abstract_inputs(
     pool = global_shapes(
         config.pool.abstract, spec.mesh_specs, REPLICATED if spec.mesh_specs is None else spec.mesh_specs.pool
     )
-    return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
+    last_tokens = jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32)
+    return shapes, pool, *all_ranks((last_tokens, shape.packed), spec.mesh_specs)
 
 
 def abstract_token_counts(num_rows: int, vocab_size: int) -> TokenCounts:

@@ -147,9 +147,10 @@ class DraftingRunner(ModelRunner):
             self._slot_state = self._programs["advance", shape](self._slot_state, packed, *accepted, proposed)
         return proposed
 
-    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+    def _pack(self, batches: Sequence[ModelWorkerBatch], shape: BatchShape) -> Any:
+        (batch,) = batches  # a draft model runs on one device
         if not batch.is_ahead:
-            return super()._pack(batch, shape)
+            return super()._pack(batches, shape)
         return self._programs["locate", shape](pack(batch), self._slot_state)
 
     def _no_bias(self, num_requests: int) -> Bias:

@@ -91,7 +91,7 @@ def move_experts(
     written: Int32[Array, "T V"],
     *,
     per_device: int,
-    axis: str,
+    axis: str | tuple[str, ...],
 ) -> list[Shaped[Array, "RL ..."]]:
     """Run one device's part of the transfers of layer `row`, in every array of experts, in a `shard_map` of `axis`."""
     rank = lax.axis_index(axis)

@@ -1,12 +1,13 @@
 """ForwardBatch: one step on the device, unpacked from a single int32 array.
 
-All metadata of a step is one host-to-device put; floats travel as their bits. The sampler's part comes first and
+All metadata of a step is one host-to-device put; floats travel as their bits. With data ranks the arrays of all ranks,
+of one shape, are side by side, and the devices of a rank get theirs. The sampler's part comes first and
 depends on the padded requests alone, so one sampler serves steps of any number of tokens. Dims: N padded tokens, B
 padded requests, R request slots, W pages of a request."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +109,11 @@ def to_batch_shape(batch: ModelWorkerBatch) -> BatchShape:
     return BatchShape(mode=batch.mode, num_tokens=tokens, num_requests=rows, table_width=width)
 
 
+def pack_ranks(batches: Sequence[ModelWorkerBatch]) -> Int32[np.ndarray, " R*words"]:
+    """The packed form of each data rank's batch, one after another."""
+    return concatenate([pack(batch) for batch in batches])
+
+
 def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
     """Lay all metadata of a batch side by side."""
     sampling = batch.sampling
@@ -143,7 +149,8 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepInputs:
     """What the programs of a step take from the host, in every process that runs them: the packed metadata; in the FULL
-    mode ids and values of the logit bias [B, X]; with prompt logprobs the next prompt token of each token [N]."""
+    mode ids and values of the logit bias [B, X]; with prompt logprobs the next prompt token of each token [N]. With
+    data ranks, those of all ranks along the first axis."""
 
     shape: BatchShape
     sampling_mode: SamplingMode
@@ -152,16 +159,17 @@ class StepInputs:
     prompt_targets: Int32[np.ndarray, " N"] | None
 
     @staticmethod
-    def from_batch(batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> "StepInputs":
-        """Of a batch and its packed metadata."""
-        bias, sampling = None, batch.sampling
-        if batch.sampling_mode is SamplingMode.FULL:
-            assert sampling.bias_ids is not None and sampling.bias_values is not None, "in the FULL mode"
-            bias = sampling.bias_ids, sampling.bias_values
-        return StepInputs(shape, batch.sampling_mode, packed, bias, batch.prompt_targets)
+    def from_batches(batches: Sequence[ModelWorkerBatch], shape: BatchShape, packed: Any) -> "StepInputs":
+        """Of the batch of each data rank and their packed metadata."""
+        bias, first = None, batches[0]
+        if first.sampling_mode is SamplingMode.FULL:
+            ids, values = zip(*map(_bias, batches), strict=True)
+            bias = concatenate(ids), concatenate(values)
+        targets = [batch.prompt_targets for batch in batches if batch.prompt_targets is not None]
+        return StepInputs(shape, first.sampling_mode, packed, bias, concatenate(targets) if targets else None)
 
     @staticmethod
-    def from_order(order: Order) -> "StepInputs":
+    def from_order(order: Order, *, num_ranks: int) -> "StepInputs":
         """Of a STEP order. Raises ProcessMismatchError for one that is none."""
         try:
             mode, tokens, requests, width, sampling, has_targets = order.head["step"]
@@ -172,7 +180,8 @@ class StepInputs:
             inputs = StepInputs(shape, SamplingMode(sampling), packed, bias, targets)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProcessMismatchError(f"order {order.seq} is no step: {error!r}") from error
-        if packed.shape != shape.packed.shape or (bias is None) == (inputs.sampling_mode is SamplingMode.FULL):
+        needs_bias = inputs.sampling_mode is SamplingMode.FULL
+        if packed.size != num_ranks * shape.packed.size or (bias is not None) != needs_bias:
             raise ProcessMismatchError(f"order {order.seq} has arrays of another shape than {shape}")
         return inputs
 
@@ -238,6 +247,23 @@ def _cut(words: Int[Array, " words"], segments: Mapping[str, tuple[int, ...]]) -
         parts[name] = lax.bitcast_convert_type(part, jnp.float32) if name in _FLOATS else part
         start += size
     return parts
+
+
+def _bias(batch: ModelWorkerBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and values of the logit bias of a batch in the FULL mode."""
+    ids, values = batch.sampling.bias_ids, batch.sampling.bias_values
+    assert ids is not None and values is not None, "in the FULL mode"
+    return ids, values
+
+
+def concatenate(parts: Sequence[np.ndarray]) -> Any:
+    """The arrays of all data ranks along their first axis; a single one as it is."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def split_ranks(array: Any, num_ranks: int) -> list[Any]:
+    """The part of each data rank of an array, on the host; None for each where there is none."""
+    return [None] * num_ranks if array is None else np.split(np.asarray(array), num_ranks)
 
 
 def _num_words(segments: Mapping[str, tuple[int, ...]]) -> int:

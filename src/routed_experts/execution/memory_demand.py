@@ -62,9 +62,9 @@ class MemoryDemand:
 
     @property
     def capture_device(self) -> int:
-        """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not
-        included."""
-        return 2 * max(tokens for _, tokens, _ in self._buckets.all_shapes()) * self.row_bytes
+        """Bytes of the rows of two steps of the largest padded size, those of all data ranks. Rows of small steps that
+        wait to be filed are not included."""
+        return 2 * max(tokens for _, tokens, _ in self._buckets.all_shapes()) * self.row_bytes * self.args.dp_size
 
     @property
     def verify_scores(self) -> int:

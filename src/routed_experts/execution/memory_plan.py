@@ -26,7 +26,8 @@ _LISTED = 4  # names of each dtype in an error
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
-    `capture_host` the store by slot, `verify_scores` what the largest verify step samples from, `verify_inputs` what
+    `capture_host` the stores by slot, of all of `num_ranks` data ranks, `rank_weights` the weights that are whole in
+    every rank, `verify_scores` what the largest verify step samples from, `verify_inputs` what
     its recurrent layers store."""
 
     pool: KVPoolSpec
@@ -41,6 +42,8 @@ class MemoryPlan:
     verify_scores: int = 0
     draft: DraftDemand = NO_DRAFT_MODEL
     verify_inputs: int = 0
+    num_ranks: int = 1
+    rank_weights: int = 0
 
     @property
     def kv(self) -> int:
@@ -50,7 +53,8 @@ class MemoryPlan:
     def with_pages(self, num_pages: int) -> "MemoryPlan":
         """The plan with so many pages, the padding page included."""
         pool = dataclasses.replace(self.pool, num_pages=num_pages)
-        return dataclasses.replace(self, pool=pool, capture_host=pool.num_slots * self.row_bytes)
+        capture_host = pool.num_slots * self.row_bytes * self.num_ranks
+        return dataclasses.replace(self, pool=pool, capture_host=capture_host)
 
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
@@ -65,8 +69,10 @@ class MemoryPlan:
         draft = f"draft model     {format_size(of_draft)}  weights, and {self.draft.bytes_per_token:,} bytes a token"
         inputs = f"verify inputs   {format_size(self.verify_inputs)}  of recurrent layers in the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
+        of_ranks = f"of these whole in each of {self.num_ranks} data ranks, which have pages and requests of their own"
         return [
             f"weights         {format_size(self.weights)}",
+            *([f"  by data rank  {format_size(self.rank_weights)}  {of_ranks}"] if self.num_ranks > 1 else []),
             f"penalties       {format_size(self.penalties)}  {penalties}",
             f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {format_size(self.capture_device)}  rows of two steps",
@@ -113,10 +119,11 @@ def plan_memory(
         weights=demand.weights,
         penalties=demand.penalties,
         capture_device=demand.capture_device,
-        capture_host=pool.num_slots * demand.row_bytes,
+        capture_host=pool.num_slots * demand.row_bytes * args.dp_size,
         row_bytes=demand.row_bytes,
         limit=demand.limit,
         num_devices=args.tp_size,
+        num_ranks=args.dp_size,
         verify_scores=demand.verify_scores,
         draft=draft,
         verify_inputs=demand.verify_inputs,

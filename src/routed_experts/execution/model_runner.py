@@ -1,7 +1,7 @@
 """ModelRunner: owns the device state (weights, KV pool, last tokens of slots) and runs the compiled programs.
 
-It takes a ModelWorkerBatch and returns, one step late, a StepResult. Host mutation: it rebinds what it donated. Every
-program is compiled before the first step; none afterwards."""
+It takes a ModelWorkerBatch for each data rank, all of one shape, and returns, one step late, a StepResult for each.
+Host mutation: it rebinds what it donated. Every program is compiled before the first step; none afterwards."""
 
 import dataclasses
 import hashlib
@@ -18,25 +18,26 @@ from jaxtyping import Array, Int32, UInt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
-from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack, to_batch_shape
+from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
-from routed_experts.execution.spmd import REPLICATED, sharded_zeros
+from routed_experts.execution.spmd import REPLICATED, num_ranks, sharded_zeros
 from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.base.weight_format import format_of, shape_of
-from routed_experts.models.sharding import DonatedBuffers, buffer_pointers, put_replicated
+from routed_experts.models.sharding import DonatedBuffers, buffer_pointers, put_global
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # versions of rows are int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A dispatched step; its arrays are on their way to the host."""
+    """A dispatched step; its arrays are on their way to the host. `batches`: of each data rank, which has its part of
+    every array, in order."""
 
-    batch: ModelWorkerBatch
+    batches: tuple[ModelWorkerBatch, ...]
     sampled: Int32[Array, "B columns"]
     scored: Int32[Array, "N columns"] | None
     rows: UInt[Array, "N MK"] | None  # None, too, where `sampled` has them
@@ -71,11 +72,13 @@ class ModelRunner:
         advise_hugepages(self._weights)
         self.orders: OrderSender = NO_FOLLOWERS  # other processes that run the same programs
         self.allocate_pool()
+        by_rank = REPLICATED if mesh_specs is None else mesh_specs.by_rank
         last_tokens = jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32)
-        self._last_tokens: Array = sharded_zeros(last_tokens, mesh_specs)
+        self._last_tokens: Array = sharded_zeros(last_tokens, mesh_specs, by_rank)
         counts = abstract_token_counts(config.num_request_slots, config.vocab_size)
-        self._token_counts = sharded_zeros(counts, mesh_specs)  # now: no later allocation or compilation
+        self._token_counts = sharded_zeros(counts, mesh_specs, by_rank)  # now: no later allocation or compilation
         self._replicated = None if mesh_specs is None else mesh_specs.everywhere
+        self._own_part = None if mesh_specs is None else mesh_specs.own_part
         self._counts = _no_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._needs_d2h = (
@@ -108,21 +111,21 @@ class ModelRunner:
                     progress(done, len(futures))
         return len(jobs)
 
-    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
-        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
-        arguments (in the FULL form it goes before)."""
-        shape = to_batch_shape(batch)
-        inputs = StepInputs.from_batch(batch, shape, self._pack(batch, shape))
+    def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
+        """Start the programs of a step, with the batch of each data rank; returns at once. The first call carries the
+        metadata over, a host array among its arguments (in the FULL form it goes before)."""
+        shape = to_batch_shape(batches[0])
+        inputs = StepInputs.from_batches(batches, shape, self._pack(batches, shape))
         with self.orders.in_order():
             if self.orders is not NO_FOLLOWERS:
                 self.orders.send(OrderKind.STEP, inputs.head, inputs.arrays)
-            out = self._run(inputs, batch)
+            out = self._run(inputs, batches[0])
         if self._needs_d2h:
             for array in out:
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
-            batch=batch,
+            batches=tuple(batches),
             sampled=out.sampled,
             scored=out.scored,
             rows=out.rows,
@@ -131,19 +134,25 @@ class ModelRunner:
             drafts=out.drafts,
         )
 
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks, each with a pool and a batch of its own."""
+        return num_ranks(self.spec.mesh_specs)
+
     def follow_step(self, inputs: StepInputs) -> Int32[Array, "B columns"]:
         """Run a step that another process has dispatched; returns the table of its tokens, which every process has."""
         return self._run(inputs, None).sampled
 
     def _run(self, inputs: StepInputs, batch: ModelWorkerBatch | None) -> _StepOutputs:
-        """Start a step's programs. A follower has no batch: it reads nothing."""
+        """Start a step's programs. `batch`: that of the first data rank, for what one device alone does; a follower has
+        none, and reads nothing."""
         shape, packed = inputs.shape, inputs.packed
         if inputs.bias is not None:  # two programs look at all of it
-            packed = put_replicated(packed, self._replicated)
+            packed = put_global(packed, self._own_part)
         out = self._forward(batch, shape, packed)
         full, is_verify = None, shape.mode is ForwardMode.TARGET_VERIFY
         if inputs.bias is not None:
-            bias = [put_replicated(array, self._replicated) for array in inputs.bias]
+            bias = [put_global(array, self._own_part) for array in inputs.bias]
             counts = self._token_counts
             if not is_verify:
                 self._token_counts, counts = self._programs["count", shape](counts, out.tokens, packed)
@@ -160,7 +169,7 @@ class ModelRunner:
         proposed = None if batch is None else self._draft(batch, shape, packed, out, full, accepted)
         scored = None
         if inputs.prompt_targets is not None:
-            targets = put_replicated(inputs.prompt_targets, self._replicated)
+            targets = put_global(inputs.prompt_targets, self._own_part)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         return _StepOutputs(sampled, scored, out.rows, out.rerouting, proposed)
 
@@ -175,11 +184,11 @@ class ModelRunner:
         counts.copy_to_host_async()
         return counts
 
-    def _pack(self, batch: ModelWorkerBatch, shape: BatchShape) -> Any:
+    def _pack(self, batches: Sequence[ModelWorkerBatch], shape: BatchShape) -> Any:
         """The metadata of a step, on the host or on the device."""
         del shape
-        assert not batch.is_ahead, "positions on the device are those of a draft model's runner"
-        return pack(batch)
+        assert not batches[0].is_ahead, "positions on the device are those of a draft model's runner"
+        return pack_ranks(batches)
 
     def _draft(
         self,
@@ -207,18 +216,34 @@ class ModelRunner:
         self._counts = out.counts
         return out
 
-    def read(self, pending: PendingStep) -> StepResult:
-        """Wait for a step's outputs and return them as host arrays."""
+    def read(self, pending: PendingStep) -> list[StepResult]:
+        """Wait for a step's outputs and return them as host arrays, those of each data rank."""
         self.orders.begin_wait()
         sampled = np.asarray(pending.sampled)
         self.orders.end_wait(sampled)
-        top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
-        is_verify = pending.batch.mode is ForwardMode.TARGET_VERIFY
+        ranks = len(pending.batches)
+        on_host = self._needs_d2h or ranks > 1  # the device's are freed; parts of them are views
+        rows = np.asarray(pending.rows) if on_host and pending.rows is not None else pending.rows
+        if ranks == 1:
+            return [self._result(pending, pending.batches[0], sampled, pending.scored, rows, pending.rerouting)]
+        arrays = (sampled, pending.scored, rows, pending.rerouting)
+        parts = zip(*(split_ranks(array, ranks) for array in arrays), strict=True)
+        return [self._result(pending, batch, *part) for batch, part in zip(pending.batches, parts, strict=True)]
+
+    def _result(
+        self,
+        pending: PendingStep,
+        batch: ModelWorkerBatch,
+        sampled: Int32[np.ndarray, "B columns"],
+        scored: Any,  # Int32[Array, "N columns"] | None
+        rows: Any,  # UInt[Array, "N MK"] | None
+        rerouting: Any,  # Int32[Array, "N 2"] | None
+    ) -> StepResult:
+        """The result of one data rank from its part of the arrays."""
+        top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), batch.sampling_mode is SamplingMode.FULL
+        is_verify = batch.mode is ForwardMode.TARGET_VERIFY
         first = ACCEPTED_COLUMN + 1 if is_verify else ACCEPTED_COLUMN  # of the top ids
-        scored = None if pending.scored is None else np.asarray(pending.scored)
-        rows = (
-            np.asarray(pending.rows) if self._needs_d2h and pending.rows is not None else pending.rows
-        )  # the device's are freed
+        scored = None if scored is None else np.asarray(scored)
         if self.spec.piggyback_row_words and rows is None:
             rows = sampled
         return StepResult(
@@ -226,13 +251,13 @@ class ModelRunner:
             logprobs=_floats(sampled[:, 1]),
             top_ids=sampled[:, first : first + top] if full else None,
             top_logprobs=_floats(sampled[:, first + top : first + 2 * top]) if full else None,
-            accepted=sampled[: pending.batch.num_requests, ACCEPTED_COLUMN] if is_verify else None,
+            accepted=sampled[: batch.num_requests, ACCEPTED_COLUMN] if is_verify else None,
             prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
             prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
             rows=rows,
             weight_version=pending.weight_version,
-            rerouting=None if pending.rerouting is None else np.asarray(pending.rerouting),
+            rerouting=None if rerouting is None else np.asarray(rerouting),
             drafts=None if pending.drafts is None else np.asarray(pending.drafts),
         )
 
@@ -305,7 +330,7 @@ class ModelRunner:
 
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
     shape = spec.counts
-    return None if shape is None else put_replicated(np.zeros(shape.shape, shape.dtype), everywhere)
+    return None if shape is None else put_global(np.zeros(shape.shape, shape.dtype), everywhere)
 
 
 def update_owned(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:

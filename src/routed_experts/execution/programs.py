@@ -13,20 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import create_device_cache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
-from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
+from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, num_sampler_words, unpack
 from routed_experts.execution.recurrent_ops import hybrid_ops, with_inputs
 from routed_experts.execution.row_blocks import map_blocks
-from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bitcast_int32, prompt_logprobs
 from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.parallel import AxisGroup
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import TokenRouting
 
@@ -100,6 +102,13 @@ class ForwardOut:
     recurrent_inputs: Any = None
 
 
+_SPECS: dict[str, Any] = {
+    **dict.fromkeys((field.name for field in dataclasses.fields(ForwardOut)), BY_RANK),
+    **{"rows": GATHERED, "rerouting": GATHERED, "counts": REPLICATED},
+}
+OUT_SPECS = ForwardOut(**_SPECS)  # of the outputs of all devices: the host reads rows and rerouting of all ranks
+
+
 def forward(
     state: nnx.State[Any, Any],
     pool: Any,  # shapes: KVPoolSpec.abstract
@@ -138,7 +147,8 @@ def forward(
     words = packed if is_verify else packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.row_words_in(shape):
         words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
-    counts = None if capture is None or counts is None else capture.count_experts(counts, paged.valid, batch.generated)
+    if capture is not None and counts is not None:
+        counts = _count_experts(capture, counts, batch, spec.kernels.ranks)
     rerouting = None if capture is None else capture.rerouting
     logits = None
     if spec.with_logits:
@@ -149,6 +159,16 @@ def forward(
     if isinstance(pool, HybridPool):
         pool, recurrent_inputs = dataclasses.replace(pool, inputs=None), pool.inputs
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams, recurrent_inputs)
+
+
+def _count_experts(
+    capture: RoutedExpertsDeviceCache, counts: Int32[Array, "F M E"], batch: ForwardBatch, ranks: AxisGroup
+) -> Int32[Array, "F M E"]:
+    """The counts with those of this step's tokens, of all data ranks."""
+    if ranks.count == 1:
+        return capture.count_experts(counts, batch.paged.valid, batch.generated)
+    own = capture.count_experts(jnp.zeros_like(counts), batch.paged.valid, batch.generated)
+    return counts + lax.psum(own, ranks.axis)
 
 
 def score_prompt(

@@ -22,7 +22,7 @@ from routed_experts.execution.orders import OrderKind
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import REPLICATED, jit_sharded
 from routed_experts.models.decoder.replica_maps import CAPACITY, REPLICAS
-from routed_experts.models.sharding import put_replicated
+from routed_experts.models.sharding import AXIS, DATA_AXIS, put_global
 
 MoeGroup = tuple[str, tuple[int, ...], tuple[str, ...]]  # path of a block, MoE ordinals of its layers, expert arrays
 
@@ -92,7 +92,7 @@ class ReplicatedExpertRunner(ModelRunner):
         arrays = dict(zip((f"{path}.{name}" for name in names), moved, strict=True))
         maps = np.array(leaves[f"{path}.{REPLICAS}"])
         maps[row] = replicas
-        arrays[f"{path}.{REPLICAS}"] = put_replicated(maps, self._replicated)
+        arrays[f"{path}.{REPLICAS}"] = put_global(maps, self._replicated)
         self._replace_weights(arrays)
         self._instances[layer] = new
         return plan.num_copied
@@ -118,7 +118,7 @@ class ReplicatedExpertRunner(ModelRunner):
         assert num_rows.keys() <= self._named_weights().keys(), "an engine whose instances have capacities"
         tables = {name: np.tile(np.array(factor, np.int32), (count, 1)) for name, count in num_rows.items()}
         self.orders.send(OrderKind.SET_CAPACITY, {"factor": list(factor)})
-        self._replace_weights({name: put_replicated(table, self._replicated) for name, table in tables.items()})
+        self._replace_weights({name: put_global(table, self._replicated) for name, table in tables.items()})
         self.factor = factor
 
     def _named_weights(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ReplicatedExpertRunner(ModelRunner):
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         mesh_specs, placement = self.spec.mesh_specs, self.placement
         assert mesh_specs is not None, "experts are placed on a mesh"
-        axis = str(mesh_specs.mesh.axis_names[0])
+        axis = (DATA_AXIS, AXIS) if mesh_specs.num_ranks > 1 else AXIS
         program = functools.partial(move_experts, per_device=placement.instances_per_device, axis=axis)
         leaves, jobs = self._named_weights(), super()._jobs()
         for path, _, names in self._groups:

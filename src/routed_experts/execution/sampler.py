@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, SamplerBatch, num_sampler_words, unpack, unpack_sampler
-from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
+from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpecs, jit_sharded
 from routed_experts.layers.logprobs import LogprobsKernel, bitcast_int32, ranked_logprobs, token_logprobs
 from routed_experts.layers.sampling import Penalties, penalize, sample
 
@@ -139,17 +139,17 @@ def choose_tokens(
 @functools.lru_cache(maxsize=256)
 def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     """`sample_tokens`, jitted and cached; all engines of a process share its traces."""
-    same = (REPLICATED,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    return jit_sharded(program, without_model(mesh), in_specs=same * 4, out_specs=same * 2, donate_argnums=(1,))
+    out_specs = (BY_RANK, GATHERED)
+    return jit_sharded(program, without_model(mesh), in_specs=(BY_RANK,) * 4, out_specs=out_specs, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
 def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`update_token_counts`, jitted in the same way."""
-    same = (REPLICATED,)
+    own = (BY_RANK,)
     program = functools.wraps(update_token_counts)(functools.partial(update_token_counts, shape=shape))
-    return jit_sharded(program, without_model(mesh), in_specs=same * 3, out_specs=same * 2, donate_argnums=(0,))
+    return jit_sharded(program, without_model(mesh), in_specs=own * 3, out_specs=own * 2, donate_argnums=(0,))
 
 
 def without_model(mesh: Mesh | None) -> MeshSpecs | None:

@@ -25,7 +25,7 @@ from routed_experts.execution.sampler import (
     choose_tokens,
     without_model,
 )
-from routed_experts.execution.spmd import REPLICATED, jit_sharded
+from routed_experts.execution.spmd import BY_RANK, GATHERED, jit_sharded
 from routed_experts.layers.acceptance import count_accepted
 from routed_experts.layers.logprobs import bitcast_int32
 
@@ -131,14 +131,14 @@ def _of_rows(batch: SamplerBatch, requests: Int[Array, " R"], positions: Int[Arr
 @functools.lru_cache(maxsize=256)
 def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     """`accept_tokens`, jitted and cached; all engines of a process share its traces."""
-    same = (REPLICATED,)
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
-    return jit_sharded(program, without_model(mesh), in_specs=same * 5, out_specs=same * 3, donate_argnums=(1,))
+    out_specs = (BY_RANK, GATHERED, BY_RANK)
+    return jit_sharded(program, without_model(mesh), in_specs=(BY_RANK,) * 5, out_specs=out_specs, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
 def accepted_counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`add_accepted`, jitted in the same way."""
-    same = (REPLICATED,)
+    own = (BY_RANK,)
     program = functools.wraps(add_accepted)(functools.partial(add_accepted, shape=shape))
-    return jit_sharded(program, without_model(mesh), in_specs=same * 4, out_specs=REPLICATED, donate_argnums=(0,))
+    return jit_sharded(program, without_model(mesh), in_specs=own * 4, out_specs=BY_RANK, donate_argnums=(0,))

@@ -146,7 +146,7 @@ class Kernels:
     a run at once. `argmax` returns the best token of each row of logits, as `best_token` does, and its logprob; None:
     plain array code. `logprobs`: of tokens of such rows, in the same bits. `tied_linear`: the product with a table of
     embeddings in place; None: with its transpose. `rows`: norms and gates of a layer that runs in pieces. `group`: the
-    devices that share the layers' work.
+    devices that share the layers' work; `ranks`: the data ranks that share the experts.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
@@ -165,6 +165,7 @@ class Kernels:
     logprobs: LogprobsKernel = log_softmax_at
     tied_linear: TiedLinear | None = None
     group: AxisGroup = SINGLE_DEVICE
+    ranks: AxisGroup = SINGLE_DEVICE
     stream_dtype: jnp.dtype | None = None
 
     @property
@@ -186,11 +187,13 @@ class Kernels:
         tied = self.tied_linear if self.group.count == 1 else None
         return HeadProduct(linear=row_parallel_linear(linear, self.group), tied=tied)
 
-    def with_group(self, group: AxisGroup) -> "Kernels":
+    def with_group(
+        self, group: AxisGroup, *, experts: AxisGroup | None = None, ranks: AxisGroup = SINGLE_DEVICE
+    ) -> "Kernels":
         """The same kernels on one device's share of the weights. Kernels that span an all-reduce are
-        left out."""
-        if group.count == 1:
+        left out. With data ranks, `group` are the devices of one, `experts` those of all, and `ranks` one of each."""
+        experts = experts or group
+        if experts.count == 1:
             return self
-        return dataclasses.replace(
-            self, moe=parallel_moe(self.moe, group), fused_layer=None, layer_stack=None, group=group
-        )
+        moe = parallel_moe(self.moe, experts, ranks)
+        return dataclasses.replace(self, moe=moe, fused_layer=None, layer_stack=None, group=group, ranks=ranks)

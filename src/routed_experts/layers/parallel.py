@@ -1,8 +1,9 @@
-"""Tensor and expert parallelism inside a layer, from one device's view: collectives over one mesh axis. A program on
+"""Tensor, expert and data parallelism inside a layer, from one device's view: collectives over mesh axes. A program on
 one device holds none of this.
 
 Each device holds a shard of the heads and of the experts and computes a partial sum; the stream between layers, the
-routers and their choices are replicated. Dims: N rows, D hidden, V devices."""
+routers and their choices are replicated, in each data rank those of its own rows. Dims: N rows, D hidden, V devices, R
+data ranks."""
 
 import dataclasses
 import functools
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.routing import RouterSpec, Routing
@@ -36,13 +37,14 @@ Rerouter = Callable[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: this device alone. `ordered`: sums are
-    added in the order of the devices, so that their bits do not depend on how the devices are shared by processes.
+    """`count` devices on the mesh axis `axis`, or on several, inside a `shard_map` over it; 1: this device alone.
+    `ordered`: sums are added in the order of the devices, so that their bits do not depend on how the devices are
+    shared by processes.
     `expert_parallel`: each holds some experts, all of them, and not a share of every expert; `instances` of them are
     on all devices together, 0: one an expert. `rerouter`: routes where instances have capacities; None: they have
     not."""
 
-    axis: str = ""
+    axis: str | tuple[str, ...] = ""
     count: int = 1
     expert_parallel: bool = False
     instances: int = 0
@@ -69,6 +71,19 @@ class AxisGroup:
     def _ordered_sum(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """The sum of what all hold, added in the order of the devices."""
         parts = lax.all_gather(partial, self.axis)
+        return functools.reduce(lambda total, index: total + parts[index], range(1, self.count), parts[0])
+
+    def gather_rows(self, rows: Shaped[Array, "N ..."]) -> Shaped[Array, "R*N ..."]:
+        """The rows of all, one after another."""
+        return rows if self.count == 1 else lax.all_gather(rows, self.axis, tiled=True)
+
+    def sum_own_rows(self, partial: Float[Array, "R*N D"]) -> Float[Array, "N D"]:
+        """Of the sum of what all hold, the rows that this one gave to `gather_rows`."""
+        if self.count == 1:
+            return partial
+        if not self.ordered:
+            return lax.psum_scatter(partial, self.axis, scatter_dimension=0, tiled=True)
+        parts = lax.all_to_all(partial.reshape(self.count, -1, partial.shape[1]), self.axis, 0, 0)
         return functools.reduce(lambda total, index: total + parts[index], range(1, self.count), parts[0])
 
     def all_gather(self, columns: Float[Array, "N D/V"]) -> Float[Array, "N D"]:

@@ -66,6 +66,10 @@ class PrefixCache:
         node, pages = self._tree.descend(token_ids, namespace)
         return PrefixMatch(pages=pages, node=node)
 
+    def match_length(self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable) -> int:
+        """How many tokens `match` would find. Nothing is marked as used, and no node is split."""
+        return self._tree.match_length(token_ids, namespace)
+
     def lock(self, node: PrefixNode) -> None:
         """Keep the node and its path until as many unlocks. A detached node can be locked while another lock covers
         it."""

@@ -74,6 +74,20 @@ class PrefixTree:
             rest = rest[count * self.page_size :]
         return node, np.concatenate(pages)
 
+    def match_length(self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable) -> int:
+        """How many tokens `descend` would follow. The tree stays as it is."""
+        node, rest = self.root, token_ids[: token_ids.size // self.page_size * self.page_size]
+        while rest.size:
+            bucket = node.children.get(self._key(namespace, rest), [])
+            counted = ((child, _num_common_pages(child.tokens, rest, self.page_size)) for child in bucket)
+            child, count = next((pair for pair in counted if pair[1]), (None, 0))
+            if child is None:
+                break
+            node, rest = child, rest[count * self.page_size :]
+            if count < child.pages.size:
+                break
+        return token_ids.size // self.page_size * self.page_size - rest.size
+
     def add(
         self, parent: PrefixNode, tokens: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable
     ) -> PrefixNode:

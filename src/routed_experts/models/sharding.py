@@ -1,11 +1,14 @@
-"""A model's weights sharded over a mesh of one axis: the part of an array on each device, and the transfer to the
-devices.
+"""A model's weights sharded over a mesh: the part of an array on each device, and the transfer to the devices.
+
+The mesh has one axis, "tensor"; with data ranks "data" comes before it. Experts are sharded over both axes, all other
+arrays over "tensor", so that every data rank holds them.
 
 Parts of one array are side by side along the axis of its partition, in the order of the devices, as one global
 array. Where segments are partitioned separately, its columns are in another order than in the model's own array.
 Dims: V devices."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -21,7 +24,7 @@ from jaxtyping import Array, Shaped
 from routed_experts.core.errors import MachineError
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 
-AXIS = "tensor"
+AXIS, DATA_AXIS = "tensor", "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ModelSharding:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The first V devices on one axis. Raises MachineError where there are fewer."""
+        """The first V devices, those of a data rank side by side. Raises MachineError where there are fewer."""
         devices = self.devices or jax.devices()
         if len(devices) < self.parallel.devices:
             kind = devices[0].platform
@@ -64,7 +67,10 @@ class ModelSharding:
             raise MachineError(
                 f"tp_size={self.parallel.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}"
             )
-        return Mesh(np.array(devices[: self.parallel.devices]), (AXIS,))
+        chosen = np.array(devices[: self.parallel.devices])
+        if self.parallel.data == 1:
+            return Mesh(chosen, (AXIS,))
+        return Mesh(chosen.reshape(self.parallel.data, self.parallel.tensor), (DATA_AXIS, AXIS))
 
     def spec(self, name: str, ndim: int) -> PartitionSpec:
         """The PartitionSpec of the global array of that name."""
@@ -72,7 +78,8 @@ class ModelSharding:
         if partition is None:
             return PartitionSpec()
         axis = partition.axis % ndim
-        return PartitionSpec(*[AXIS if index == axis else None for index in range(axis + 1)])
+        axes = (DATA_AXIS, AXIS) if partition.over_data and self.parallel.data > 1 else AXIS
+        return PartitionSpec(*[axes if index == axis else None for index in range(axis + 1)])
 
     def sharding(self, name: str, ndim: int) -> NamedSharding:
         """The NamedSharding of that array on the mesh."""
@@ -81,7 +88,7 @@ class ModelSharding:
     def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one device's part of the model's array."""
         partition = self.partitions.get(name)
-        return shape if partition is None else partition.local_shape(shape, self.parallel.devices)
+        return shape if partition is None else partition.local_shape(shape, self.parallel.parts(partition))
 
     def global_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the parts of all devices side by side."""
@@ -89,12 +96,22 @@ class ModelSharding:
         if partition is None:
             return shape
         part, axis = self.local_shape(name, shape), partition.axis % len(shape)
-        return (*part[:axis], part[axis] * self.parallel.devices, *part[axis + 1 :])
+        return (*part[:axis], part[axis] * self.parallel.parts(partition), *part[axis + 1 :])
 
     def local_part(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         """Shapes of one device's part of a model's arrays."""
         flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
         return nnx.from_flat_state(flat)
+
+    def rank_bytes(self, state: nnx.State[Any, Any]) -> int:
+        """Bytes of one device's part of the arrays that every data rank holds."""
+        named = ((_dotted(path), leaf) for path, leaf in nnx.to_flat_state(state))
+        whole = ((self.partitions.get(name), name, leaf) for name, leaf in named)
+        return sum(
+            math.prod(self.local_shape(name, leaf.shape)) * leaf.dtype.itemsize
+            for partition, name, leaf in whole
+            if partition is None or not partition.over_data
+        )
 
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
         """Shard a model's arrays over the devices; with `donate` each array is deleted once copied."""
@@ -110,9 +127,10 @@ class ModelSharding:
         """Shard one array over the devices."""
         partition, sharding = self.partitions.get(name), self.sharding(name, array.ndim)
         if partition is None:
-            return put_replicated(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
+            return put_global(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
+        count = self.parallel.parts(partition)
         parts = [
-            jax.device_put(_take(array, partition, number, self.parallel.devices), device)
+            jax.device_put(_take(array, partition, number % count, count), device)
             for number, device in enumerate(self.mesh.devices.flat)
             if device.process_index == jax.process_index()
         ]
@@ -120,16 +138,16 @@ class ModelSharding:
 
     def put_maps(self) -> dict[str, Array]:
         """The maps, the same on every device."""
-        return {name: put_replicated(table, self.sharding(name, table.ndim)) for name, table in self.maps.items()}
+        return {name: put_global(table, self.sharding(name, table.ndim)) for name, table in self.maps.items()}
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.local_shape(name, leaf.shape), leaf.dtype)
 
 
-def put_replicated(array: Array | np.ndarray, sharding: Sharding | None) -> Array:
-    """Put an array on every device of a replicated sharding; None: on the default device. Where the devices belong to
-    several processes, each puts it on its own: jax.device_put would compare the arrays of all, which takes
-    milliseconds."""
+def put_global(array: Array | np.ndarray, sharding: Sharding | None) -> Array:
+    """Put an array that every process holds on the devices of a sharding; None: on the default device. Where the
+    devices belong to several processes, each serves its own: jax.device_put would compare the arrays of all, which
+    takes milliseconds."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     host = np.asarray(array)

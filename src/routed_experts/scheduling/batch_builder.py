@@ -37,6 +37,31 @@ class _BatchLayout:
     return_routed_experts: tuple[bool, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepForm:
+    """What decides which programs run a step: its tokens and requests; whether every request feeds one token, and no
+    scored token of a prompt; whether it verifies drafts; the largest sampler mode that a request needs."""
+
+    num_tokens: int
+    num_requests: int
+    one_token_each: bool
+    is_verify: bool
+    is_scored: bool
+    sampling_mode: SamplingMode
+
+    @staticmethod
+    def merge(forms: Sequence["StepForm"]) -> "StepForm":
+        """The smallest form that holds all of these."""
+        return StepForm(
+            num_tokens=max(form.num_tokens for form in forms),
+            num_requests=max(form.num_requests for form in forms),
+            one_token_each=all(form.one_token_each for form in forms),
+            is_verify=any(form.is_verify for form in forms),
+            is_scored=any(form.is_scored for form in forms),
+            sampling_mode=max(form.sampling_mode for form in forms),
+        )
+
+
 class BatchBuilder:
     """Builds batches and owns the table of sampling parameters."""
 
@@ -64,24 +89,41 @@ class BatchBuilder:
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
         self._cached_layout = None
 
+    def form(
+        self, chunks: Sequence[ScheduledChunk], *, all_generated: bool = False, is_ahead: bool = False
+    ) -> StepForm:
+        """The form of a step of these chunks; see `build`."""
+        total = sum([chunk.count for chunk in chunks])
+        is_scored = not all_generated and any(map(has_scored_prompt_tokens, chunks))
+        # also of chunks that sample nothing: FULL counts every token fed
+        modes = [chunk.req.required_mode() for chunk in chunks]
+        return StepForm(
+            num_tokens=total,
+            num_requests=len(chunks),
+            one_token_each=total == len(chunks) and not is_scored,
+            is_verify=is_ahead or any(chunk.drafts is not None for chunk in chunks),
+            is_scored=is_scored,
+            sampling_mode=max(modes),
+        )
+
     def build(
         self,
         chunks: Sequence[ScheduledChunk],
+        form: StepForm | None = None,
         *,
         step: int,
         all_generated: bool = False,
         drafts_ahead: bool = False,
         is_ahead: bool = False,
     ) -> ModelWorkerBatch:
-        """Pad the chunks, in their order, to the smallest bucket. `all_generated`: no chunk feeds a token of a prompt;
-        `drafts_ahead`: a model drafts for the next step; `is_ahead`: chunks begin at 0, where their requests stand on
-        the device, and `locate` completes the batch."""
+        """Pad the chunks, in their order, to the smallest bucket that holds `form`: that of all data ranks, None: their
+        own. No chunks are a batch of padding. `all_generated`: no chunk feeds a token of a prompt; `drafts_ahead`: a
+        model drafts for the next step; `is_ahead`: chunks begin at 0, where their requests stand on the device, and
+        `locate` completes the batch."""
+        form = form or self.form(chunks, all_generated=all_generated, is_ahead=is_ahead)
         counts = [chunk.count for chunk in chunks]
-        total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, chunks))
-        mode, padded_tokens, padded_rows = self._shape(chunks, total, scored=scored, is_ahead=is_ahead)
-        modes = [
-            chunk.req.required_mode() for chunk in chunks
-        ]  # also of chunks that sample nothing: FULL counts every token fed
+        total = sum(counts)
+        mode, padded_tokens, padded_rows = self._shape(form)
         layout = self._layout(chunks, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
         seq_lens[: len(chunks)] = [chunk.start + chunk.count for chunk in chunks]
@@ -99,7 +141,7 @@ class BatchBuilder:
             step=step,
             all_generated=all_generated,
             mode=mode,
-            sampling_mode=max(modes),
+            sampling_mode=form.sampling_mode,
             num_tokens=total,
             num_requests=len(chunks),
             token_ids=_unknown(total, padded_tokens) if is_ahead else self._token_ids(chunks, padded_tokens, mode),
@@ -110,9 +152,9 @@ class BatchBuilder:
             seq_lens=seq_lens,
             request_slots=layout.request_slots,
             page_table=table,
-            sampling=self._sampling(chunks, layout, seq_lens, full=SamplingMode.FULL in modes),
+            sampling=self._sampling(chunks, layout, seq_lens, full=form.sampling_mode is SamplingMode.FULL),
             samples=tuple([chunk.samples for chunk in chunks]),
-            prompt_targets=_prompt_targets(chunks, padded_tokens) if scored else None,
+            prompt_targets=_prompt_targets(chunks, padded_tokens) if form.is_scored else None,
             return_routed_experts=layout.return_routed_experts,
             drafts_ahead=drafts_ahead,
             next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
@@ -141,15 +183,13 @@ class BatchBuilder:
         page, offset = np.divmod(positions, self._page_size)
         return table[rows, page].astype(np.int64) * self._page_size + offset
 
-    def _shape(
-        self, chunks: Sequence[ScheduledChunk], total: int, *, scored: bool, is_ahead: bool
-    ) -> tuple[ForwardMode, int, int]:
+    def _shape(self, form: StepForm) -> tuple[ForwardMode, int, int]:
         """Return (mode, padded tokens, padded requests)."""
-        if is_ahead or any(chunk.drafts is not None for chunk in chunks):
-            verify = self._buckets.verify_shape(total, len(chunks))
-            assert verify is not None, (total, len(chunks), self._buckets.verify)
+        if form.is_verify:
+            verify = self._buckets.verify_shape(form.num_tokens, form.num_requests)
+            assert verify is not None, (form, self._buckets.verify)
             return ForwardMode.TARGET_VERIFY, *verify
-        return self._buckets.shape(total, len(chunks), all_decode=total == len(chunks) and not scored)
+        return self._buckets.shape(form.num_tokens, form.num_requests, all_decode=form.one_token_each)
 
     def _layout(self, chunks: Sequence[ScheduledChunk], padded: int) -> _BatchLayout:
         """Return the layout of the last step where the same requests are in the same order, else a new one."""

@@ -45,6 +45,7 @@ class Req:
         # Why it finishes once its last token has been fed, for that token's row.
         self.pending_finish: FinishReason | None = None
         self.num_known, self.num_pending, self.num_dispatched, self.num_committed = self.prompt_len, 0, 0, 0
+        self.dp_rank = 0  # the data rank that it belongs to, from when it is queued
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0

@@ -4,7 +4,10 @@ A step holds every request that can decode, then prompt chunks within the token 
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
 rows. At most one step is in flight when the next is scheduled, none where the host has the drafts of the next. A step
-with prompt chunks has no drafts."""
+with prompt chunks has no drafts.
+
+A step is scheduled in two parts: `choose` what it feeds, then `build` the batch. Between them the schedulers of several
+data ranks agree on one padded shape."""
 
 import collections
 import dataclasses
@@ -16,12 +19,11 @@ from jaxtyping import Bool, Int32
 
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.buckets import Buckets
-from routed_experts.core.errors import QueueFullError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.scheduling.batch_builder import BatchBuilder, has_scored_prompt_tokens
+from routed_experts.scheduling.batch_builder import BatchBuilder, StepForm, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
 from routed_experts.scheduling.schedule_batch import Req, ReqState, ScheduledChunk
 
@@ -38,6 +40,14 @@ class Committed:
 
     advanced: list[Req]
     live: Bool[np.ndarray, " num_tokens"] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """What the requests of a scheduler feed in its next step. `all_generated`: no token of a prompt."""
+
+    chunks: list[ScheduledChunk]
+    all_generated: bool
 
 
 def no_stop_strings(_: Req) -> str | None:
@@ -76,27 +86,40 @@ class Scheduler:
         """Whether a request runs, or has generated tokens and was returned to the queue."""
         return bool(self.running) or any(req.num_output for req in self.waiting)
 
-    def add(self, reqs: Sequence[Req]) -> None:
-        """Queue the requests of one call, all or none. Raises QueueFullError if they do not fit."""
-        limit = self._args.max_queued_requests
-        if len(reqs) > limit:
-            raise QueueFullError(
-                f"{len(reqs)} requests in one call exceed max_queued_requests={limit}; send at most {limit} at once"
-            )
-        if len(self.waiting) + len(reqs) > limit:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait and {len(reqs)} more exceed max_queued_requests={limit}; "
-                "try again later"
-            )
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step with requests of this scheduler has not been committed."""
+        return bool(self._in_flight)
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Known tokens of the requests that wait or run."""
+        return sum(req.num_known for req in (*self.waiting, *self.running))
+
+    def num_cached(self, req: Req) -> int:
+        """How many tokens of a request's prompt the prefix cache holds. Nothing is marked as used."""
+        if self._args.disable_radix_cache:
+            return 0
+        namespace = self.weight_version, req.source.extra_key
+        return self.pages.cache.match_length(req.tokens[: req.prompt_len], namespace)
+
+    def add(self, reqs: Iterable[Req]) -> None:
+        """Queue requests."""
         for req in reqs:
             if req.source.choice == 0:
                 self._leaders[req.source.group] = req
             self.waiting.append(req)
 
     def schedule(self, drafts: Drafts = NO_DRAFTS, *, drafts_ahead: bool = False) -> ModelWorkerBatch | None:
-        """Build the batch of the next step; None when nothing can run now. `drafts` are cut to what a request may
-        verify, and dropped where the step has prompt chunks or pages are short. `drafts_ahead`: a model drafts for the
-        step after it; the pages that it writes to are allocated as far as there are some."""
+        """Build the batch of the next step of this scheduler alone; None when nothing can run now. See `choose` and
+        `build`."""
+        chosen = self.choose(drafts)
+        return None if chosen is None else self.build(chosen, drafts_ahead=drafts_ahead)
+
+    def choose(self, drafts: Drafts = NO_DRAFTS) -> ChosenStep | None:
+        """Choose what the next step feeds, and admit requests to it; None when nothing can run now. `drafts` are cut to
+        what a request may verify, and dropped where the step has prompt chunks or pages are short. `build` follows
+        before anything else."""
         chunks = [
             ScheduledChunk(req, req.num_dispatched, 1, True)
             for req in self.running
@@ -119,11 +142,31 @@ class Scheduler:
         if drafts and len(chunks) == decoding:
             assert not self._in_flight, "drafts follow tokens that the host knows"
             chunks = self._with_drafts(chunks, drafts)
+        return ChosenStep(chunks, len(chunks) == decoding)
+
+    def form(self, chosen: ChosenStep) -> StepForm:
+        """The form of a chosen step by itself."""
+        return self._batch_builder.form(chosen.chunks, all_generated=chosen.all_generated)
+
+    def build(
+        self, chosen: ChosenStep | None, form: StepForm | None = None, *, drafts_ahead: bool = False
+    ) -> ModelWorkerBatch:
+        """Build the batch of a chosen step, padded as `form` says (None: its own). None is a batch of padding, for a
+        step of other data ranks. `drafts_ahead`: a model drafts for the step after it; the pages that it writes to are
+        allocated as far as there are some."""
+        if chosen is None:
+            assert form is not None, "of the ranks that do run"
+            return self._batch_builder.build((), form, step=self._step, all_generated=True)
+        chunks = chosen.chunks
         if drafts_ahead:
             for chunk in chunks:
                 self._grow_ahead(chunk)
         batch = self._batch_builder.build(
-            chunks, step=self._step, all_generated=len(chunks) == decoding, drafts_ahead=drafts_ahead
+            chunks,
+            form,
+            step=self._step,
+            all_generated=chosen.all_generated,
+            drafts_ahead=drafts_ahead,
         )
         is_verify = batch.mode is ForwardMode.TARGET_VERIFY
         self._located = frozenset(chunk.req.rid for chunk in chunks) if is_verify else frozenset()

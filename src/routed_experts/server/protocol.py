@@ -54,6 +54,7 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     rid: str | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    data_parallel_rank: int | None = None
     return_token_ids: bool | None = None
 
 
@@ -105,6 +106,7 @@ class GenerateRequest(RoutingFields, kw_only=True):
     stream: bool | None = None
     rid: str | None = None
     extra_key: str | None = None
+    data_parallel_rank: int | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None

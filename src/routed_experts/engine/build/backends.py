@@ -22,7 +22,7 @@ from routed_experts.layers.parallel import AxisGroup, Rerouter
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
-from routed_experts.models.sharding import AXIS
+from routed_experts.models.sharding import AXIS, DATA_AXIS
 
 T = TypeVar("T", Kernels, AttentionBackend)
 logger = logging.getLogger(__name__)
@@ -194,7 +194,12 @@ class BackendRegistry:
             rerouter=rerouter,
             ordered=args.deterministic,
         )
-        return kernels.with_group(group), attention
+        if args.dp_size == 1:
+            return kernels.with_group(group), attention
+        ranks = AxisGroup(axis=DATA_AXIS, count=args.dp_size, ordered=args.deterministic)
+        own = AxisGroup(axis=AXIS, count=args.tp_size // args.dp_size, ordered=args.deterministic)
+        experts = dataclasses.replace(group, axis=(DATA_AXIS, AXIS))
+        return kernels.with_group(own, experts=experts, ranks=ranks), attention
 
     def may_compile(self, args: ServerArgs, platform: str) -> bool:
         """Whether `choose` may load kernels that are compiled from C++ on `platform`."""

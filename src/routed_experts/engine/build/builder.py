@@ -65,6 +65,7 @@ from routed_experts.models.decoder.replica_maps import moe_groups
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
+from routed_experts.scheduling.data_ranks import DataRank, DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
 from routed_experts.speculation.draft_policy import DraftPolicy
 from routed_experts.speculation.drafter import Drafter
@@ -232,6 +233,8 @@ def _build_runner(
     skip_absent_tpu()
     check_processes(group)
     offloads_experts = experts is not None and experts.num_resident is not None
+    if args.dp_size > 1:
+        _check_data_ranks(args, offloads_experts=offloads_experts, placement=placement, speculative=speculative)
     source, config = _open(args, model, load_format)
     if speculative is not None:
         _check_speculation(offloads_experts=offloads_experts, placement=placement)
@@ -318,6 +321,25 @@ def _check_batch_invariant_states(args: ServerArgs, config: DecoderConfig, atten
     if args.deterministic and isinstance(shape, DeltaShape) and attention.recur is None:
         text = "deterministic=True with a delta rule that runs as array code: its sums depend on where a prompt is cut"
         raise ConfigError(f"{text}; leave deterministic out")
+
+
+def _check_data_ranks(
+    args: ServerArgs,
+    *,
+    offloads_experts: bool,
+    placement: PlacementConfig | None,
+    speculative: SpeculativeConfig | None,
+) -> None:
+    """Raise ConfigError for what data ranks do not do in this version."""
+    reason = None
+    if offloads_experts:
+        reason = "experts on the host belong to one device; leave kt_num_gpu_experts out"
+    elif placement is not None and placement.capacity_limited:
+        reason = "capacities are those of one batch, and each rank routes its own; choose mode='replicas'"
+    elif speculative is not None:
+        reason = f"speculation by {speculative.algorithm} runs without data ranks; leave speculative decoding out"
+    if reason is not None:
+        raise ConfigError(f"dp_size={args.dp_size}: {reason}, or set dp_size=1")
 
 
 def _check_speculation(*, offloads_experts: bool, placement: PlacementConfig | None) -> None:
@@ -443,9 +465,14 @@ def _new_core(
 ) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
-    capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
-    scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
-    updater = None if offload is None else offload.updater(capturer, runner)
+    ranks = [
+        DataRank(
+            Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size),
+            RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable),
+        )
+        for _ in range(runner.num_ranks)
+    ]
+    updater = None if offload is None else offload.updater(ranks[0].capturer, runner)
     callbacks = [balancer.after_step for balancer in load_balancers if balancer is not None]
 
     def after_step(took_s: float) -> None:
@@ -453,9 +480,8 @@ def _new_core(
             callback(took_s)
 
     return EngineCore(
-        scheduler,
+        DataRanks(ranks, args),
         runner,
-        capturer,
         after_step=after_step if callbacks else updater,
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
         speculation=speculation,

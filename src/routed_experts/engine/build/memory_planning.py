@@ -54,6 +54,8 @@ def plan_engine(
     sizes = {"context_length": context_length, "num_drafts": num_drafts}
     draft = NO_DRAFT_MODEL if draft_demand is None else draft_demand(shapes, jnp.dtype(common_dtype(arrays)))
     memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, draft=draft, **sizes)
+    if shards is not None and args.dp_size > 1:
+        memory = dataclasses.replace(memory, rank_weights=shards.rank_bytes(arrays))
     buckets = Buckets.from_args(args, draft_model=draft_demand is not None, lookahead=lookahead, **sizes)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32, UInt
 
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ProcessMismatchError
@@ -26,15 +27,24 @@ from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.forward_batch import BatchShape, pack, to_batch_shape
+from routed_experts.execution.forward_batch import BatchShape, concatenate, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.offload.offload_scorer import BetweenSteps, OffloadScorer
 from routed_experts.execution.orders import NO_FOLLOWERS, Order, OrderKind, OrderSender
-from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
-from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, sharded_zeros
+from routed_experts.execution.programs import OUT_SPECS, ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.spmd import (
+    BY_RANK,
+    GATHERED,
+    POOL,
+    REPLICATED,
+    WEIGHTS,
+    shard_program,
+    sharded_zeros,
+)
 from routed_experts.models.base.interface import TokenRouting
-from routed_experts.models.sharding import put_replicated
+from routed_experts.models.sharding import put_global
+from routed_experts.scheduling.data_ranks import DataRank, DataRanks
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -83,12 +93,9 @@ class Scorer:
                 for index, (ids, record) in enumerate(zip(sequences, records, strict=True))
             ]
             num_pages = self._num_pages([ids.size for ids in sequences]) + 1
-            scheduler = Scheduler(
-                self._args, self._buckets, num_pages=num_pages, vocab_size=self._runner.config.vocab_size
-            )
             in_group = self._runner.orders is not NO_FOLLOWERS  # all its programs are dispatched by one thread
             score_run = _ScoreRun(
-                requests, state, scheduler, self._programs, self._between_steps if in_group else _at_once
+                requests, state, self._ranks(num_pages), self._programs, self._between_steps if in_group else _at_once
             )
             score_run.begin(num_pages)
             try:
@@ -97,6 +104,18 @@ class Scorer:
             finally:
                 score_run.end()
             return [_output(request, self._runner.spec, version) for request in requests]
+
+    def _ranks(self, num_pages: int) -> DataRanks:
+        """Empty data ranks of so many pages each."""
+        vocab_size = self._runner.config.vocab_size
+        ranks = [
+            DataRank(
+                Scheduler(self._args, self._buckets, num_pages=num_pages, vocab_size=vocab_size),
+                RoutedExpertsCapturer.create(None, num_slots=1, page_size=1, enable=False),
+            )
+            for _ in range(self._runner.num_ranks)
+        ]
+        return DataRanks(ranks, self._args)
 
     def _num_pages(self, lengths: Sequence[int]) -> int:
         """Pages for the longest sequence or for the tokens of a step, rounded up to a power of two: few programs."""
@@ -114,19 +133,19 @@ class _ScoreRequest:
 
 
 class _ScoreRun:
-    """The steps of one call, over a scheduler and a pool of its own."""
+    """The steps of one call, over schedulers and pools of its own."""
 
     def __init__(
         self,
         requests: Sequence[_ScoreRequest],
         state: nnx.State[Any, Any],
-        scheduler: Scheduler,
+        ranks: DataRanks,
         programs: "ScorePrograms",
         dispatch: BetweenSteps,
     ) -> None:
-        self._requests, self._state, self._scheduler = requests, state, scheduler
+        self._requests, self._state, self._ranks = requests, state, ranks
         self._programs, self._dispatch = programs, dispatch
-        self._scheduler.add([request.req for request in requests])
+        self._ranks.add([request.req for request in requests])
 
     def begin(self, num_pages: int) -> None:
         """Allocate a pool."""
@@ -138,31 +157,55 @@ class _ScoreRun:
 
     def step(self) -> bool:
         """Run the next step; False when all is done."""
-        batch = self._scheduler.schedule()
-        if batch is None:
-            assert not self._scheduler.waiting and not self._scheduler.running, "a sequence does not fit its own pages"
+        batches = self._ranks.build([rank.scheduler.choose() for rank in self._ranks], drafts_ahead=False)
+        if batches is None:
+            assert not self._ranks.num_waiting and not self._ranks.running, "a sequence does not fit its own pages"
             return False
-        by_slot = {request.req.slot: request for request in self._requests if request.req.state is ReqState.RUNNING}
-        parts = [by_slot[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
+        parts = [self._requests_of(number, batch) for number, batch in enumerate(batches)]
         capture = self._programs.spec.capture
-        routed = None if capture is None else _routes(batch, parts, capture)
-        inputs = ScoreInputs(to_batch_shape(batch), pack(batch), routed, batch.prompt_targets)
+        routed = None
+        if capture is not None:
+            of_ranks = [_routes(batch, requests, capture) for batch, requests in zip(batches, parts, strict=True)]
+            ids, valid = (concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
+            routed = ids, valid
+        targets = [batch.prompt_targets for batch in batches if batch.prompt_targets is not None]
+        shape, packed = to_batch_shape(batches[0]), pack_ranks(batches)
+        inputs = ScoreInputs(shape, packed, routed, concatenate(targets) if targets else None)
         out, on_device = self._dispatch(lambda: self._programs.run(self._state, inputs))
-        scored = None if on_device is None else np.asarray(on_device)
-        if out.rows is not None:
-            rows = np.asarray(out.rows)
-            for index, request in enumerate(parts):
-                request.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
-        for req in self._scheduler.commit(batch, _result(batch, scored)).advanced:
-            self._scheduler.release(req)
-        self._scheduler.pages.drain_changed_pages()
+        scored, rows = (split_ranks(array, len(batches)) for array in (on_device, out.rows))
+        for number, (rank, batch) in enumerate(zip(self._ranks, batches, strict=True)):
+            if batch.num_requests:
+                _commit(rank.scheduler, batch, parts[number], scored[number], rows[number])
         return True
+
+    def _requests_of(self, number: int, batch: ModelWorkerBatch) -> list[_ScoreRequest]:
+        """The requests of a data rank's batch, in order."""
+        running = (request for request in self._requests if request.req.state is ReqState.RUNNING)
+        by_slot = {request.req.slot: request for request in running if request.req.dp_rank == number}
+        return [by_slot[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
+
+
+def _commit(
+    scheduler: Scheduler,
+    batch: ModelWorkerBatch,
+    requests: Sequence[_ScoreRequest],
+    scored: Int32[np.ndarray, "N columns"] | None,
+    rows: UInt[np.ndarray, "N MK"] | None,
+) -> None:
+    """Take the results of a data rank's part of a step."""
+    if rows is not None:
+        for index, request in enumerate(requests):
+            request.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
+    for req in scheduler.commit(batch, _result(batch, scored)).advanced:
+        scheduler.release(req)
+    scheduler.pages.drain_changed_pages()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoreInputs:
     """What the programs of a score's step take from the host: packed metadata, rows to execute (ids and which are
-    valid; None where nothing is recorded), and the next token of each token, where logprobs are requested."""
+    valid; None where nothing is recorded), and the next token of each token, where logprobs are requested. With data
+    ranks, those of all ranks along the first axis."""
 
     shape: BatchShape
     packed: Int32[np.ndarray, " words"]
@@ -210,7 +253,8 @@ class ScorePrograms:
             pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
             self._pool = sharded_zeros(pool.abstract, mesh_specs, REPLICATED if mesh_specs is None else mesh_specs.pool)
             slots = jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32)
-            self._last_tokens = sharded_zeros(slots, mesh_specs)
+            by_rank = REPLICATED if mesh_specs is None else mesh_specs.by_rank
+            self._last_tokens = sharded_zeros(slots, mesh_specs, by_rank)
 
     def run(self, state: nnx.State[Any, Any], inputs: ScoreInputs) -> tuple[ForwardOut, Int32[Array, "N 1"] | None]:
         """Start a step; returns its outputs, and logprob bits of the targets."""
@@ -235,9 +279,9 @@ class ScorePrograms:
     def _put(self, array: np.ndarray) -> Array:
         """A host array on the devices that the programs run on."""
         mesh_specs = self.spec.mesh_specs
-        if mesh_specs is None or mesh_specs.everywhere.is_fully_addressable:
+        if mesh_specs is None or (mesh_specs.num_ranks == 1 and mesh_specs.everywhere.is_fully_addressable):
             return jnp.asarray(array)
-        return put_replicated(array, mesh_specs.everywhere)
+        return put_global(array, mesh_specs.own_part)
 
 
 def _at_once(function: Callable[[], Any]) -> Any:
@@ -273,8 +317,8 @@ def _forward_on_all(
             jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed
         )
 
-    in_specs = (WEIGHTS, POOL, REPLICATED, REPLICATED, REPLICATED)
-    return shard_program(run, spec.mesh_specs, in_specs=in_specs, out_specs=(POOL, REPLICATED))(
+    in_specs = (WEIGHTS, POOL, BY_RANK, BY_RANK, BY_RANK)
+    return shard_program(run, spec.mesh_specs, in_specs=in_specs, out_specs=(POOL, OUT_SPECS))(
         leaves, pool, last_tokens, packed, routed
     )
 
@@ -286,7 +330,7 @@ def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec
     def run(leaves: Any, hidden: Any, targets: Any) -> Any:
         return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec, top=0)
 
-    return shard_program(run, spec.mesh_specs, in_specs=(WEIGHTS, REPLICATED, REPLICATED), out_specs=REPLICATED)(
+    return shard_program(run, spec.mesh_specs, in_specs=(WEIGHTS, BY_RANK, BY_RANK), out_specs=GATHERED)(
         leaves, hidden, targets
     )
 

@@ -83,7 +83,7 @@ def create_sharding(
     """Create the sharding of a model; None on one device. Raises ConfigError for an unsupported sharding, and
     PlacementError for a placement of another model or number of devices."""
     parallel, partitions = (
-        ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1),
+        ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1, data=args.dp_size),
         config.partitions(by_expert=args.ep_size > 1),
     )
     if placement_config is None:

@@ -89,21 +89,22 @@ class EngineStats:
 def engine_stats(components: EngineComponents) -> EngineStats:
     """The present counts of an engine, from any thread."""
     core = components.core
-    allocator = core.scheduler.pages.allocator
+    schedulers = [rank.scheduler for rank in core.ranks]
+    pages = [scheduler.pages for scheduler in schedulers]
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.offload_stats()
     return EngineStats(
-        running=len(core.scheduler.running),
-        waiting=len(core.scheduler.waiting),
+        running=sum(len(scheduler.running) for scheduler in schedulers),
+        waiting=core.ranks.num_waiting,
         accepted=core.request_table.accepted,
         finished=MappingProxyType(dict(core.request_table.finished)),
         num_steps=core.num_steps,
         last_step_age_s=0.0 if core.request_table.num_live == 0 else time.monotonic() - core.last_progress,
-        free_pages=allocator.num_free,
-        cached_pages=core.scheduler.pages.cache.num_evictable,
-        total_pages=allocator.num_total,
-        preemptions=core.scheduler.num_retracted,
-        capture_host_bytes=core.capturer.host_bytes(),
+        free_pages=sum(own.allocator.num_free for own in pages),
+        cached_pages=sum(own.cache.num_evictable for own in pages),
+        total_pages=sum(own.allocator.num_total for own in pages),
+        preemptions=sum(scheduler.num_retracted for scheduler in schedulers),
+        capture_host_bytes=sum(rank.capturer.host_bytes() for rank in core.ranks),
         capture_rows=core.num_rows,
         capture_missing_rows=core.num_missing_rows,
         weight_version=core.runner.weight_version,

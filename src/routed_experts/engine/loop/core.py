@@ -1,5 +1,5 @@
-"""EngineCore: the step loop, without a thread. It ties the scheduler, the model runner and the routing capturer
-together.
+"""EngineCore: the step loop, without a thread. It ties the schedulers and routing capturers of the data ranks and the
+model runner together.
 
     schedule n+1 -> dispatch n+1 -> read n -> commit n -> file its rows -> collect rows of finished requests -> release
     their pages
@@ -18,18 +18,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
-from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, ReroutingCounts, TokenIDOut
-from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.loop.request_table import RequestTable, StopDetokenizer
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
+from routed_experts.scheduling.data_ranks import DataRank, DataRanks
 from routed_experts.scheduling.schedule_batch import Req, ReqState
-from routed_experts.scheduling.scheduler import NO_DRAFTS, Drafts, Scheduler
+from routed_experts.scheduling.scheduler import NO_DRAFTS, ChosenStep, Drafts, Scheduler
 
 ABORTED = FinishReason(type="abort", message="aborted by the caller")
 AfterStep = Callable[[float], None]  # receives the seconds since the step before, or since work arrived
@@ -50,15 +50,14 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        ranks: DataRanks,
         runner: ModelRunner,
-        capturer: RoutedExpertsCapturer,
         *,
         after_step: AfterStep | None = None,
         rerouting: ReroutingStats | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
+        self.ranks, self.runner = ranks, runner
         self.after_step = after_step
         self.rerouting = rerouting  # None: expert instances have no capacities
         self.speculation = speculation  # None: nothing is drafted
@@ -85,7 +84,7 @@ class EngineCore:
             return False
         if self.pause_mode is None:
             return self.request_table.num_live > 0
-        return self.pause_mode is PauseMode.WAIT and self.scheduler.has_started
+        return self.pause_mode is PauseMode.WAIT and self.ranks.has_started
 
     @property
     def _runs(self) -> bool:
@@ -96,7 +95,7 @@ class EngineCore:
         """Accept the requests of one call, all or none; `detokenizers` belong to those with stop strings, by request
         id. Raises QueueFullError if they do not fit."""
         try:
-            self.scheduler.add(reqs)
+            self.ranks.add(reqs)
         except QueueFullError:
             self.request_table.reject(len(reqs))
             raise
@@ -120,19 +119,19 @@ class EngineCore:
         """Dispatch the next step and process the result of the one before it, in this order unless the host has drafts
         for the next one."""
         speculation = self.speculation
-        batch = None if speculation is None else self._schedule_ahead(speculation)
-        is_ahead = batch is not None
+        batches = None if speculation is None else self._schedule_ahead(speculation)
+        is_ahead = batches is not None
         if speculation is not None and not is_ahead and self._is_joined(speculation):
             return self._joined_step(speculation)
         if not is_ahead:
-            batch = self._schedule()
-        dispatched = None if batch is None else self.runner.dispatch(batch)
+            batches = self._schedule()
+        dispatched = None if batches is None else self.runner.dispatch(batches)
         outs = self._process_result(dispatched)
         self._joined_at = None
         if speculation is not None and is_ahead:
-            speculation.catch_up(self.scheduler.running)
+            speculation.catch_up(self.ranks.running)
         elif speculation is not None:
-            speculation.watch(self.scheduler.running, self.num_steps)
+            speculation.watch(self.ranks.running, self.num_steps)
         return outs
 
     def drain(self) -> BatchTokenIDOut:
@@ -140,19 +139,23 @@ class EngineCore:
         return self._process_result(None)
 
     def retract(self, req: Req) -> None:
-        """Send a running request back to the queue with its tokens and rows. Drain first."""
-        assert self._pending is None, "a retracted request takes its rows along: drain first"
-        saved = req.saved_rows
-        if self.capturer.enabled:
-            saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved_rows)
+        """Send a running request back to the queue with its tokens and rows. No step of its data rank may be in flight:
+        drain first."""
+        rank, saved = self.ranks.rank_of(req), req.saved_rows
+        scheduler = rank.scheduler
+        assert not scheduler.is_in_flight, "a retracted request takes its rows along: drain first"
+        if rank.capturer.enabled:
+            saved = rank.capturer.save(scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved_rows)
         if self.rerouting is not None:
             self.rerouting.retract(req, self._prefix_slots(req))
-        self.scheduler.retract(req, saved)
-        self._invalidate_recycled_rows()
+        scheduler.retract(req, saved)
+        rank.invalidate_recycled_rows()
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling until `resume`; `mode` decides about running requests. Drain first."""
-        self.pause_mode, self.scheduler.accepts_new = mode, False
+        self.pause_mode = mode
+        for rank in self.ranks:
+            rank.scheduler.accepts_new = False
         if mode is PauseMode.RETRACT:
             self._retract_all()
         elif mode is PauseMode.ABORT:
@@ -161,14 +164,16 @@ class EngineCore:
 
     def resume(self) -> None:
         """End the pause, if there is one; requests continue where they are."""
-        self.pause_mode, self.scheduler.accepts_new = None, True
+        self.pause_mode = None
+        for rank in self.ranks:
+            rank.scheduler.accepts_new = True
 
     def flush_cache(self, *, drafts: bool = False) -> int:
         """Drop all cached prefixes, and with `drafts` all remembered answers; returns the pages freed. Running requests
         keep their pages."""
         if drafts and self.speculation is not None:
             self.speculation.forget()
-        freed = self.scheduler.pages.flush()
+        freed = sum(rank.scheduler.pages.flush() for rank in self.ranks)
         self._invalidate_recycled_rows()
         return freed
 
@@ -179,7 +184,8 @@ class EngineCore:
         never matched again; "flush" also sends running requests back to prefill again, "keep" leaves them their pages.
         Written rows stay. Drain first."""
         self.runner.update_weights(state, version=version, donate=donate)
-        self.scheduler.weight_version = version
+        for rank in self.ranks:
+            rank.scheduler.weight_version = version
         self.released -= {"weights"}
         if cache == "flush":
             self._retract_all()
@@ -203,102 +209,116 @@ class EngineCore:
 
     def check_integrity(self) -> list[Violation]:
         """Check I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
-        slots = self.scheduler.pages.owned_slots(self.scheduler.running)
-        return [
-            *self.scheduler.check_integrity(),
-            *self.capturer.check_integrity(slots),
-            *self.request_table.check_integrity(),
-        ]
+        of_ranks = [violation for rank in self.ranks for violation in rank.check_integrity()]
+        return [*of_ranks, *self.request_table.check_integrity()]
 
     def _is_joined(self, speculation: Speculation) -> bool:
         """Whether the step in flight is read before the next is scheduled: it has drafts, or the next may have some."""
         pending = self._pending
-        in_flight = pending is not None and pending.batch.mode is ForwardMode.TARGET_VERIFY
-        return in_flight or speculation.may_draft(self.scheduler.running, self.num_steps)
+        in_flight = pending is not None and pending.batches[0].mode is ForwardMode.TARGET_VERIFY
+        return in_flight or speculation.may_draft(self.ranks.running, self.num_steps)
 
-    def _schedule_ahead(self, speculation: Speculation) -> ModelWorkerBatch | None:
+    def _schedule_ahead(self, speculation: Speculation) -> tuple[ModelWorkerBatch] | None:
         """The batch of a verify step that follows the one in flight; None where the next step has to be joined, or is
         another one."""
         in_flight = self._pending
-        if in_flight is None or in_flight.batch.mode is not ForwardMode.TARGET_VERIFY or not self._runs:
+        if in_flight is None or in_flight.batches[0].mode is not ForwardMode.TARGET_VERIFY or not self._runs:
             return None
-        running = self.scheduler.running
+        running = self.ranks.running
         num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
-        batch = self.scheduler.schedule_ahead(num_drafts) if num_drafts else None
-        if batch is not None:
-            speculation.expect_result(running)
-            self._invalidate_recycled_rows()
-        return batch
+        batch = self.ranks[0].scheduler.schedule_ahead(num_drafts) if num_drafts else None
+        if batch is None:
+            return None
+        speculation.expect_result(running)
+        self._invalidate_recycled_rows()
+        return (batch,)
 
     def _joined_step(self, speculation: Speculation) -> BatchTokenIDOut:
         """Process the step in flight, then dispatch the next, with drafts where they pay. Indices take in new tokens
         while it runs."""
-        outs, running = self._process_result(None), self.scheduler.running
+        outs, running = self._process_result(None), self.ranks.running
         may_draft = speculation.may_draft(running, self.num_steps)
         if not may_draft:
             speculation.count_skipped(running)
-        batch = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
+        batches = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
         self._joined_at = time.monotonic()
-        self._pending = None if batch is None else self.runner.dispatch(batch)
-        speculation.catch_up(self.scheduler.running)
+        self._pending = None if batches is None else self.runner.dispatch(batches)
+        speculation.catch_up(self.ranks.running)
         return outs
 
-    def _schedule(self, drafts: Drafts = NO_DRAFTS) -> ModelWorkerBatch | None:
-        """The next batch. When pages have run out and no step is in flight, requests return to the queue until one can
-        run."""
+    def _schedule(self, drafts: Drafts = NO_DRAFTS) -> tuple[ModelWorkerBatch, ...] | None:
+        """The batches of the next step, one a data rank; None where none can run."""
         if not self._runs:
             return None
-        batch = self._next_batch(drafts)
-        while batch is None and self._pending is None and (victim := self.scheduler.preemption_victim()) is not None:
-            self.retract(victim)
-            batch = self._next_batch(NO_DRAFTS)
-        if batch is None and self._pending is None:
+        speculation = self.speculation
+        drafts_ahead = speculation is not None and speculation.wants_model_drafts(self.ranks.running, self.num_steps)
+        chosen = [self._choose(rank.scheduler, drafts) for rank in self.ranks]
+        batches = self.ranks.build(chosen, drafts_ahead=drafts_ahead)
+        if batches is None and self._pending is None:
             num_live = self.request_table.num_live
-            stuck = num_live > 0 if self.pause_mode is None else self.scheduler.has_started
+            stuck = num_live > 0 if self.pause_mode is None else self.ranks.has_started
             assert not stuck, f"{num_live} requests live, and none can run"
         self._invalidate_recycled_rows()
-        return batch
+        return batches
 
-    def _next_batch(self, drafts: Drafts) -> ModelWorkerBatch | None:
-        """Schedule, and mark the requests that left the queue."""
-        running, speculation = self.scheduler.running, self.speculation
-        num_running = len(running)
-        drafts_ahead = speculation is not None and speculation.wants_model_drafts(running, self.num_steps)
-        batch = self.scheduler.schedule(drafts, drafts_ahead=drafts_ahead)
-        self.request_table.mark_scheduled(self.scheduler.running[num_running:])
-        return batch
+    def _choose(self, scheduler: Scheduler, drafts: Drafts) -> ChosenStep | None:
+        """What a data rank feeds next. When its pages have run out and none of its steps is in flight, requests return
+        to the queue until one can run."""
+        chosen = self._choose_and_mark(scheduler, drafts)
+        while chosen is None and not scheduler.is_in_flight and (victim := scheduler.preemption_victim()) is not None:
+            self.retract(victim)
+            chosen = self._choose_and_mark(scheduler, NO_DRAFTS)
+        return chosen
+
+    def _choose_and_mark(self, scheduler: Scheduler, drafts: Drafts) -> ChosenStep | None:
+        """Choose, and mark the requests that left the queue."""
+        num_running = len(scheduler.running)
+        chosen = scheduler.choose(drafts)
+        self.request_table.mark_scheduled(scheduler.running[num_running:])
+        return chosen
 
     def _process_result(self, dispatched: PendingStep | None) -> BatchTokenIDOut:
         """Read the step in flight, commit its tokens and file its rows; `dispatched` is in flight from now on."""
         finished, self._pending = self._pending, dispatched
         outs, self._finished = self._finished, []
         if finished is not None:
-            batch, result = finished.batch, self.runner.read(finished)
+            results = self.runner.read(finished)
             read_at = time.monotonic()
-            if batch.is_ahead:
-                batch = self.scheduler.locate(batch)
-            committed = self.scheduler.commit(batch, result, self.request_table.match_stop_string)
-            live = committed.live
-            if result.rows is not None:
-                self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
-                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
-            if self.rerouting is not None and result.rerouting is not None:
-                self.rerouting.file(batch, result.rerouting, live, self.scheduler.running)
-            if self.speculation is not None:
-                self.speculation.observe(batch, result, committed.advanced)
+            advanced = list[Req]()
+            for rank, batch, result in zip(self.ranks, finished.batches, results, strict=True):
+                if batch.num_requests:
+                    advanced += self._commit(rank, batch, result)
             now = time.monotonic()
-            for req in committed.advanced:
+            for req in advanced:
                 streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
                 if req.state is ReqState.FINISHED or (streams and self.request_table.should_emit(req, now)):
                     outs.append(self._make_output(req))
             self.num_steps += 1
             elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
             if self.speculation is not None:
-                self._time_step(self.speculation, batch, elapsed_s, read_at, overlaps=dispatched is not None)
+                overlaps = dispatched is not None
+                self._time_step(self.speculation, finished.batches[0], elapsed_s, read_at, overlaps=overlaps)
             if self.after_step is not None:
                 self.after_step(elapsed_s)
         self._invalidate_recycled_rows()
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
+
+    def _commit(self, rank: DataRank, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
+        """Commit the tokens of a data rank's part of a step and file its rows; returns the requests that it
+        advanced."""
+        scheduler = rank.scheduler
+        if batch.is_ahead:
+            batch = scheduler.locate(batch)
+        committed = scheduler.commit(batch, result, self.request_table.match_stop_string)
+        live = committed.live
+        if result.rows is not None:
+            self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
+            rank.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
+        if self.rerouting is not None and result.rerouting is not None:
+            self.rerouting.file(batch, result.rerouting, live, scheduler.running)
+        if self.speculation is not None:
+            self.speculation.observe(batch, result, committed.advanced)
+        return committed.advanced
 
     def _time_step(
         self, speculation: Speculation, batch: ModelWorkerBatch, elapsed_s: float, read_at: float, *, overlaps: bool
@@ -326,7 +346,7 @@ class EngineCore:
         if self.rerouting is not None:
             rerouting = self.rerouting.counts_for(req, self._prefix_slots(req), ended=is_finished)
         if is_finished:
-            self.scheduler.release(req)
+            self.ranks.rank_of(req).scheduler.release(req)
             if self.speculation is not None:
                 self.speculation.close(req)
         return self.request_table.make_output(
@@ -337,6 +357,7 @@ class EngineCore:
             exact=self.runner.exact,
             rerouting=rerouting,
             speculative=None if self.speculation is None else self.speculation.counts_of(req),
+            dp_rank=None if len(self.ranks) == 1 else req.dp_rank,
         )
 
     def _collect_rows(self, req: Req, *, start: int) -> RoutedExperts | None:
@@ -344,9 +365,9 @@ class EngineCore:
         it was retracted."""
         if not req.source.routed_experts.enabled or req.num_output == 0:
             return None
-        end = min(req.num_committed, req.num_known - (0 if req.last_row_ready else 1))
-        slots = self.scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
-        return self.capturer.collect(
+        rank, end = self.ranks.rank_of(req), min(req.num_committed, req.num_known - (0 if req.last_row_ready else 1))
+        slots = rank.scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
+        return rank.capturer.collect(
             slots,
             start=start,
             num_tokens=req.num_known,
@@ -358,15 +379,16 @@ class EngineCore:
     def _prefix_slots(self, req: Req) -> Int[np.ndarray, " S"]:
         """The slots of the cached prefix of a request; none while it holds no pages."""
         cached = min(req.cached_tokens, req.num_committed)
-        return self.scheduler.pages.kv_slots(req, 0, cached) if cached else np.zeros(0, np.int64)
+        pages = self.ranks.rank_of(req).scheduler.pages
+        return pages.kv_slots(req, 0, cached) if cached else np.zeros(0, np.int64)
 
     def _retract_all(self) -> None:
         """Send every running request back to the queue, the newest first, so that the oldest leads it."""
-        for req in tuple(reversed(self.scheduler.running)):
-            self.retract(req)
+        for rank in self.ranks:
+            for req in tuple(reversed(rank.scheduler.running)):
+                self.retract(req)
 
     def _invalidate_recycled_rows(self) -> None:
         """Invalidate the rows of pages that were reallocated or freed."""
-        pages = self.scheduler.pages.drain_changed_pages()
-        if pages.size:
-            self.capturer.on_pages_allocated(pages)
+        for rank in self.ranks:
+            rank.invalidate_recycled_rows()

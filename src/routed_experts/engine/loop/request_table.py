@@ -136,6 +136,7 @@ class RequestTable:
         exact: bool = True,
         rerouting: ReroutingCounts | None = None,
         speculative: SpeculativeCounts | None = None,
+        dp_rank: int | None = None,
     ) -> TokenIDOut:
         """What a request has gained since its last output; a finished one leaves the table."""
         entry = self._live[req.rid]
@@ -174,6 +175,7 @@ class RequestTable:
             rerouting=rerouting,
             queue_s=entry.queue_s,
             speculative=speculative,
+            dp_rank=dp_rank,
         )
 
     def check_integrity(self) -> list[Violation]:

@@ -37,6 +37,7 @@ class RequestLimits:
     default_max_tokens: int = 128
     max_requests: int = 1024  # of one call
     longest_context: int = 0
+    num_ranks: int = 1  # data ranks
 
 
 class InputProcessor:
@@ -60,7 +61,7 @@ class InputProcessor:
         _check_flags(request)
         params = _sampling_params(request)
         prompts = list(self._prompts(request))
-        prediction = self._prediction(request, len(prompts))
+        prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         n = 1 if params.n is None else int(params.n)
         num_requests = len(prompts) * n
         if num_requests > self.limits.max_requests:
@@ -89,6 +90,7 @@ class InputProcessor:
                     sampling=sampling,
                     stop_token_ids=stop_token_ids,
                     prediction=prediction,
+                    data_parallel_rank=rank,
                     extra_key=request.extra_key,
                     stream=request.stream is True,
                     return_logprob=return_logprob,
@@ -127,6 +129,18 @@ class InputProcessor:
         _check_count("input_ids", len(input_ids) if nested else 1)
         for ids in input_ids if nested else [input_ids]:
             yield self._check_ids(_as_integers(ids), "input_ids")
+
+    def _data_parallel_rank(self, request: GenerateReqInput) -> int | None:
+        """The data rank that is asked for."""
+        rank, num_ranks = request.data_parallel_rank, self.limits.num_ranks
+        if rank is None:
+            return None
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
+            text = (
+                f"{PARAM}={short_repr(rank)} must be one of the data ranks 0 to {num_ranks - 1} (dp_size={num_ranks})"
+            )
+            raise InvalidRequestError(f"{text}; choose one, or leave it out", param="data_parallel_rank")
+        return rank
 
     def _prediction(self, request: GenerateReqInput, num_prompts: int) -> Int32[np.ndarray, " G"] | None:
         """Token ids of the expected answer, at most a context of them."""

@@ -30,6 +30,8 @@ def sglang_output(
     }
     if not out.exact:
         meta["exact"] = False
+    if out.dp_rank is not None:
+        meta["dp_rank"] = out.dp_rank
     if out.rerouting is not None:
         meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
     if out.speculative is not None and out.finish_reason is not None:

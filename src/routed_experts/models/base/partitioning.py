@@ -4,7 +4,7 @@ Segments that are side by side along the axis are partitioned separately, so tha
 q|k|v: a part is the device's slices of all segments, one after another. Dims: V devices."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from routed_experts.core.errors import ConfigError
@@ -33,10 +33,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AxisPartition:
-    """Segments that cover an axis, which is counted from the last one (-1) or is the first one (0)."""
+    """Segments that cover an axis, which is counted from the last one (-1) or is the first one (0). `over_data`:
+    sharded over the devices of all data ranks; otherwise every rank has all of it."""
 
     axis: int
     segments: tuple[Segment, ...]
+    over_data: bool = False
 
     def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
         """The device's ranges [first, end) along the axis, in order."""
@@ -62,7 +64,7 @@ def row_parallel(size: int, units: int, what: str) -> AxisPartition:
 
 def expert_parallel(experts: int, layers: int) -> AxisPartition:
     """A partition of the first axis of [R*E, ...]: some experts of each layer."""
-    return AxisPartition(0, (Segment(experts, experts, "experts"),) * layers)
+    return AxisPartition(0, (Segment(experts, experts, "experts"),) * layers, over_data=True)
 
 
 def embedding_partition(hidden: int, *, tied: bool) -> dict[str, AxisPartition]:
@@ -85,33 +87,59 @@ class IndexedPartition(AxisPartition):
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Number of devices that a model is sharded over. `expert_parallel`: experts are sharded, not the width of each.
-    `instances`: expert instances of each layer, with at most `replicas` of one expert; 0: one each. `bounded`:
-    instances have capacities."""
+    """Number of devices that a model is sharded over. `data`: data ranks among which they are divided. Experts are
+    sharded over all devices, everything else over those of a rank. `expert_parallel`: experts are sharded, not the
+    width of each. `instances`: expert instances of each layer, with at most `replicas` of one expert; 0: one each.
+    `bounded`: instances have capacities."""
 
     devices: int
     expert_parallel: bool = False
     instances: int = 0
     replicas: int = 0
     bounded: bool = False
+    data: int = 1
+
+    @property
+    def tensor(self) -> int:
+        """Devices of one data rank."""
+        return self.devices // self.data
+
+    def parts(self, partition: AxisPartition) -> int:
+        """How many parts an array with this partition has."""
+        return self.devices if partition.over_data else self.tensor
 
     def check(self, partitions: Mapping[str, AxisPartition]) -> None:
         """Raise ConfigError unless every array can be sharded over the devices; the error lists valid sizes."""
-        segments = _segments(partitions)
-        wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
+        parts = {self.parts(partition) for partition in partitions.values()}
+        wrong = sorted(
+            f"{segment.units} {segment.what}"
+            for count in parts
+            for segment in _segments(partition for partition in partitions.values() if self.parts(partition) == count)
+            if not segment.fits(count)
+        )
         if wrong:
-            works = ", ".join(map(str, tensor_parallel_sizes(partitions)))
+            works = ", ".join(map(str, tensor_parallel_sizes(partitions, data=self.data)))
+            sizes = f"tp_size={self.devices}" if self.data == 1 else f"tp_size={self.devices} of dp_size={self.data}"
             raise ConfigError(
-                f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}"
+                f"{sizes} does not divide {', '.join(wrong)}; values that work for this model: {works or 'none'}"
             )
 
 
-def tensor_parallel_sizes(partitions: Mapping[str, AxisPartition]) -> tuple[int, ...]:
-    """Every number of devices that a model with these partitions can be sharded over."""
-    segments = _segments(partitions)
-    largest = min((segment.units for segment in segments if not segment.repeated), default=1)
-    return tuple(size for size in range(1, largest + 1) if all(segment.fits(size) for segment in segments))
+def tensor_parallel_sizes(partitions: Mapping[str, AxisPartition], *, data: int = 1) -> tuple[int, ...]:
+    """Every number of devices that a model with these partitions can be sharded over, with so many data ranks."""
+    over_data, others = (
+        _segments(partition for partition in partitions.values() if partition.over_data == is_over)
+        for is_over in (True, False)
+    )
+    bounds = [segment.units for segment in over_data if not segment.repeated]
+    bounds += [segment.units * data for segment in others if not segment.repeated]
+    sizes = range(data, min(bounds, default=data) + 1, data)
+    return tuple(
+        size
+        for size in sizes
+        if all(segment.fits(size) for segment in over_data) and all(segment.fits(size // data) for segment in others)
+    )
 
 
-def _segments(partitions: Mapping[str, AxisPartition]) -> frozenset[Segment]:
-    return frozenset(itertools.chain.from_iterable(partition.segments for partition in partitions.values()))
+def _segments(partitions: Iterable[AxisPartition]) -> frozenset[Segment]:
+    return frozenset(itertools.chain.from_iterable(partition.segments for partition in partitions))

@@ -50,7 +50,7 @@ class Dense:
 
     def shard(self, parallel: ParallelConfig) -> "Dense":
         """One device's share of the width."""
-        return dataclasses.replace(self, width=self.width // parallel.devices)
+        return dataclasses.replace(self, width=self.width // parallel.tensor)
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """gate|up side by side, and down."""
@@ -129,7 +129,7 @@ class Sparse:
         )
         return dataclasses.replace(
             self,
-            shared_width=self.shared_width // parallel.devices,
+            shared_width=self.shared_width // parallel.tensor,
             replicas=parallel.replicas,
             bounded=parallel.bounded,
             **share,

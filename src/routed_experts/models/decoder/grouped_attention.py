@@ -145,8 +145,8 @@ class GroupedAttention:
         """One device's heads; a kv head that several devices need is on each of them."""
         return dataclasses.replace(
             self,
-            num_heads=self.num_heads // parallel.devices,
-            num_kv_heads=max(1, self.num_kv_heads // parallel.devices),
+            num_heads=self.num_heads // parallel.tensor,
+            num_kv_heads=max(1, self.num_kv_heads // parallel.tensor),
         )
 
     def _segments(self) -> tuple[Segment, ...]:

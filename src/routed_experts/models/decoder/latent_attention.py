@@ -60,7 +60,7 @@ class LatentAttention:
 
     def shard(self, parallel: ParallelConfig) -> "LatentAttention":
         """One device's heads; the compressed rows are on all."""
-        return dataclasses.replace(self, num_heads=self.num_heads // parallel.devices)
+        return dataclasses.replace(self, num_heads=self.num_heads // parallel.tensor)
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Down to rows, up to heads, out."""

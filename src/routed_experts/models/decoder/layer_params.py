@@ -46,11 +46,11 @@ class ParamSpec:
 
     def partition_in(self, num_layers: int, *, by_expert: bool) -> AxisPartition | None:
         """How the array of a block is sharded; `by_expert`: whole experts."""
-        return (
-            expert_parallel(self.shape[0], num_layers)
-            if by_expert and self.kind is ParamKind.EXPERTS
-            else self.partition
-        )
+        if self.kind is not ParamKind.EXPERTS:
+            return self.partition
+        if by_expert:
+            return expert_parallel(self.shape[0], num_layers)
+        return None if self.partition is None else dataclasses.replace(self.partition, over_data=True)
 
     def stacked(self, num_layers: int) -> tuple[int, ...]:
         """Shape in a run."""

@@ -45,7 +45,7 @@ def placed_partitions(
     for path, columns, names in moe_groups(config):
         rows = np.arange(len(columns))[:, None] * placement.num_experts + physical_to_logical[list(columns)]  # [R, I]
         by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
-        partition = IndexedPartition(0, (), tuple(tuple(rows.tolist()) for rows in by_device))
+        partition = IndexedPartition(0, (), over_data=True, indices=tuple(tuple(rows.tolist()) for rows in by_device))
         partitions_by_path |= {f"{path}.{name}": partition for name in names}
     return partitions_by_path
 

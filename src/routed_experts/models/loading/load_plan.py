@@ -106,9 +106,10 @@ def shard_boxes(
             holders[(tuple(side.indices(size)[:2] for side, size in sides),)].append(device)
         return [ShardBoxes(0, bounds, tuple(devices)) for bounds, devices in holders.items()]
     axis, full_bounds = partition.axis % len(struct.shape), [(0, size) for size in struct.shape]
+    count = shards.parallel.parts(partition)
     for number, device in enumerate(shards.mesh.devices.flat):
         if device.process_index == jax.process_index():
-            slices = partition.pieces(number, shards.parallel.devices)
+            slices = partition.pieces(number % count, count)
             holders[tuple((*full_bounds[:axis], piece, *full_bounds[axis + 1 :]) for piece in slices)].append(device)
     return [ShardBoxes(axis, bounds, tuple(devices)) for bounds, devices in holders.items()]
 

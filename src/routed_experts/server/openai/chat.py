@@ -74,6 +74,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             sampling_params=to_sampling_params(chat, max_tokens),
             rid=options.request_id,
             extra_key=chat.extra_key or chat.cache_salt,
+            data_parallel_rank=chat.data_parallel_rank,
             stream=chat.stream is True,
             return_logprob=logprobs,
             top_logprobs_num=chat.top_logprobs or 0,

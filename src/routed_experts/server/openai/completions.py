@@ -81,6 +81,7 @@ async def completions(request: Request, server: ServerState) -> Response:
             sampling_params=to_sampling_params(completion, completion.max_tokens),
             rid=options.request_id,
             extra_key=completion.extra_key or completion.cache_salt,
+            data_parallel_rank=completion.data_parallel_rank,
             stream=completion.stream is True,
             return_logprob=logprobs,
             logprob_start_len=0 if logprobs and completion.echo else -1,

@@ -57,6 +57,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             max_new_tokens=None if prompt_only else call.max_new_tokens,
             rid=rid,
             extra_key=call.extra_key,
+            data_parallel_rank=call.data_parallel_rank,
             stream=call.stream is True,
             return_logprob=_single_value("return_logprob", call.return_logprob) is True,
             logprob_start_len=-1 if logprob_start_len is None else logprob_start_len,
