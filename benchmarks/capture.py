@@ -63,8 +63,8 @@ class RareWork:
     def __init__(self, core: EngineCore) -> None:
         self._seconds: dict[str, float] = {"flush": 0.0, "add": 0.0}  # each written by one thread
         self._counts: Any = None
-        if core.ranks[0].capturer.enabled:
-            cache: Any = core.ranks[0].capturer.host_cache
+        if core.capturers[0].enabled:
+            cache: Any = core.capturers[0].host_cache
             self._counts = cache._counts
             cache.flush = self._timed("flush", cache.flush, time.perf_counter)
             self._counts.add = self._timed("add", self._counts.add, time.thread_time)
@@ -107,7 +107,7 @@ def num_runs(args: argparse.Namespace, phase: str) -> int:
 
 def is_decoding(core: EngineCore) -> bool:
     """Whether no prompt waits or is being read."""
-    return all(req.is_prefilled for req in core.ranks[0].scheduler.running) and not core.ranks[0].scheduler.waiting
+    return all(req.is_prefilled for req in core.ranks[0].running) and not core.ranks[0].waiting
 
 
 def off_and_on(

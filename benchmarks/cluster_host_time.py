@@ -30,7 +30,7 @@ from routed_experts.engine.rendezvous import Rendezvous, join
 from routed_experts.execution.forward_batch import StepInputs, pack_ranks, to_batch_shape
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
 
 ROWS = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
@@ -94,12 +94,12 @@ def new_core(device: TableDevice, batch: int, *, rows: bool) -> EngineCore:
     pages = batch * CONTEXT // PAGE + 1
     capturer = RoutedExpertsCapturer.create(ROWS, num_slots=pages * PAGE, page_size=PAGE, enable=rows)
     scheduler = Scheduler(args, buckets, num_pages=pages, vocab_size=VOCABULARY)
-    return EngineCore(DataRanks([DataRank(scheduler, capturer)], args), device)
+    return EngineCore(DataRanks([scheduler], args), device, [capturer])
 
 
 def time_block(core: EngineCore, prompts: Prompts, batch: int, steps: int) -> tuple[list[float], list[float]]:
     """CPU and wall seconds of decode steps."""
-    core.add(prompts.requests(batch, prompt=32, new=steps, ask=core.ranks[0].capturer.enabled))
+    core.add(prompts.requests(batch, prompt=32, new=steps, ask=core.capturers[0].enabled))
     cpu, wall = list[float](), list[float]()
     while not core.is_idle:
         in_flight = core._pending

@@ -136,7 +136,7 @@ class Bench:
     def following(self) -> Iterator[None]:
         """Let the residents follow the load meanwhile."""
         core, spec = self.core, self.core.runner.model.config.capture_spec
-        core.after_step = ResidentExpertUpdater(core.ranks[0].capturer, core.runner, top_k=spec.top_k).after_step
+        core.after_step = ResidentExpertUpdater(core.capturers[0], core.runner, top_k=spec.top_k).after_step
         try:
             yield
         finally:

@@ -309,7 +309,7 @@ def device_engines(model: Any, sizes: dict[str, Any]) -> dict[str, Runner]:
             components = build_engine(server, model=model, speculative=speculative)
             DeviceDrafts(components.core, components.vocab_size)
             if name == "device, joined":
-                components.core.ranks[0].scheduler.schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
+                components.core.ranks[0].schedule_ahead = lambda num_drafts: None  # type: ignore[method-assign]
             engines[name] = Runner(components, None)
     return engines
 

@@ -281,7 +281,7 @@ def measure_point(
     new, vocabulary = args.new + prefill_steps, int(str(config["vocab_size"]))
     for turn in range(2):
         run = drive(core, Prompts(turn + context, vocabulary), args.batch, prompt=context, new=new, ask=True)
-    assert len(run.outs) == args.batch and core.ranks[0].scheduler.num_retracted == 0
+    assert len(run.outs) == args.batch and core.ranks[0].num_retracted == 0
     together = len(run.steps) - prefill_steps  # the first request to decode ends so many steps before the last
     assert together > args.new // 2, f"{len(run.steps)} steps after the last prompt, {prefill_steps} of prefill"
     experts = float(experts_a_step(run, context).mean())

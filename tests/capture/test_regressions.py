@@ -368,9 +368,7 @@ def test_missing_row_fails_the_request_with_its_position(testbed):
     )
     drive.steps(6)
     for rid in ("hurt", "quiet"):
-        drive.core.ranks[0].capturer.host_cache.clear(
-            drive.core.ranks[0].scheduler.pages.kv_slots(drive.reqs[rid], 17, 18)
-        )
+        drive.core.capturers[0].host_cache.clear(drive.core.ranks[0].pages.kv_slots(drive.reqs[rid], 17, 18))
     drive.run()
     with pytest.raises(RoutingIncompleteError, match="token 17 is not known"):
         raise drive.outputs["hurt"].end.error
@@ -392,7 +390,7 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
         )
         next(stream)
         engine.thread.run_between_steps(
-            lambda: core.ranks[0].capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots))
+            lambda: core.capturers[0].host_cache.clear(np.arange(core.runner.config.pool.num_slots))
         )
         with pytest.raises(RoutingIncompleteError, match="token 0 is not known"):
             list(stream)
@@ -413,11 +411,9 @@ def test_pages_of_an_old_version_do_not_match(testbed, cache):
     drive.add(request("across", prompt, 20))
     drive.steps(6)
     version = drive.update_weights(other_weights(1), cache=cache)
-    assert drive.core.ranks[0].scheduler.pages.cache.num_cached == 0  # the pages that "across" still reads are its own
+    assert drive.core.ranks[0].pages.cache.num_cached == 0  # the pages that "across" still reads are its own
     drive.run(request("new", prompt, 8))
-    assert drive.core.ranks[0].scheduler.namespace(drive.reqs["new"]) != drive.core.ranks[0].scheduler.namespace(
-        drive.reqs["old"]
-    )
+    assert drive.core.ranks[0].namespace(drive.reqs["new"]) != drive.core.ranks[0].namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))
     assert_all_faithful(drive)
     ends = {rid: ends.end for rid, ends in drive.outputs.items()}

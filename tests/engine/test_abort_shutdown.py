@@ -105,7 +105,7 @@ def test_an_abort_at_any_step_keeps_the_output_and_its_rows(engine, num_steps, s
         for _ in range(num_steps):
             yield
         assert core.abort(rids[0]) and not core.abort(rids[0])
-        assert core.request_table.num_live == 0 and not core.ranks[0].scheduler.running, "pages are back at once"
+        assert core.request_table.num_live == 0 and not core.ranks[0].running, "pages are back at once"
         assert core.check_integrity() == [], "and what was recorded of them is forgotten"
 
     (result,) = play(engine, kwargs | {"routed_experts_start_len": start}, script)

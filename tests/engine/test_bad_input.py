@@ -591,7 +591,7 @@ def assert_a_full_queue_takes_nothing(engine):
                     (
                         count,
                         core.request_table.num_live - before,
-                        len(core.ranks[0].scheduler.waiting),
+                        len(core.ranks[0].waiting),
                         core.request_table.finished["rejected"],
                     )
                 )

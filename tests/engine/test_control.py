@@ -83,10 +83,10 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
     assert engine.paused == mode
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         late = pool.submit(ask, engine, PROMPT[:9], 4)
-        while on_engine_thread(engine, lambda core: len(core.ranks[0].scheduler.waiting)) < 1 + (mode == "retract"):
+        while on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) < 1 + (mode == "retract"):
             pass
         running = on_engine_thread(
-            engine, lambda core: [(req.num_pages > 0, req.num_output) for req in core.ranks[0].scheduler.running]
+            engine, lambda core: [(req.num_pages > 0, req.num_output) for req in core.ranks[0].running]
         )
         assert len(running) == (mode == "in_place") and all(holds for holds, _ in running)
         before = num_steps(engine)

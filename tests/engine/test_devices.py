@@ -113,7 +113,7 @@ def run_prompts(bench, prompts, *, max_tokens=6, pages=None, retracts=False):
     outputs = drive.run(
         *(request(str(index), ids, max_tokens, prompt_logprobs_from=0) for index, ids in enumerate(prompts))
     )
-    assert (drive.core.ranks[0].scheduler.num_retracted > 0) == retracts
+    assert (drive.core.ranks[0].num_retracted > 0) == retracts
     return [outputs[str(index)] for index in range(len(prompts))]
 
 

@@ -192,7 +192,7 @@ def test_answers_are_the_same_under_every_schedule(mode, written):
             else:
                 assert got[0] == expected[0], schedule
         if schedule.get("max_total_tokens"):
-            assert engine.components.core.ranks[0].scheduler.num_retracted > 0
+            assert engine.components.core.ranks[0].num_retracted > 0
 
 
 def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):

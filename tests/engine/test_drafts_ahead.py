@@ -46,7 +46,7 @@ class Run:
     """An engine's loop, step by step, and what its steps were."""
 
     def __init__(self, core, *, joined=False):
-        self.core, self.runner, self.scheduler = core, core.runner, core.ranks[0].scheduler
+        self.core, self.runner, self.scheduler = core, core.runner, core.ranks[0]
         self.joined, self.outs, self.calls, self.open = joined, {}, [], {}
 
     def requests(self):

@@ -197,7 +197,7 @@ def served_in_company(drive, count, seed):
         )
     drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
     assert sum(output.end.cached_tokens > 0 for output in drive.outputs.values()) > count // 5
-    assert drive.core.ranks[0].scheduler.num_retracted > count // 50
+    assert drive.core.ranks[0].num_retracted > count // 50
     return reqs
 
 

@@ -83,7 +83,7 @@ def test_a_stop_token_has_its_row(testbed):
 def test_retraction_every_third_step_changes_no_row(testbed):
     drive, reqs = testbed.drive(), requests(2)
     drive.run(*reqs, before_step=lambda step: step % 3 == 2 and drive.retract_victim())
-    assert drive.core.ranks[0].scheduler.num_retracted >= 5
+    assert drive.core.ranks[0].num_retracted >= 5
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
@@ -93,7 +93,7 @@ def test_retraction_while_the_last_token_is_fed_changes_no_row(testbed):
     retracted = []
 
     def interfere(step):
-        ending = [req for req in drive.core.ranks[0].scheduler.running if req.pending_finish is not None]
+        ending = [req for req in drive.core.ranks[0].running if req.pending_finish is not None]
         if ending and len(retracted) < 4:
             retracted.append(drive.retract_victim())
 

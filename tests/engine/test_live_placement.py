@@ -290,7 +290,7 @@ def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     rerouting.flush_cache()
     rerouting.registry.take()
     rerouting.set_capacity_factor(1)
-    scheduler = rerouting.components.core.ranks[0].scheduler
+    scheduler = rerouting.components.core.ranks[0]
     before = scheduler.num_retracted
     stream = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
     next(stream)
@@ -320,7 +320,7 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         with compile_events() as compiled:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
         notes, counts = registry.take(), expert_counts(engine)
-        assert engine.components.core.ranks[0].capturer.enabled is False and not compiled
+        assert engine.components.core.capturers[0].enabled is False and not compiled
         assert_as_defined(notes, "1/2", 20, overflows=False)
         ran = np.concatenate([note.ids[note.valid].ravel() for note in notes])
         np.testing.assert_array_equal(counts.sum(axis=(0, 1)), np.bincount(ran[ran >= 0], minlength=EXPERTS))

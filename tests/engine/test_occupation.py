@@ -61,9 +61,9 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
     assert engine.released == tuple(tag for tag in ("kv_cache", "weights") if tag in tags)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         late = pool.submit(ask, engine, 4)
-        while on_engine_thread(engine, lambda core: len(core.ranks[0].scheduler.waiting)) < 2:
+        while on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) < 2:
             pass
-        assert on_engine_thread(engine, lambda core: (len(core.ranks[0].scheduler.running), core.num_steps)) == (
+        assert on_engine_thread(engine, lambda core: (len(core.ranks[0].running), core.num_steps)) == (
             0,
             on_engine_thread(engine, lambda core: core.num_steps),
         )

@@ -159,10 +159,10 @@ def test_a_pool_too_small_for_all_evicts_and_stays_right(cramped, plain):
 def test_sixteen_requests_on_pages_for_little_more_than_two_all_finish(cramped, plain):
     prompts = [tokens(20 + i % 5, seed=i % 9) for i in range(16)]
     expected = [ask(plain, prompt, max_new_tokens=44) for prompt in prompts]
-    before = on_engine_thread(cramped, lambda core: core.ranks[0].scheduler.num_retracted)
+    before = on_engine_thread(cramped, lambda core: core.ranks[0].num_retracted)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         results = list(pool.map(lambda prompt: ask(cramped, prompt, max_new_tokens=44), prompts))
-    assert on_engine_thread(cramped, lambda core: core.ranks[0].scheduler.num_retracted) > before, "pages never ran out"
+    assert on_engine_thread(cramped, lambda core: core.ranks[0].num_retracted) > before, "pages never ran out"
     for result, reference in zip(results, expected, strict=True):
         assert_same(result, reference)
     assert_idle(cramped)

@@ -47,7 +47,7 @@ def engine(folder):
 @contextlib.contextmanager
 def recorded_windows(engine, monkeypatch):
     """The statistics that the updater reads each time."""
-    capturer, windows = engine.components.core.ranks[0].capturer, []
+    capturer, windows = engine.components.core.capturers[0], []
     read_stats = capturer.routing_stats
 
     def recording(**how):
@@ -98,7 +98,7 @@ def test_no_request_waits_for_counts(engine):
     engine.flush_cache()
     go_on = threading.Event()
     blocked = engine.thread.run_between_steps(
-        lambda: engine.components.core.ranks[0].capturer.host_cache._counts._worker.submit(go_on.wait, 120)
+        lambda: engine.components.core.capturers[0].host_cache._counts._worker.submit(go_on.wait, 120)
     )
     assert len(engine.generate(input_ids=PROMPT, **REQUEST_KWARGS)["output_ids"]) == 80
     assert not blocked.done()

@@ -55,7 +55,7 @@ def all_outputs(drive):
 def run_uninterrupted(testbed, reqs):
     drive = testbed.drive(disable_radix_cache=True)
     drive.run(*reqs)
-    assert drive.core.ranks[0].scheduler.num_retracted == 0
+    assert drive.core.ranks[0].num_retracted == 0
     return all_outputs(drive)
 
 
@@ -65,7 +65,7 @@ def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room
     pages = int(2.3 * (40 + 24) / 4)
     drive = testbed.drive(pages=pages, chunked_prefill_size=chunk)
     drive.run(*requests(seed))
-    assert drive.core.ranks[0].scheduler.num_retracted > 0
+    assert drive.core.ranks[0].num_retracted > 0
     assert assert_all_faithful(drive) > 16 * 10
     assert all_outputs(drive) == run_uninterrupted(testbed, requests(seed))
 
@@ -75,7 +75,7 @@ def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room
 def test_a_request_retracted_every_third_step_gives_the_same_output_once(testbed, radix, stream):
     drive = testbed.drive(disable_radix_cache=not radix, chunked_prefill_size=16)
     drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
-    assert drive.core.ranks[0].scheduler.num_retracted > 10
+    assert drive.core.ranks[0].num_retracted > 10
     assert_all_faithful(drive)
     assert all_outputs(drive) == run_uninterrupted(testbed, requests(20))
 
@@ -94,7 +94,7 @@ def test_choices_that_are_retracted_give_the_same_output(testbed):
 
     drive = testbed.drive(pages=24)
     drive.run(*choices())
-    assert drive.core.ranks[0].scheduler.num_retracted > 0
+    assert drive.core.ranks[0].num_retracted > 0
     assert_all_faithful(drive)
     assert all_outputs(drive) == run_uninterrupted(testbed, choices())
 
@@ -131,7 +131,7 @@ def test_a_request_aborted_while_retracted_keeps_its_output(testbed):
     aborted = []
 
     def interfere(_):
-        for req in tuple(drive.core.ranks[0].scheduler.waiting):
+        for req in tuple(drive.core.ranks[0].waiting):
             if req.num_output > 2 and len(aborted) < 2:
                 assert drive.core.abort(req.rid)
                 aborted.append((req.rid, req.output_ids.tolist()))

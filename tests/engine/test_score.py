@@ -115,9 +115,9 @@ def test_scoring_leaves_pages_prefixes_and_requests_alone(engine):
     engine.score([tokens, tokens], routed=[drifted(60), None])
     assert [*stream][-1]["output_ids"][:8] == before["output_ids"]
     engine.flush_cache()
-    pages = on_engine_thread(engine, lambda core: core.ranks[0].scheduler.pages.num_available)
+    pages = on_engine_thread(engine, lambda core: core.ranks[0].pages.num_available)
     engine.score(tokens, routed=drifted(60))
-    assert on_engine_thread(engine, lambda core: core.ranks[0].scheduler.pages.num_available) == pages
+    assert on_engine_thread(engine, lambda core: core.ranks[0].pages.num_available) == pages
     after = engine.generate(**ask)
     assert after["meta_info"]["cached_tokens"] == 0
     assert after["output_ids"] == before["output_ids"] and record_from_meta_info(after) == record_from_meta_info(before)

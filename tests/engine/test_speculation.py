@@ -210,9 +210,9 @@ def test_a_drafter_that_fails_costs_its_drafts_alone(testbed, alone, mode, failu
 def assert_no_row_past_the_committed(drive):
     """No slot of a running request's pages has a valid row at or behind its committed tokens."""
     core = drive.core
-    for req in core.ranks[0].scheduler.running:
-        slots = core.ranks[0].scheduler.pages.kv_slots(req, req.num_committed, req.num_pages * drive.args.page_size)
-        _, valid, _ = core.ranks[0].capturer.get_routed_experts(slots)
+    for req in core.ranks[0].running:
+        slots = core.ranks[0].pages.kv_slots(req, req.num_committed, req.num_pages * drive.args.page_size)
+        _, valid, _ = core.capturers[0].get_routed_experts(slots)
         assert not valid.any(), (req.rid, req.num_committed, np.flatnonzero(valid))
 
 
@@ -233,7 +233,7 @@ def test_counts_of_a_slot_are_those_of_its_accepted_tokens_after_every_step(test
 
     def look(step):
         counts = jax.tree.map(np.array, drive.bench.runner._token_counts)
-        for req in drive.core.ranks[0].scheduler.running:
+        for req in drive.core.ranks[0].running:
             if req.source.sampling.is_penalized and req.num_dispatched >= req.prompt_len:
                 span = req.num_committed, req.num_committed if drive.core._pending is None else req.num_dispatched
                 seen.append((req, span, counts.generated[req.slot], counts.prompt[req.slot]))
@@ -349,7 +349,7 @@ def test_a_prefix_that_ended_inside_of_a_run_is_cached_as_without_drafts(testbed
             drive.run(request("a", prompt, length, seed=0))
             drive.run(request("b", prompt + answer[:length], 1, seed=0))
             assert_all_faithful(drive)
-            pages = drive.core.ranks[0].scheduler.pages
+            pages = drive.core.ranks[0].pages
             cached = drive.outputs["b"].end.cached_tokens
             found.append((cached, pages.num_available, pages.cache.num_evictable, results(drive)["b"][3]))
         assert found[0][:3] == found[1][:3], length

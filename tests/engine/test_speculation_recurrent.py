@@ -184,11 +184,11 @@ def states_by_length(name, index):
     """The states of a prompt's request after each number of fed tokens: one token a step, without drafts."""
     drive, found = bench(name, speculates=False).drive(chunked_prefill_size=1), {}
     drive.add(requests()[index])
-    [req] = drive.core.ranks[0].scheduler.waiting
+    [req] = drive.core.ranks[0].waiting
     while not drive.core.is_idle:
         drive.step()
         drive.drain()
-        if req in drive.core.ranks[0].scheduler.running:
+        if req in drive.core.ranks[0].running:
             found[req.num_dispatched] = states_of(drive, req)
     return found
 
@@ -260,7 +260,7 @@ def test_a_request_that_is_aborted_leaves_nothing_to_the_next_of_its_slot(name):
         drive.step()
         pending = drive.core._pending
         if pending is not None and pending.batches[0].mode is ForwardMode.TARGET_VERIFY and len(aborted) < 3:
-            victim = drive.core.ranks[0].scheduler.running[0].rid
+            victim = drive.core.ranks[0].running[0].rid
             aborted |= {victim} if drive.core.abort(victim) else set()
     assert len(aborted) == 3
     expected = alone(name)

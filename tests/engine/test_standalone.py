@@ -97,7 +97,7 @@ def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
         found = [answers(engine, prompts_of(V), new=NEW, **sampling) for sampling in SAMPLINGS]
         assert engine.compiles.serving == 0
         assert not engine.check_integrity()
-        scheduler = engine.components.core.ranks[0].scheduler
+        scheduler = engine.components.core.ranks[0]
         assert (scheduler.num_retracted > 0) == (schedule == "few pages")
         total = engine.stats().speculative.requests
     assert [outputs for outputs, _ in found] == plain

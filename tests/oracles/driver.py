@@ -20,7 +20,7 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import BackendEntry
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
 from support import lazy_compile
@@ -180,8 +180,7 @@ class Drive:
         num_slots = num_pages * args.page_size
         capturer = RoutedExpertsCapturer.create(bench.spec, num_slots=num_slots, page_size=args.page_size, enable=True)
         self.log = DispatchLog(bench.runner, scheduler, args.page_size)
-        ranks = DataRanks([DataRank(scheduler, capturer)], args)
-        self.core = EngineCore(ranks, self.log, speculation=speculation)
+        self.core = EngineCore(DataRanks([scheduler], args), self.log, [capturer], speculation=speculation)
         self.outputs, self.reqs = {}, {}
         capturer.host_cache.overwrite_invalid_rows()
 
@@ -196,7 +195,7 @@ class Drive:
         self._take(self.core.step())
         if check:
             assert self.core.check_integrity() == []
-            self.core.ranks[0].capturer.host_cache.overwrite_invalid_rows()
+            self.core.capturers[0].host_cache.overwrite_invalid_rows()
 
     def drain(self):
         """Finish the step in flight."""
@@ -205,7 +204,7 @@ class Drive:
     def retract_victim(self):
         """Retract the request that was admitted last; False if none is running."""
         self.drain()
-        victim = self.core.ranks[0].scheduler.preemption_victim()
+        victim = self.core.ranks[0].preemption_victim()
         if victim is not None:
             self.core.retract(victim)
         return victim is not None

@@ -108,7 +108,7 @@ def _retracted(setup, rng):
     drive.run(
         *some_requests(setup, rng), before_step=lambda step: step % 3 == 2 and drive.retract_victim(), check=False
     )
-    assert drive.core.ranks[0].scheduler.num_retracted > 3
+    assert drive.core.ranks[0].num_retracted > 3
     return drive
 
 

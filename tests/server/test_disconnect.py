@@ -268,7 +268,7 @@ def test_a_step_that_is_stuck_shows_in_health_and_recovers(engine):
 
 def test_a_full_queue_is_a_429_with_retry_after(engine):
     with running(engine) as server:
-        scheduler = engine.components.core.ranks[0].scheduler
+        scheduler = engine.components.core.ranks[0]
         limit = scheduler._args.max_queued_requests
         bodies = {"prompt": [[5]] * 256, "n": limit // 256 + 1, "max_tokens": 1}
         response = server.post("/v1/completions", bodies)
@@ -281,7 +281,7 @@ def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(eng
     with running(engine) as server:
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         lost = on_engine_thread(
-            engine, lambda core: core.ranks[0].scheduler.pages.allocator.allocate(1)
+            engine, lambda core: core.ranks[0].pages.allocator.allocate(1)
         )  # a page without an owner
         try:
             server.state.integrity._next_check = 0  # a second has gone by
@@ -295,5 +295,5 @@ def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(eng
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
             assert 'routed_experts_invariant_violations_total{name="' in server.client.get("/metrics").text
         finally:
-            on_engine_thread(engine, lambda core: core.ranks[0].scheduler.pages.allocator.free(lost))
+            on_engine_thread(engine, lambda core: core.ranks[0].pages.allocator.free(lost))
     assert_idle(engine)

@@ -112,7 +112,7 @@ def test_10_aborts_of_all_of_32(server, engine):
 
 def test_200_requests_that_are_too_long_touch_no_page(server, engine):
     def pages(core):
-        return core.ranks[0].scheduler.pages.allocator.num_free, core.request_table.accepted
+        return core.ranks[0].pages.allocator.num_free, core.request_table.accepted
 
     before = on_engine_thread(engine, pages)
     for trial in range(100):

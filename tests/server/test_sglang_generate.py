@@ -299,7 +299,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
         ) as held_stream:
             assert (
                 held_stream.status_code == 200
-                and on_engine_thread(engine, lambda core: len(core.ranks[0].scheduler.waiting)) == 1
+                and on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) == 1
             )
             assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
             assert [line for line in held_stream.iter_lines() if line][-1] == "data: [DONE]"

@@ -87,8 +87,8 @@ def assert_idle(engine):
     """Assert that the engine is intact and holds no request, no page and no row."""
 
     def check(core):
-        pages = core.ranks[0].scheduler.pages
-        assert core.request_table.num_live == 0 and not core.ranks.running and not core.ranks[0].scheduler.waiting
+        pages = core.ranks[0].pages
+        assert core.request_table.num_live == 0 and not core.ranks.running and not core.ranks[0].waiting
         assert pages.num_available == pages.allocator.num_total, (pages.num_available, pages.allocator.num_total)
         assert pages.table.num_free == pages.table.num_total
 

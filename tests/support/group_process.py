@@ -179,10 +179,10 @@ def retract_often(engine, prompts, params, every=3):
     def retracting():
         count[0] += 1
         outs = step()
-        if count[0] % every == 0 and core.ranks[0].scheduler.running:
+        if count[0] % every == 0 and core.ranks[0].running:
             engine.thread.deliver(core.drain().outs)
-            if core.ranks[0].scheduler.running:
-                core.retract(core.ranks[0].scheduler.running[-1])
+            if core.ranks[0].running:
+                core.retract(core.ranks[0].running[-1])
         return outs
 
     engine.thread.run_between_steps(lambda: setattr(core, "step", retracting))

@@ -566,11 +566,11 @@ class Engine:
         """How often each expert was chosen since the start or `reset_routing_stats`, in prompts and in generated
         tokens: of every token that a step fed for a request. A token from the prefix cache was not fed and does not
         count. Raises CaptureDisabledError where nothing is recorded."""
-        return self.thread.run_between_steps(self.components.core.ranks.routing_stats)
+        return self.thread.run_between_steps(self.components.core.routing_stats)
 
     def reset_routing_stats(self) -> RoutingStats:
         """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
-        return self.thread.run_between_steps(lambda: self.components.core.ranks.routing_stats(reset=True))
+        return self.thread.run_between_steps(lambda: self.components.core.routing_stats(reset=True))
 
     def flush_cache(self, *, drafts: bool = False) -> int:
         """Drop all cached prefixes; returns the pages freed. Running requests keep their pages. `drafts`: drop also the

@@ -65,7 +65,7 @@ from routed_experts.models.decoder.replica_maps import moe_groups
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
 from routed_experts.speculation.draft_policy import DraftPolicy
 from routed_experts.speculation.drafter import Drafter
@@ -465,14 +465,13 @@ def _new_core(
 ) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
-    ranks = [
-        DataRank(
-            Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size),
-            RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable),
-        )
-        for _ in range(runner.num_ranks)
+    sizes = {"num_pages": pool.num_pages, "vocab_size": runner.config.vocab_size}
+    schedulers = [Scheduler(args, buckets, **sizes) for _ in range(runner.num_ranks)]
+    capturers = [
+        RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
+        for _ in schedulers
     ]
-    updater = None if offload is None else offload.updater(ranks[0].capturer, runner)
+    updater = None if offload is None else offload.updater(capturers[0], runner)
     callbacks = [balancer.after_step for balancer in load_balancers if balancer is not None]
 
     def after_step(took_s: float) -> None:
@@ -480,8 +479,9 @@ def _new_core(
             callback(took_s)
 
     return EngineCore(
-        DataRanks(ranks, args),
+        DataRanks(schedulers, args),
         runner,
+        capturers,
         after_step=after_step if callbacks else updater,
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
         speculation=speculation,

@@ -67,7 +67,7 @@ def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_si
 
 
 def _run(core: EngineCore, prompts: list[tuple[int, np.ndarray]]) -> dict[int, TokenIDOut]:
-    core.add([Req(_request(index, prompt, capture=core.ranks.captures)) for index, prompt in prompts])
+    core.add([Req(_request(index, prompt, capture=core.capturers[0].enabled)) for index, prompt in prompts])
     outs: dict[int, TokenIDOut] = {}
     while not core.is_idle:
         for out in core.step().outs:

@@ -17,7 +17,7 @@ from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
 
@@ -72,16 +72,14 @@ class _Steps:
         buckets: Buckets = dataclasses.replace(self._components.buckets, **changes)
         runner = self._components.core.runner
         pages, vocab = runner.config.pool.num_pages, runner.config.vocab_size
-        ranks = [
-            DataRank(Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab), rank.capturer)
-            for rank in self._components.core.ranks
-        ]
-        return EngineCore(DataRanks(ranks, self._args), runner)
+        capturers = self._components.core.capturers
+        schedulers = [Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab) for _ in capturers]
+        return EngineCore(DataRanks(schedulers, self._args), runner, capturers)
 
     def request(self, length: int, new: int) -> Req:
         """A greedy request of `length` random tokens that generates `new`; its rows are requested where they are
         recorded."""
-        rid, capture = str(next(self._count)), self._components.core.ranks.captures
+        rid, capture = str(next(self._count)), self._components.core.capturers[0].enabled
         source = TokenizedGenerateReqInput(
             rid=rid,
             group=rid,

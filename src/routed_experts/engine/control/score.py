@@ -18,7 +18,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32, UInt
 
-from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ProcessMismatchError
@@ -44,7 +43,7 @@ from routed_experts.execution.spmd import (
 )
 from routed_experts.models.base.interface import TokenRouting
 from routed_experts.models.sharding import put_global
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -107,15 +106,9 @@ class Scorer:
 
     def _ranks(self, num_pages: int) -> DataRanks:
         """Empty data ranks of so many pages each."""
-        vocab_size = self._runner.config.vocab_size
-        ranks = [
-            DataRank(
-                Scheduler(self._args, self._buckets, num_pages=num_pages, vocab_size=vocab_size),
-                RoutedExpertsCapturer.create(None, num_slots=1, page_size=1, enable=False),
-            )
-            for _ in range(self._runner.num_ranks)
-        ]
-        return DataRanks(ranks, self._args)
+        sizes = {"num_pages": num_pages, "vocab_size": self._runner.config.vocab_size}
+        schedulers = [Scheduler(self._args, self._buckets, **sizes) for _ in range(self._runner.num_ranks)]
+        return DataRanks(schedulers, self._args)
 
     def _num_pages(self, lengths: Sequence[int]) -> int:
         """Pages for the longest sequence or for the tokens of a step, rounded up to a power of two: few programs."""
@@ -157,7 +150,7 @@ class _ScoreRun:
 
     def step(self) -> bool:
         """Run the next step; False when all is done."""
-        batches = self._ranks.build([rank.scheduler.choose() for rank in self._ranks], drafts_ahead=False)
+        batches = self._ranks.build([scheduler.choose() for scheduler in self._ranks], drafts_ahead=False)
         if batches is None:
             assert not self._ranks.num_waiting and not self._ranks.running, "a sequence does not fit its own pages"
             return False
@@ -173,9 +166,9 @@ class _ScoreRun:
         inputs = ScoreInputs(shape, packed, routed, concatenate(targets) if targets else None)
         out, on_device = self._dispatch(lambda: self._programs.run(self._state, inputs))
         scored, rows = (split_ranks(array, len(batches)) for array in (on_device, out.rows))
-        for number, (rank, batch) in enumerate(zip(self._ranks, batches, strict=True)):
+        for number, (scheduler, batch) in enumerate(zip(self._ranks, batches, strict=True)):
             if batch.num_requests:
-                _commit(rank.scheduler, batch, parts[number], scored[number], rows[number])
+                _commit(scheduler, batch, parts[number], scored[number], rows[number])
         return True
 
     def _requests_of(self, number: int, batch: ModelWorkerBatch) -> list[_ScoreRequest]:

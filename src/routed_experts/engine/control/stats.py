@@ -89,7 +89,7 @@ class EngineStats:
 def engine_stats(components: EngineComponents) -> EngineStats:
     """The present counts of an engine, from any thread."""
     core = components.core
-    schedulers = [rank.scheduler for rank in core.ranks]
+    schedulers = tuple(core.ranks)
     pages = [scheduler.pages for scheduler in schedulers]
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.offload_stats()
@@ -104,7 +104,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         cached_pages=sum(own.cache.num_evictable for own in pages),
         total_pages=sum(own.allocator.num_total for own in pages),
         preemptions=sum(scheduler.num_retracted for scheduler in schedulers),
-        capture_host_bytes=sum(rank.capturer.host_bytes() for rank in core.ranks),
+        capture_host_bytes=sum(capturer.host_bytes() for capturer in core.capturers),
         capture_rows=core.num_rows,
         capture_missing_rows=core.num_missing_rows,
         weight_version=core.runner.weight_version,

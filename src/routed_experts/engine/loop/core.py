@@ -18,16 +18,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, ReroutingCounts, TokenIDOut
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.engine.loop.request_table import RequestTable, StopDetokenizer
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
-from routed_experts.scheduling.data_ranks import DataRank, DataRanks
+from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import NO_DRAFTS, ChosenStep, Drafts, Scheduler
 
@@ -52,12 +54,15 @@ class EngineCore:
         self,
         ranks: DataRanks,
         runner: ModelRunner,
+        capturers: Sequence[RoutedExpertsCapturer],
         *,
         after_step: AfterStep | None = None,
         rerouting: ReroutingStats | None = None,
         speculation: Speculation | None = None,
     ) -> None:
+        assert len(ranks) == len(capturers), (len(ranks), len(capturers))
         self.ranks, self.runner = ranks, runner
+        self.capturers = tuple(capturers)  # of the data ranks
         self.after_step = after_step
         self.rerouting = rerouting  # None: expert instances have no capacities
         self.speculation = speculation  # None: nothing is drafted
@@ -141,21 +146,20 @@ class EngineCore:
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue with its tokens and rows. No step of its data rank may be in flight:
         drain first."""
-        rank, saved = self.ranks.rank_of(req), req.saved_rows
-        scheduler = rank.scheduler
+        scheduler, capturer, saved = self.ranks.scheduler_of(req), self.capturers[req.dp_rank], req.saved_rows
         assert not scheduler.is_in_flight, "a retracted request takes its rows along: drain first"
-        if rank.capturer.enabled:
-            saved = rank.capturer.save(scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved_rows)
+        if capturer.enabled:
+            saved = capturer.save(scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved_rows)
         if self.rerouting is not None:
             self.rerouting.retract(req, self._prefix_slots(req))
         scheduler.retract(req, saved)
-        rank.invalidate_recycled_rows()
+        self._invalidate_recycled_rows()
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling until `resume`; `mode` decides about running requests. Drain first."""
         self.pause_mode = mode
-        for rank in self.ranks:
-            rank.scheduler.accepts_new = False
+        for scheduler in self.ranks:
+            scheduler.accepts_new = False
         if mode is PauseMode.RETRACT:
             self._retract_all()
         elif mode is PauseMode.ABORT:
@@ -165,15 +169,15 @@ class EngineCore:
     def resume(self) -> None:
         """End the pause, if there is one; requests continue where they are."""
         self.pause_mode = None
-        for rank in self.ranks:
-            rank.scheduler.accepts_new = True
+        for scheduler in self.ranks:
+            scheduler.accepts_new = True
 
     def flush_cache(self, *, drafts: bool = False) -> int:
         """Drop all cached prefixes, and with `drafts` all remembered answers; returns the pages freed. Running requests
         keep their pages."""
         if drafts and self.speculation is not None:
             self.speculation.forget()
-        freed = sum(rank.scheduler.pages.flush() for rank in self.ranks)
+        freed = sum(scheduler.pages.flush() for scheduler in self.ranks)
         self._invalidate_recycled_rows()
         return freed
 
@@ -184,8 +188,8 @@ class EngineCore:
         never matched again; "flush" also sends running requests back to prefill again, "keep" leaves them their pages.
         Written rows stay. Drain first."""
         self.runner.update_weights(state, version=version, donate=donate)
-        for rank in self.ranks:
-            rank.scheduler.weight_version = version
+        for scheduler in self.ranks:
+            scheduler.weight_version = version
         self.released -= {"weights"}
         if cache == "flush":
             self._retract_all()
@@ -209,8 +213,15 @@ class EngineCore:
 
     def check_integrity(self) -> list[Violation]:
         """Check I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
-        of_ranks = [violation for rank in self.ranks for violation in rank.check_integrity()]
-        return [*of_ranks, *self.request_table.check_integrity()]
+        violations = self.request_table.check_integrity()
+        for scheduler, capturer in zip(self.ranks, self.capturers, strict=True):
+            slots = scheduler.pages.owned_slots(scheduler.running)
+            violations += [*scheduler.check_integrity(), *capturer.check_integrity(slots)]
+        return violations
+
+    def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
+        """How often each expert was chosen in all data ranks; see RoutedExpertsCapturer."""
+        return RoutingStats.merge([capturer.routing_stats(reset=reset, wait=wait) for capturer in self.capturers])
 
     def _is_joined(self, speculation: Speculation) -> bool:
         """Whether the step in flight is read before the next is scheduled: it has drafts, or the next may have some."""
@@ -226,7 +237,7 @@ class EngineCore:
             return None
         running = self.ranks.running
         num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
-        batch = self.ranks[0].scheduler.schedule_ahead(num_drafts) if num_drafts else None
+        batch = self.ranks[0].schedule_ahead(num_drafts) if num_drafts else None
         if batch is None:
             return None
         speculation.expect_result(running)
@@ -252,7 +263,7 @@ class EngineCore:
             return None
         speculation = self.speculation
         drafts_ahead = speculation is not None and speculation.wants_model_drafts(self.ranks.running, self.num_steps)
-        chosen = [self._choose(rank.scheduler, drafts) for rank in self.ranks]
+        chosen = [self._choose(scheduler, drafts) for scheduler in self.ranks]
         batches = self.ranks.build(chosen, drafts_ahead=drafts_ahead)
         if batches is None and self._pending is None:
             num_live = self.request_table.num_live
@@ -285,9 +296,9 @@ class EngineCore:
             results = self.runner.read(finished)
             read_at = time.monotonic()
             advanced = list[Req]()
-            for rank, batch, result in zip(self.ranks, finished.batches, results, strict=True):
+            for number, (batch, result) in enumerate(zip(finished.batches, results, strict=True)):
                 if batch.num_requests:
-                    advanced += self._commit(rank, batch, result)
+                    advanced += self._commit(number, batch, result)
             now = time.monotonic()
             for req in advanced:
                 streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
@@ -303,17 +314,18 @@ class EngineCore:
         self._invalidate_recycled_rows()
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
-    def _commit(self, rank: DataRank, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
+    def _commit(self, rank: int, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
         """Commit the tokens of a data rank's part of a step and file its rows; returns the requests that it
         advanced."""
-        scheduler = rank.scheduler
+        scheduler = self.ranks[rank]
         if batch.is_ahead:
             batch = scheduler.locate(batch)
         committed = scheduler.commit(batch, result, self.request_table.match_stop_string)
         live = committed.live
         if result.rows is not None:
             self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
-            rank.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
+            capturer, version = self.capturers[rank], result.weight_version
+            capturer.on_forward_end(batch.kv_slots, result.rows, version, live, batch.origins)
         if self.rerouting is not None and result.rerouting is not None:
             self.rerouting.file(batch, result.rerouting, live, scheduler.running)
         if self.speculation is not None:
@@ -346,7 +358,7 @@ class EngineCore:
         if self.rerouting is not None:
             rerouting = self.rerouting.counts_for(req, self._prefix_slots(req), ended=is_finished)
         if is_finished:
-            self.ranks.rank_of(req).scheduler.release(req)
+            self.ranks.scheduler_of(req).release(req)
             if self.speculation is not None:
                 self.speculation.close(req)
         return self.request_table.make_output(
@@ -365,9 +377,10 @@ class EngineCore:
         it was retracted."""
         if not req.source.routed_experts.enabled or req.num_output == 0:
             return None
-        rank, end = self.ranks.rank_of(req), min(req.num_committed, req.num_known - (0 if req.last_row_ready else 1))
-        slots = rank.scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
-        return rank.capturer.collect(
+        end = min(req.num_committed, req.num_known - (0 if req.last_row_ready else 1))
+        pages = self.ranks.scheduler_of(req).pages
+        slots = pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
+        return self.capturers[req.dp_rank].collect(
             slots,
             start=start,
             num_tokens=req.num_known,
@@ -379,16 +392,18 @@ class EngineCore:
     def _prefix_slots(self, req: Req) -> Int[np.ndarray, " S"]:
         """The slots of the cached prefix of a request; none while it holds no pages."""
         cached = min(req.cached_tokens, req.num_committed)
-        pages = self.ranks.rank_of(req).scheduler.pages
+        pages = self.ranks.scheduler_of(req).pages
         return pages.kv_slots(req, 0, cached) if cached else np.zeros(0, np.int64)
 
     def _retract_all(self) -> None:
         """Send every running request back to the queue, the newest first, so that the oldest leads it."""
-        for rank in self.ranks:
-            for req in tuple(reversed(rank.scheduler.running)):
+        for scheduler in self.ranks:
+            for req in tuple(reversed(scheduler.running)):
                 self.retract(req)
 
     def _invalidate_recycled_rows(self) -> None:
         """Invalidate the rows of pages that were reallocated or freed."""
-        for rank in self.ranks:
-            rank.invalidate_recycled_rows()
+        for scheduler, capturer in zip(self.ranks, self.capturers, strict=True):
+            pages = scheduler.pages.drain_changed_pages()
+            if pages.size:
+                capturer.on_pages_allocated(pages)
