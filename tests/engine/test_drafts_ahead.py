@@ -66,7 +66,9 @@ class Run:
             if self.joined:
                 patch.setattr(self.scheduler, "schedule_ahead", lambda *_: None)
             dispatch, read = self.runner.dispatch, self.runner.read
-            patch.setattr(self.runner, "dispatch", lambda batch: self.note("dispatch", batch) or dispatch(batch))
+            patch.setattr(
+                self.runner, "dispatch", lambda batches: self.note("dispatch", batches[0]) or dispatch(batches)
+            )
             patch.setattr(self.runner, "read", lambda step: self.note("read", step.batches[0]) or read(step))
             for out in self.core.step().outs:
                 self.file(out)

@@ -76,14 +76,21 @@ class _RoutedExpertsDeviceCache:
         return self if self.rerouting is None else replace(self, rerouting=self.rerouting + rerouting)
 
     def count_experts(
-        self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
+        self,
+        counts: Int32[Array, "F M E"],
+        valid: Bool[Array, " N"],
+        generated: Bool[Array, " N"],
+        *,
+        sum_ranks: Callable[[Array], Array] | None = None,
     ) -> Int32[Array, "F M E"]:
         """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots
-        do not count."""
+        do not count. `sum_ranks`: the sum over data ranks, whose tokens are counted together; None: there is one."""
         layers, experts = counts.shape[1:]
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
         keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
-        return jax.lax.platform_dependent(counts, keys, tpu=_count_by_comparing, default=_count_by_scattering)
+        before = counts if sum_ranks is None else jnp.zeros_like(counts)
+        own = jax.lax.platform_dependent(before, keys, tpu=_count_by_comparing, default=_count_by_scattering)
+        return own if sum_ranks is None else counts + sum_ranks(own)
 
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's rows, one for each token, narrowed to the spec's dtype."""

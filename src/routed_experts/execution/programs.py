@@ -13,14 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
+from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
-from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, num_sampler_words, unpack
+from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
 from routed_experts.execution.recurrent_ops import hybrid_ops, with_inputs
 from routed_experts.execution.row_blocks import map_blocks
 from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpecs
@@ -28,7 +27,6 @@ from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bitcast_int32, prompt_logprobs
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.parallel import AxisGroup
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import TokenRouting
 
@@ -89,24 +87,23 @@ class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
     empty. `counts` are donated to the next step; the rest feeds the programs that follow. Rows that leave with the
     tokens follow the metadata in `words`. `streams`: outputs of the tapped layers. `recurrent_inputs` are those of a
-    verify step, by layer with a state."""
+    verify step, by layer with a state. `spec`: how an output is sharded, where it is not by data rank."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
     tokens: Int[Array, " N"]
     words: Int32[Array, " words"]  # the sampler's metadata, of a verify step all of it, now on the device
-    rows: UInt[Array, "N MK"] | None
-    counts: Int32[Array, "F M E"] | None = None
-    rerouting: Int32[Array, "N 2"] | None = None
+    rows: UInt[Array, "N MK"] | None = dataclasses.field(default=None, metadata={"spec": GATHERED})
+    counts: Int32[Array, "F M E"] | None = dataclasses.field(default=None, metadata={"spec": REPLICATED})
+    rerouting: Int32[Array, "N 2"] | None = dataclasses.field(default=None, metadata={"spec": GATHERED})
     streams: tuple[Float[Array, "N D"], ...] = ()
     recurrent_inputs: Any = None
 
 
-_SPECS: dict[str, Any] = {
-    **dict.fromkeys((field.name for field in dataclasses.fields(ForwardOut)), BY_RANK),
-    **{"rows": GATHERED, "rerouting": GATHERED, "counts": REPLICATED},
-}
-OUT_SPECS = ForwardOut(**_SPECS)  # of the outputs of all devices: the host reads rows and rerouting of all ranks
+# Specs of the outputs of all devices.
+OUT_SPECS: Any = ForwardOut(
+    **{part.name: part.metadata.get("spec", BY_RANK) for part in dataclasses.fields(ForwardOut)}
+)
 
 
 def forward(
@@ -147,8 +144,9 @@ def forward(
     words = packed if is_verify else packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.row_words_in(shape):
         words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
-    if capture is not None and counts is not None:
-        counts = _count_experts(capture, counts, batch, spec.kernels.ranks)
+    sum_ranks = spec.kernels.ranks.all_reduce if spec.kernels.ranks.count > 1 else None
+    counted = paged.valid, batch.generated
+    counts = None if capture is None or counts is None else capture.count_experts(counts, *counted, sum_ranks=sum_ranks)
     rerouting = None if capture is None else capture.rerouting
     logits = None
     if spec.with_logits:
@@ -159,16 +157,6 @@ def forward(
     if isinstance(pool, HybridPool):
         pool, recurrent_inputs = dataclasses.replace(pool, inputs=None), pool.inputs
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting, streams, recurrent_inputs)
-
-
-def _count_experts(
-    capture: RoutedExpertsDeviceCache, counts: Int32[Array, "F M E"], batch: ForwardBatch, ranks: AxisGroup
-) -> Int32[Array, "F M E"]:
-    """The counts with those of this step's tokens, of all data ranks."""
-    if ranks.count == 1:
-        return capture.count_experts(counts, batch.paged.valid, batch.generated)
-    own = capture.count_experts(jnp.zeros_like(counts), batch.paged.valid, batch.generated)
-    return counts + lax.psum(own, ranks.axis)
 
 
 def score_prompt(

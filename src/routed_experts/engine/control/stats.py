@@ -13,6 +13,7 @@ from routed_experts.engine.control.expert_load_monitor import DeviceBalance
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.placement.cost_model import MoveEstimate
+from routed_experts.scheduling.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,18 @@ def placement_stats(components: EngineComponents, runner: ReplicatedExpertRunner
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataRankStats:
+    """Counts of one data rank. `tokens`: that it has fed since the start."""
+
+    running: int
+    waiting: int
+    tokens: int
+    free_pages: int
+    cached_pages: int
+    total_pages: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counts of one moment; totals are since the engine started. Some may be a step apart from others.
 
@@ -84,26 +97,27 @@ class EngineStats:
     resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed
     speculative: SpeculativeTotals | None  # None: nothing is drafted
+    data_ranks: tuple[DataRankStats, ...] = ()  # empty: there is one, of which these are the counts
+    padding_ratio: float = 1.0  # of data ranks: tokens of the last step, with padding over without
 
 
 def engine_stats(components: EngineComponents) -> EngineStats:
     """The present counts of an engine, from any thread."""
     core = components.core
-    schedulers = tuple(core.ranks)
-    pages = [scheduler.pages for scheduler in schedulers]
+    ranks = [_rank_stats(scheduler, tokens) for scheduler, tokens in zip(core.ranks, core.rank_tokens, strict=True)]
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.offload_stats()
     return EngineStats(
-        running=sum(len(scheduler.running) for scheduler in schedulers),
-        waiting=core.ranks.num_waiting,
+        running=sum(rank.running for rank in ranks),
+        waiting=sum(rank.waiting for rank in ranks),
         accepted=core.request_table.accepted,
         finished=MappingProxyType(dict(core.request_table.finished)),
         num_steps=core.num_steps,
         last_step_age_s=0.0 if core.request_table.num_live == 0 else time.monotonic() - core.last_progress,
-        free_pages=sum(own.allocator.num_free for own in pages),
-        cached_pages=sum(own.cache.num_evictable for own in pages),
-        total_pages=sum(own.allocator.num_total for own in pages),
-        preemptions=sum(scheduler.num_retracted for scheduler in schedulers),
+        free_pages=sum(rank.free_pages for rank in ranks),
+        cached_pages=sum(rank.cached_pages for rank in ranks),
+        total_pages=sum(rank.total_pages for rank in ranks),
+        preemptions=sum(scheduler.num_retracted for scheduler in core.ranks),
         capture_host_bytes=sum(capturer.host_bytes() for capturer in core.capturers),
         capture_rows=core.num_rows,
         capture_missing_rows=core.num_missing_rows,
@@ -115,4 +129,19 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         resident_failures=0 if split is None else split.num_failed,
         placement=placement_stats(components, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
         speculative=None if core.speculation is None else core.speculation.totals.copy(),
+        data_ranks=tuple(ranks) if len(ranks) > 1 else (),
+        padding_ratio=core.padding_ratio,
+    )
+
+
+def _rank_stats(scheduler: Scheduler, tokens: int) -> DataRankStats:
+    """The present counts of a data rank."""
+    pages = scheduler.pages
+    return DataRankStats(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        tokens=tokens,
+        free_pages=pages.allocator.num_free,
+        cached_pages=pages.cache.num_evictable,
+        total_pages=pages.allocator.num_total,
     )

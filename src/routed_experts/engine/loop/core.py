@@ -68,6 +68,8 @@ class EngineCore:
         self.speculation = speculation  # None: nothing is drafted
         self.request_table = RequestTable()
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
+        self.rank_tokens = [0] * len(ranks)  # fed by each data rank
+        self.padding_ratio = 1.0  # tokens of the last step, padding of all data ranks included, over those without it
         self.last_progress = time.monotonic()  # when a step ended, or work arrived at an idle core
         self.pause_mode: PauseMode | None = None
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
@@ -304,6 +306,8 @@ class EngineCore:
                 streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
                 if req.state is ReqState.FINISHED or (streams and self.request_table.should_emit(req, now)):
                     outs.append(self._make_output(req))
+            if len(self.ranks) > 1:
+                self._count_tokens(finished.batches)
             self.num_steps += 1
             elapsed_s, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
             if self.speculation is not None:
@@ -331,6 +335,12 @@ class EngineCore:
         if self.speculation is not None:
             self.speculation.observe(batch, result, committed.advanced)
         return committed.advanced
+
+    def _count_tokens(self, batches: Sequence[ModelWorkerBatch]) -> None:
+        """Count what the data ranks fed in a step, and its padding."""
+        for number, batch in enumerate(batches):
+            self.rank_tokens[number] += batch.num_tokens
+        self.padding_ratio = sum(batch.token_ids.size for batch in batches) / sum(batch.num_tokens for batch in batches)
 
     def _time_step(
         self, speculation: Speculation, batch: ModelWorkerBatch, elapsed_s: float, read_at: float, *, overlaps: bool

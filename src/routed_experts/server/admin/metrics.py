@@ -16,7 +16,7 @@ from routed_experts.core.load_metrics import load_entropy, load_imbalance, num_u
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.speculative_stats import SpeculativeTotals
 from routed_experts.engine.async_engine import AsyncEngine
-from routed_experts.engine.control.stats import EngineStats, PlacementStats
+from routed_experts.engine.control.stats import DataRankStats, EngineStats, PlacementStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
 from routed_experts.server.routing.store import RoutingStore
 
@@ -137,7 +137,7 @@ class _EngineCollector(Collector):
             ),
             ("capture_host_bytes", "Host memory of rows, with those kept for fetching", host_bytes),
         )
-        yield _by_label(GaugeMetricFamily, "kv_pages", "KV pages by state", "state", _pages(stats))
+        yield from _kv_pages(stats)
         yield from _counters(("requests_accepted", "Accepted sequences", stats.accepted))
         finished = {outcome: stats.finished.get(outcome, 0) for outcome in _OUTCOMES}
         yield _by_label(CounterMetricFamily, "requests_finished", "Finished sequences", "outcome", finished)
@@ -291,7 +291,24 @@ def _plan_check(stats: PlacementStats) -> Iterator[Metric]:
         yield from _gauges(("eplb_last_move_seconds", text, stats.last_move_s))
 
 
-def _pages(stats: EngineStats) -> dict[str, int]:
+def _kv_pages(stats: EngineStats) -> Iterator[Metric]:
+    """KV pages, and with data ranks what each rank feeds."""
+    text = "KV pages by state"
+    if not stats.data_ranks:
+        yield _by_label(GaugeMetricFamily, "kv_pages", text, "state", _pages(stats))
+        return
+    pages = GaugeMetricFamily(f"{_PREFIX}_kv_pages", f"{text} of each data rank", labels=("rank", "state"))
+    for number, rank in enumerate(stats.data_ranks):
+        for state, count in _pages(rank).items():
+            pages.add_metric((str(number), state), count)
+    yield pages
+    tokens = {str(number): rank.tokens for number, rank in enumerate(stats.data_ranks)}
+    yield _by_label(CounterMetricFamily, "dp_tokens", "Tokens that each data rank has fed", "rank", tokens)
+    ratio = "Tokens of the last step with padding over those without, of all data ranks"
+    yield from _gauges(("dp_padding_ratio", ratio, stats.padding_ratio))
+
+
+def _pages(stats: EngineStats | DataRankStats) -> dict[str, int]:
     active = stats.total_pages - stats.free_pages - stats.cached_pages
     return {"free": stats.free_pages, "cached": stats.cached_pages, "active": active}
 
