@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
@@ -20,7 +19,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.decoder import FamilyDecoder
-from routed_experts.models.sharding import AXIS, ModelSharding
+from routed_experts.models.sharding import AXIS, DATA_AXIS, ModelSharding
 from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
 from support.tpu_programs import SMALL, program_name, whole_pool_operations
 
@@ -28,26 +27,29 @@ pytestmark = pytest.mark.tpu_aot
 
 CHIPS, MIB = ["v5e", "v6e"], 1 << 20
 KINDS = {"width": False, "experts": True}  # the sharded arrays of the experts
-# One kv head a chip: two rows a token. Pages of 150 MiB on each, more than its VMEM.
-POOL = dataclasses.replace(SMALL.runner.pool, num_kv_heads=1, num_pages=1200)
-RUNNER = dataclasses.replace(SMALL.runner, pool=POOL, num_request_slots=33)
+# One kv head a chip, or two where two chips are a data rank: pages of 150 MiB on each, more than its VMEM.
+POOLS = {
+    1: dataclasses.replace(SMALL.runner.pool, num_kv_heads=1, num_pages=1200),
+    2: dataclasses.replace(SMALL.runner.pool, num_kv_heads=2, num_pages=600),
+}
+POOL = POOLS[1]
 MAX_TEMP_BYTES = 6 * MIB
 
 
 @functools.cache
-def jobs(chip, kind):
-    """The runner's table for a mesh of four chips."""
-    parallel = ParallelConfig(4, expert_parallel=KINDS[kind])
+def jobs(chip, kind, ranks=1):
+    """The runner's table for a mesh of four chips, which are so many data ranks."""
+    parallel, pool = ParallelConfig(4, expert_parallel=KINDS[kind], data=ranks), POOLS[ranks]
     partitions = SMALL.config.partitions(by_expert=parallel.expert_parallel)
     shards = ModelSharding.create(partitions, parallel, devices=tuple(tpu_devices(chip)))
-    assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
+    assert shards.mesh == mesh_of(chip, ranks)
     state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     part = SMALL.config.shard(parallel)
     graphdef = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
     weights = nnx.from_flat_state(
         [(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)]
     )
-    args = ServerArgs(enable_return_routed_experts=True, tp_size=4, ep_size=4 if KINDS[kind] else 1)
+    args = ServerArgs(enable_return_routed_experts=True, tp_size=4, ep_size=4 if KINDS[kind] else 1, dp_size=ranks)
     kernels, attention = DEFAULT_BACKENDS.choose(args, platform="tpu")
     assert (kernels.moe.name, kernels.linear.name, attention.name) == ("tpu",) * 3
     spec = ProgramSpec(
@@ -55,11 +57,18 @@ def jobs(chip, kind):
         capture=SMALL.config.capture_spec,
         kernels=kernels,
         attention=attention,
-        num_pages=POOL.num_pages,
+        num_pages=pool.num_pages,
         raw_logprobs=False,
-        mesh_specs=MeshSpecs.create(shards.mesh, jax.tree.leaves(weights), POOL),
+        mesh_specs=MeshSpecs.create(shards.mesh, jax.tree.leaves(weights), pool),
     )
-    return lowerings(weights, spec, RUNNER)
+    return lowerings(weights, spec, dataclasses.replace(SMALL.runner, pool=pool, num_request_slots=33))
+
+
+def mesh_of(chip, ranks):
+    """The mesh of four chips."""
+    if ranks == 1:
+        return tpu_mesh(chip, (4,), (AXIS,))
+    return tpu_mesh(chip, (ranks, 4 // ranks), (DATA_AXIS, AXIS))
 
 
 def global_array(shards, path, leaf):
@@ -70,12 +79,9 @@ def global_array(shards, path, leaf):
 
 
 @functools.cache
-def compiled(chip, kind, name):
-    [job] = [job for key, job in jobs(chip, kind).items() if program_name(key) == name]
-    with (
-        jax.sharding.use_abstract_mesh(Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,)).abstract_mesh),
-        without_compilation_cache(),
-    ):
+def compiled(chip, kind, name, ranks=1):
+    [job] = [job for key, job in jobs(chip, kind, ranks).items() if program_name(key) == name]
+    with jax.sharding.use_abstract_mesh(mesh_of(chip, ranks).abstract_mesh), without_compilation_cache():
         return job().compile()
 
 
@@ -112,3 +118,26 @@ def test_scores_of_a_prompt_are_summed_once():
 @pytest.mark.parametrize("name", ["sample greedy", "sample full", "count extend"])
 def test_a_token_is_chosen_on_every_chip_by_itself(name):
     assert meetings(compiled("v5e", "width", name)) == {}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_meet_around_the_experts_and_behind_the_layers_alone(chip, kind):
+    """Pages are in place in each rank. A layer with experts has one gather and one sum of the ranks; then the rows that
+    the host reads are gathered."""
+    for name in ("forward decode", "forward extend"):
+        program = compiled(chip, kind, name, 2)
+        assert_in_place(program, POOLS[2].abstract, max_temp_bytes=MAX_TEMP_BYTES)
+        assert whole_pool_operations(program, POOLS[2].abstract) == []
+        met = meetings(program)
+        parts = met.pop("all-gather")
+        assert met == {"all-reduce": 2 * len(SMALL.config.blocks) + 1, "reduce-scatter": 1}, "of ranks: one in a layer"
+        assert parts == 3 or (parts == 5 and name == "forward extend"), (
+            "embeddings, the rows of a layer, and those that the host reads; a layer's may be gathered in three parts"
+        )
+
+
+@pytest.mark.parametrize("name", ["sample greedy", "sample full", "count extend", "score"])
+def test_ranks_choose_tokens_by_themselves_and_gather_what_the_host_reads(name):
+    expected = {"count extend": {}, "score": {"all-reduce": 1, "all-gather": 1}}.get(name, {"all-gather": 1})
+    assert meetings(compiled("v5e", "width", name, 2)) == expected

@@ -136,9 +136,7 @@ class InputProcessor:
         if rank is None:
             return None
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
-            text = (
-                f"{PARAM}={short_repr(rank)} must be one of the data ranks 0 to {num_ranks - 1} (dp_size={num_ranks})"
-            )
+            text = f"{PARAM}={short_repr(rank)} must be a data rank, 0 to {num_ranks - 1} (dp_size={num_ranks})"
             raise InvalidRequestError(f"{text}; choose one, or leave it out", param="data_parallel_rank")
         return rank
 
