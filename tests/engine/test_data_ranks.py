@@ -110,6 +110,9 @@ def test_family_answers_as_on_one_device(tmp_path, name):
             given = answers(ranked, prompts, ask=capture)
             assert_alike(expected, given)
             assert set(ranks_of(given)) == set(range(MESHES[mesh][1])), "every rank has answered"
+            for leaf in jax.tree.leaves(ranked.components.core.runner._pool):
+                parts = {str(shard.index) for shard in leaf.addressable_shards}
+                assert len(parts) % MESHES[mesh][1] == 0, "each rank has pages and states of its own"
 
 
 class Qwen3:
@@ -261,6 +264,7 @@ def test_placed_experts_of_all_ranks_move_and_change_no_value(qwen3):
 
 def test_deterministic_bits_are_those_of_any_rank_and_any_company(qwen3):
     with build(qwen3.folder, "2 ranks, width", deterministic=True) as engine:
+        assert_alike(answers(qwen3.alone, qwen3.prompts), answers(engine, qwen3.prompts))
         together = answers(engine, qwen3.prompts, temperature=0.8, seed=5)
         for rank in (0, 1):
             for prompt, expected in zip(qwen3.prompts, together, strict=True):
