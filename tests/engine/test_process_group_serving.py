@@ -26,6 +26,11 @@ MESHES = {
         {"enable_return_routed_experts": True, "ep_size": 4, "deterministic": True},
         {"lazy": True},
     ),
+    "2x2 data ranks, deterministic": (
+        2,
+        {"enable_return_routed_experts": True, "dp_size": 2, "deterministic": True},
+        {"lazy": True},
+    ),
     PLACED: (
         1,
         {
