@@ -15,6 +15,7 @@ SMALLEST = {
     "capture": ["--small"],
     "cluster_host_time": ["--steps", "20", "--rounds", "1", "--followers", "0", "1"],
     "cpu_parts": ["--small"],
+    "data_ranks": ["--host", "--rounds", "1", "--new", "20"],
     "draft_models": ["--small"],
     "drafting": ["--small"],
     "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],

@@ -70,6 +70,14 @@ def test_expert_parallel_is_as_many_devices_as_the_model_has():
         assert (args.tp_size, args.ep_size) == (tp, ep)
 
 
+def test_attention_by_data_rank_is_what_data_ranks_are():
+    for typed in ("--tp-size 4 --dp-size 2", "--tp-size 4 --dp-size 2 --enable-dp-attention"):
+        args = ServerArgs(**parse(*typed.split()))
+        assert (args.tp_size, args.dp_size) == (4, 2)
+    with pytest.raises(ConfigError, match="--enable-dp-attention without --dp-size"):
+        parse("--tp-size", "4", "--enable-dp-attention")
+
+
 def assert_refused(code, err, *, lines=3):
     assert code == 2
     assert 1 <= err.count("\n") <= lines
