@@ -251,7 +251,8 @@ def in_rank(requests: list[Req], rank: int) -> list[Req]:
 
 def measure_devices(args: argparse.Namespace) -> list[dict[str, object]]:
     """Decode steps of both engines in turns."""
-    config: dict[str, Any] = DEEPSEEK_V2_LITE | (SMALL if args.small else {}) | {"num_hidden_layers": args.layers}
+    length = {"num_hidden_layers": args.layers, "max_position_embeddings": max(8192, args.prompt + args.new + 1)}
+    config: dict[str, Any] = DEEPSEEK_V2_LITE | (SMALL if args.small else {}) | length
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         one, ranked = (Decoder(folder, args, ranks) for ranks in (1, args.ranks))
