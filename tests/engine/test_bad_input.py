@@ -73,7 +73,7 @@ PROMPTS = [
     ({"prompt": [5]}, "prompt"),
     ({"prompt": [["a"]]}, "prompt"),
     ({"prompt": "\ud800"}, None),
-    ({"prompt": ["a"] * 257}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
     ({}, "prompt"),
     ({"prompt": "a", "input_ids": [1]}, "prompt"),
     ({"input_ids": []}, "input_ids"),
@@ -85,7 +85,7 @@ PROMPTS = [
     ({"input_ids": "abc"}, "input_ids"),
     ({"input_ids": b"abc"}, "input_ids"),
     ({"input_ids": {1: 2}}, "input_ids"),
-    ({"input_ids": [[1]] * 257}, "input_ids"),
+    ({"input_ids": [[1]] * 1025}, "input_ids"),
     ({"input_ids": np.array(5)}, "input_ids"),
     ({"input_ids": np.array([1.5])}, "input_ids"),
     ({"input_ids": np.zeros((1, 2, 2), int)}, "input_ids"),
@@ -112,12 +112,13 @@ def test_text_that_only_looks_empty_is_a_prompt(engine, text):
 
 
 def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
-    assert "the context of 512" in refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
+    text = refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
+    assert "longer than the model's context length. This model's maximum context length is 512 tokens" in text
     text = refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
-    assert text.endswith("the context of 512 must also hold one new token; shorten it to at most 511")
-    assert "at most 509" in refused(
-        engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens"
-    )
+    assert text.endswith("with one new token; shorten it to at most 511")
+    text = refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens")
+    assert text.startswith("max_new_tokens=510 is too large. This model's maximum context length is 512 tokens")
+    assert text.endswith("ask for at most 509")
     assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)
 
 
@@ -600,6 +601,6 @@ def assert_a_full_queue_takes_nothing(engine):
         return errors
 
     assert on_engine_thread(engine, crowd) == [(4, 0, 0, 4), (1, 3, 3, 5)], "a call is taken whole or not at all"
-    refused(engine, QueueFullError, prompt=["a"] * 4)
+    refused(engine, prompt=["a"] * 4, param="prompt")
     refused(engine, QueueFullError, prompt="a", sampling_params={"n": 4})
     assert len(list(stream)[-1]["output_ids"]) == 8

@@ -75,8 +75,10 @@ def test_text_of_a_large_body_is_not_the_event_loops_work(server, seen, path, bo
 
 def test_too_many_prompts_are_refused_before_any_is_tokenised(server, seen):
     for special in (None, False):
-        error = parse_error(server.post("/v1/completions", {"prompt": ["a"] * 257, "add_special_tokens": special}), 400)
-        assert error["param"] == "prompt" and "256" in error["message"]
+        error = parse_error(
+            server.post("/v1/completions", {"prompt": ["a"] * 1025, "add_special_tokens": special}), 400
+        )
+        assert error["param"] == "prompt" and "1024" in error["message"]
     assert not [name for name, _ in seen if name == "encode"]
 
 

@@ -117,7 +117,9 @@ def test_200_requests_that_are_too_long_touch_no_page(server, engine):
     before = on_engine_thread(engine, pages)
     for trial in range(100):
         length = 512 + trial
-        assert parse_error(server.post("/generate", {"input_ids": [5] * length}), 400)["code"] == "prompt_too_long"
+        assert (
+            parse_error(server.post("/generate", {"input_ids": [5] * length}), 400)["code"] == "context_length_exceeded"
+        )
         body = {"input_ids": [5] * 12, "sampling_params": {"max_new_tokens": 501 + trial}}
         assert parse_error(server.post("/generate", body), 400)["param"] == "max_new_tokens"
     assert on_engine_thread(engine, pages) == before

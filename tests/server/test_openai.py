@@ -245,6 +245,45 @@ def test_ids_of_prompt_and_answer_are_returned_on_request(engine, server):
     )
 
 
+def test_ids_of_a_chat_prompt_stand_where_vllm_has_them(engine, server):
+    output = chat(server, return_token_ids=True)
+    prompt = output["prompt_token_ids"]
+    assert prompt == output["choices"][0]["prompt_token_ids"] and len(prompt) == output["usage"]["prompt_tokens"]
+    assert "prompt_token_ids" not in chat(server)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "return_token_ids": True}
+    for path, fields in (
+        ("/v1/chat/completions", body),
+        ("/v1/completions", {**body, "messages": None, "prompt": "a"}),
+    ):
+        fields = {name: value for name, value in fields.items() if value is not None}
+        chunks = stream(server, path, fields)
+        at_top = ["prompt_token_ids" in chunk for chunk in chunks]
+        assert at_top == [path.endswith("chat/completions"), *[False] * (len(chunks) - 1)], path
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert sum("prompt_token_ids" in choice for choice in choices) == 1, "once, and not in every chunk"
+        assert sum(len(choice.get("token_ids", ())) for choice in choices) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_rows_stand_where_sglangs_clients_look(server, path):
+    """`sglext` of the response; of several choices a list, one entry a choice."""
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    body = {**prompt, "max_tokens": 5, "temperature": 0, "return_routed_experts": True}
+    answer = server.post(path, body).json()
+    payload = answer["choices"][0]["meta_info"]["routed_experts"]
+    assert answer["sglext"] == {"routed_experts": payload}
+    rows = extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": answer["sglext"]["routed_experts"]}})
+    assert rows.size == (answer["usage"]["total_tokens"] - 1) * 4 * 4
+    two = server.post(path, {**body, "n": 2}).json()
+    assert two["sglext"]["routed_experts"] == [choice["meta_info"]["routed_experts"] for choice in two["choices"]]
+    chunks = stream(server, path, {**body, "stream_options": {"include_usage": True}})
+    (extension,) = [chunk for chunk in chunks if "sglext" in chunk]
+    assert extension["choices"] == [] and extension["sglext"] == answer["sglext"] and chunks[-1]["usage"]
+    assert "sglext" not in server.post(path, {**body, "return_routed_experts": False}).json()
+    npy = server.post(path, {**body, "routed_experts_format": "npy"}).json()
+    assert "sglext" not in npy, "vLLM's form has a place of its own"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -271,7 +310,7 @@ def test_ids_of_prompt_and_answer_are_returned_on_request(engine, server):
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ],

@@ -64,6 +64,72 @@ def test_rows_of_some_prompts_only(server):
     assert parse_error(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
 
 
+def test_fields_of_each_prompt_are_lists(engine, server):
+    """As SGLang's clients send them: parameters, ids, logprobs and rows differ by prompt; sums of n keep their order."""
+    prompts = [PROMPT, "The cat", "One two"]
+    sampling = [GREEDY, {"max_new_tokens": 3, "temperature": 0.7, "sampling_seed": 5, "n": 2}, {"max_new_tokens": 5}]
+    body = {
+        "text": prompts,
+        "sampling_params": sampling,
+        "rid": ["a", "b", "c"],
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [0, -1, -1],
+        "top_logprobs_num": [2, 0, 0],
+        "return_routed_experts": [True, False, True],
+        "routed_experts_start_len": [0, 0, 1],
+        "extra_key": ["x", None, "y"],
+    }
+    answers = server.post("/generate", body).json()
+    assert [answer["meta_info"]["id"] for answer in answers] == ["a", "b-0", "b-1", "c"]
+    assert [len(answer["output_ids"]) for answer in answers] == [8, 3, 3, 5]
+    assert ["routed_experts" in answer["meta_info"] for answer in answers] == [True, False, False, True]
+    assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [True, False, False, True]
+    assert answers[0]["meta_info"]["input_token_logprobs"] and not answers[3]["meta_info"]["input_token_logprobs"]
+    alone = engine.generate(
+        PROMPT, GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2, return_routed_experts=True
+    )
+    for key in ("text", "output_ids"):
+        assert answers[0][key] == alone[key]
+    assert answers[0]["meta_info"]["routed_experts"] == alone["meta_info"]["routed_experts"]
+    rows = extract_routed_experts_from_meta_info(answers[3])
+    assert rows.shape[0] == answers[3]["meta_info"]["prompt_tokens"] + 5 - 1 - 1
+
+
+def test_lists_of_another_length_and_repeated_ids_are_refused(server):
+    two = {"text": ["a", "b"], "sampling_params": GREEDY}
+    for name, value in (
+        ("sampling_params", [GREEDY]),
+        ("rid", ["a", "b", "c"]),
+        ("return_logprob", [True]),
+        ("top_logprobs_num", [1, 2, 3]),
+        ("return_routed_experts", [True]),
+        ("extra_key", ["x"]),
+    ):
+        error = parse_error(server.post("/generate", {**two, name: value}), 400)
+        assert error["param"] == name and "for 2 prompts" in error["message"]
+    error = parse_error(server.post("/generate", {**two, "rid": ["a", "a"]}), 400)
+    assert (error["param"], error["code"]) == ("rid", "duplicate_request_id")
+    mixed = {**two, "sampling_params": [{"max_new_tokens": 0}, GREEDY]}
+    assert parse_error(server.post("/generate", mixed), 400)["param"] == "sampling_params"
+    zero = server.post("/generate", {**two, "sampling_params": [{"max_new_tokens": 0}] * 2}).json()
+    assert [answer["output_ids"] for answer in zero] == [[], []]
+    assert [answer["meta_info"]["finish_reason"] for answer in zero] == [{"type": "length", "length": 0}] * 2
+
+
+def test_equal_prompts_of_one_seed_have_one_answer(server):
+    """As documented: a seed belongs to a request, not to its place in the call."""
+    sampled = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"text": [PROMPT] * 2, "sampling_params": [{**sampled, "sampling_seed": 3}] * 2}
+    same = server.post("/generate", body).json()
+    other = server.post("/generate", {**body, "sampling_params": sampled}).json()
+    assert same[0]["output_ids"] == same[1]["output_ids"] and other[0]["output_ids"] != other[1]["output_ids"]
+
+
+def test_a_call_may_have_as_many_prompts_as_the_queue_holds(server):
+    body = {"input_ids": [[5]] * 401, "sampling_params": {"max_new_tokens": 1}}
+    assert len(server.post("/generate", body).json()) == 401
+
+
 def test_only_requested_refs_are_stored(server):
     body = {
         "text": ["a", "b"],

@@ -92,7 +92,7 @@ class CaptureDisabledError(InvalidRequestError):
 class PromptTooLongError(InvalidRequestError):
     """A prompt, or a prompt with its new tokens, does not fit the context or the page pool."""
 
-    code = "prompt_too_long"
+    code = "context_length_exceeded"
 
 
 class QueueFullError(RoutedExpertsError):

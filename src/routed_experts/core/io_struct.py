@@ -14,6 +14,9 @@ from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
 
 
+AnySamplingParams = SamplingParams | Mapping[str, object]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
     """The routing options of a request, resolved. `start` is in tokens."""
@@ -28,22 +31,23 @@ class RoutingOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReqInput:
-    """One call as the caller wrote it: one prompt or many, as text or as token ids. None means unset."""
+    """One call as the caller wrote it: one prompt or many, as text or as token ids. None means unset. A field that may
+    be a sequence has one value a prompt then."""
 
     text: str | Sequence[str] | None = None
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
-    sampling_params: SamplingParams | Mapping[str, object] | None = None
+    sampling_params: AnySamplingParams | Sequence[AnySamplingParams] | None = None
     max_new_tokens: int | None = None
-    rid: str | None = None
-    extra_key: str | None = None
+    rid: str | Sequence[str] | None = None
+    extra_key: str | Sequence[str | None] | None = None
     stream: bool | None = False
-    return_logprob: bool | None = False
-    logprob_start_len: int | None = -1
-    top_logprobs_num: int | None = 0
+    return_logprob: bool | Sequence[bool] | None = False
+    logprob_start_len: int | Sequence[int] | None = -1
+    top_logprobs_num: int | Sequence[int] | None = 0
     prediction: str | Sequence[int] | None = None  # the expected answer, as a draft; changes speed alone
     data_parallel_rank: int | None = None  # that the request runs in; None: the engine chooses
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int | None = None
+    return_routed_experts: bool | Sequence[bool] | None = None
+    routed_experts_start_len: int | Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None  # another name of routed_experts_start_len
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None

@@ -49,6 +49,10 @@ class AsyncEngine:
         """KV slots that requests can fill."""
         return self.engine.components.kv_tokens
 
+    def check_num_prompts(self, param: str, count: int) -> None:
+        """Raise InvalidRequestError, naming `param`, for more prompts than a call may have."""
+        self.engine.input_processor.check_count(param, count)
+
     def process(
         self,
         request: GenerateReqInput,

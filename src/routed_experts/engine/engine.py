@@ -61,6 +61,7 @@ from routed_experts.models.loading.model_source import with_local_model
 Prompt = str | Sequence[str]
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
 Params = SamplingParams | Mapping[str, object]
+ParamsList = Sequence[Params]  # one a prompt
 Result = dict[str, object] | list[dict[str, object]]
 
 
@@ -264,27 +265,28 @@ class Engine:
     def generate(
         self,
         prompt: Prompt | None = None,
-        sampling_params: Params | None = None,
+        sampling_params: Params | ParamsList | None = None,
         input_ids: TokenIds | None = None,
         *,
         stream: bool | None = False,
         max_new_tokens: int | None = None,
-        rid: str | None = None,
-        extra_key: str | None = None,
-        return_logprob: bool | None = False,
-        logprob_start_len: int | None = -1,
-        top_logprobs_num: int | None = 0,
+        rid: str | Sequence[str] | None = None,
+        extra_key: str | Sequence[str | None] | None = None,
+        return_logprob: bool | Sequence[bool] | None = False,
+        logprob_start_len: int | Sequence[int] | None = -1,
+        top_logprobs_num: int | Sequence[int] | None = 0,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
-        return_routed_experts: bool | None = None,
-        routed_experts_start_len: int | None = None,
+        return_routed_experts: bool | Sequence[bool] | None = None,
+        routed_experts_start_len: int | Sequence[int] | None = None,
         routed_experts_prompt_start: int | None = None,
         routed_experts_format: str | None = None,
         routed_experts_layers: str | None = None,
         routed_experts_stream: bool | None = None,
         routed_experts_include_last: bool | None = None,
     ) -> Result | Iterator[dict[str, object]]:
-        """Generate for one prompt (returns a dict) or many (a list of dicts, in order; n > 1 gives n a prompt).
+        """Generate for one prompt (returns a dict) or many (a list of dicts, in order; n > 1 gives n a prompt). What may
+        be a sequence then has one value a prompt. Equal prompts with the same seed have the same answer.
 
         Each dict holds `text`, `output_ids` and `meta_info`. With `stream` it returns an iterator of cumulative dicts;
         closing it aborts. With `return_routed_experts`, meta_info holds `routed_experts` for the S-1 tokens that were
@@ -329,20 +331,20 @@ class Engine:
     async def async_generate(
         self,
         prompt: Prompt | None = None,
-        sampling_params: Params | None = None,
+        sampling_params: Params | ParamsList | None = None,
         input_ids: TokenIds | None = None,
         *,
         stream: bool | None = False,
         max_new_tokens: int | None = None,
-        rid: str | None = None,
-        extra_key: str | None = None,
-        return_logprob: bool | None = False,
-        logprob_start_len: int | None = -1,
-        top_logprobs_num: int | None = 0,
+        rid: str | Sequence[str] | None = None,
+        extra_key: str | Sequence[str | None] | None = None,
+        return_logprob: bool | Sequence[bool] | None = False,
+        logprob_start_len: int | Sequence[int] | None = -1,
+        top_logprobs_num: int | Sequence[int] | None = 0,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
-        return_routed_experts: bool | None = None,
-        routed_experts_start_len: int | None = None,
+        return_routed_experts: bool | Sequence[bool] | None = None,
+        routed_experts_start_len: int | Sequence[int] | None = None,
         routed_experts_prompt_start: int | None = None,
         routed_experts_format: str | None = None,
         routed_experts_layers: str | None = None,

@@ -14,6 +14,7 @@ MAX_EVENT_PAYLOAD = 64 * 1024  # bytes of rows in one event, where rows are stre
 MAX_OPEN_REQUESTS, MAX_CONNECTIONS = 1024, 1024  # beyond: 503
 MAX_WAITING_PAUSES, MAX_SCORING_CALLS = 8, 8
 MAX_SCORED_TOKENS = 131_072  # of one call, unless it is one sequence
+MAX_SCORED_SEQUENCES = 256  # of one call
 SCORE_CHUNK_TOKENS = 8192  # a call whose client has gone ends after so many tokens
 MAX_UNKNOWN_NAMES = 128  # of one body
 MAX_BACKLOG = 256  # chunks that a slow client may be behind

@@ -96,16 +96,16 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 class GenerateRequest(RoutingFields, kw_only=True):
-    """POST /generate, in SGLang's form. `return_routed_experts` may be a list, one value a prompt."""
+    """POST /generate, in SGLang's form. Fields that may be lists have one value a prompt then."""
 
     return_routed_experts: bool | list[bool] | None = None
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     max_new_tokens: int | None = None
     stream: bool | None = None
-    rid: str | None = None
-    extra_key: str | None = None
+    rid: str | list[str] | None = None
+    extra_key: str | list[str | None] | None = None
     data_parallel_rank: int | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None

@@ -16,10 +16,10 @@ from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLong
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
+from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
-MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -58,50 +58,52 @@ class InputProcessor:
         """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` replaces an unset
         length, and is cut to what fits; `routing` replaces unset routing options; `stream_interval_s` is the least time
         between two outputs of a stream. Raises InvalidRequestError or a subclass, and QueueFullError."""
-        _check_flags(request)
-        params = _sampling_params(request)
         prompts = list(self._prompts(request))
+        calls = split_by_prompt(request, len(prompts))
+        params = [_sampling_params(call) for call in calls]
+        counts = [1 if own.n is None else int(own.n) for own in params]
+        self._check_num_requests(counts)
+        groups = _request_ids(request, calls, counts)
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
-        n = 1 if params.n is None else int(params.n)
-        num_requests = len(prompts) * n
-        if num_requests > self.limits.max_requests:
-            raise QueueFullError(
-                f"{len(prompts)} prompts with n={n} are {num_requests} requests, above "
-                f"max_queued_requests={self.limits.max_requests}; send fewer in one call"
-            )
-        call_id = request.rid if request.rid is not None else secrets.token_hex(8)
-        if not isinstance(call_id, str) or not _RID.fullmatch(call_id):
-            text = f"{PARAM}={short_repr(call_id)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
-            raise InvalidRequestError(text, param="rid")
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
-        for index, ids in enumerate(prompts):
+        for ids, call, own, (group, rids) in zip(prompts, calls, params, groups, strict=True):
+            _check_flags(call)
             options = resolve_routing_options(
-                request, params, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
+                call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
             )
-            return_logprob, start, top = _logprob_options(request, params, ids.size)
-            sampling, stop_token_ids = self._sampling(params, ids.size, default)
+            return_logprob, start, top = _logprob_options(call, own, ids.size)
+            sampling, stop_token_ids = self._sampling(own, ids.size, default)
             requests += [
                 TokenizedGenerateReqInput(
-                    rid=call_id if num_requests == 1 else f"{call_id}-{index * n + choice}",
-                    group=f"{call_id}-{index}",
+                    rid=rid,
+                    group=group,
                     choice=choice,
                     input_ids=ids,
                     sampling=sampling,
                     stop_token_ids=stop_token_ids,
                     prediction=prediction,
                     data_parallel_rank=rank,
-                    extra_key=request.extra_key,
-                    stream=request.stream is True,
+                    extra_key=None if call.extra_key is None else str(call.extra_key),
+                    stream=call.stream is True,
                     return_logprob=return_logprob,
                     logprob_start_len=start,
                     top_logprobs_num=top,
                     routed_experts=options,
                     stream_interval_s=stream_interval_s,
                 )
-                for choice in range(n)
+                for choice, rid in enumerate(rids)
             ]
         return requests
+
+    def _check_num_requests(self, counts: Sequence[int]) -> None:
+        """Raise QueueFullError for a call that no queue would hold."""
+        if sum(counts) > self.limits.max_requests:
+            many = f"n={counts[0]}" if len(set(counts)) == 1 else f"n={min(counts)} to {max(counts)}"
+            raise QueueFullError(
+                f"{len(counts)} prompts with {many} are {sum(counts)} requests, above "
+                f"max_queued_requests={self.limits.max_requests}; send fewer in one call"
+            )
 
     def _prompts(self, request: GenerateReqInput) -> Iterator[Int32[np.ndarray, " S"]]:
         """Token ids of each prompt."""
@@ -113,7 +115,7 @@ class InputProcessor:
             if not isinstance(texts, list | tuple):
                 text = f"{PARAM}={short_repr(request.text)} must be text or a list of texts"
                 raise InvalidRequestError(text, param="prompt")
-            _check_count("prompt", len(texts))
+            self.check_count("prompt", len(texts))
             for text in texts:
                 if isinstance(text, int | np.integer | list | tuple):
                     message = f"{PARAM} holds {short_repr(text)}, which is no text; token ids go to input_ids="
@@ -126,7 +128,7 @@ class InputProcessor:
             return
         input_ids: Any = request.input_ids
         nested = is_nested(input_ids)
-        _check_count("input_ids", len(input_ids) if nested else 1)
+        self.check_count("input_ids", len(input_ids) if nested else 1)
         for ids in input_ids if nested else [input_ids]:
             yield self._check_ids(_as_integers(ids), "input_ids")
 
@@ -139,6 +141,13 @@ class InputProcessor:
             text = f"{PARAM}={short_repr(rank)} must be a data rank, 0 to {num_ranks - 1} (dp_size={num_ranks})"
             raise InvalidRequestError(f"{text}; choose one, or leave it out", param="data_parallel_rank")
         return rank
+
+    def check_count(self, param: str, count: int) -> None:
+        """Raise InvalidRequestError for a call of no prompt, or of more than the queue holds."""
+        most = self.limits.max_requests
+        if not 1 <= count <= most:
+            text = f"{PARAM} holds {count} prompts; send 1 to {most} in a call (max_queued_requests)"
+            raise InvalidRequestError(text, param=param)
 
     def _prediction(self, request: GenerateReqInput, num_prompts: int) -> Int32[np.ndarray, " G"] | None:
         """Token ids of the expected answer, at most a context of them."""
@@ -184,8 +193,9 @@ class InputProcessor:
         self._check_in_vocabulary(ids, param)
         if ids.size >= limits.context_length:
             text = (
-                f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also "
-                f"hold one new token; shorten it to at most {limits.context_length - 1}"
+                f"{PARAM} of {ids.size} tokens is longer than the model's context length. This model's maximum context "
+                f"length is {limits.context_length} tokens, with one new token; shorten it to at most "
+                f"{limits.context_length - 1}"
             )
             if limits.longest_context > limits.context_length:
                 text += f", or raise context_length, up to {limits.longest_context}"
@@ -226,12 +236,11 @@ class InputProcessor:
         if params.max_tokens is None:
             return min(default, room)
         if params.max_tokens > room:
-            raise PromptTooLongError(
-                f"{PARAM}={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit "
-                f"of {prompt_len + room} tokens "
-                f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}",
-                param="max_new_tokens",
+            text = (
+                f"{PARAM}={params.max_tokens} is too large. This model's maximum context length is "
+                f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
+            raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")
         return params.max_tokens
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
@@ -277,9 +286,27 @@ def _check_flags(request: GenerateReqInput) -> None:
         raise InvalidRequestError(text, param="extra_key")
 
 
-def _check_count(param: str, count: int) -> None:
-    if not 1 <= count <= MAX_PROMPTS:
-        raise InvalidRequestError(f"{PARAM} holds {count} prompts; send 1 to {MAX_PROMPTS} in a call", param=param)
+def _request_ids(
+    request: GenerateReqInput, calls: Sequence[GenerateReqInput], counts: Sequence[int]
+) -> list[tuple[str, list[str]]]:
+    """For each prompt the id of its group and the ids of its choices. One id for the call is followed by the number of
+    the sequence, where there are several; an id of a prompt by the number of the choice."""
+    for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
+        if rid is not None and (not isinstance(rid, str) or not _RID.fullmatch(rid)):
+            text = f"{PARAM}={short_repr(rid)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
+            raise InvalidRequestError(text, param="rid")
+    if isinstance(request.rid, list | tuple):
+        ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))
+        return [(rid, [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
+    call_id = request.rid if isinstance(request.rid, str) else secrets.token_hex(8)
+    firsts = itertools.accumulate(counts, initial=0)
+    return [
+        (
+            f"{call_id}-{index}",
+            [call_id] if sum(counts) == 1 else [f"{call_id}-{first + choice}" for choice in range(n)],
+        )
+        for index, (first, n) in enumerate(zip(firsts, counts, strict=False))
+    ]
 
 
 def _sampling_params(request: GenerateReqInput) -> SamplingParams:

@@ -38,6 +38,10 @@ class ChatFormat:
         message = {"role": "assistant", "content": delta.text, "refusal": None}
         return {"index": choice.index, "message": message, **self._token_fields(choice, delta)}
 
+    def head(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the prompt's ids beside the choices, if ids are requested."""
+        return {"prompt_token_ids": choice.request.input_ids.tolist()} if self._token_ids else {}
+
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
         """Return the chunk with the role."""
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
@@ -54,9 +58,7 @@ class ChatFormat:
         fields: dict[str, object] = {
             "logprobs": chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
         }
-        if self._token_ids:
-            fields |= {"token_ids": list(delta.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
-        return fields
+        return fields | choice.token_fields(delta) if self._token_ids else fields
 
 
 async def chat_completions(request: Request, server: ServerState) -> Response:

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.server.body import read_body
 from routed_experts.server.errors import ApiError, field_names
 from routed_experts.server.executors import run_in_thread_if_large
@@ -45,6 +44,10 @@ class TextFormat:
         """Return the body of a finished choice."""
         return self.chunk(choice, choice.full())
 
+    def head(self, choice: ChoiceState) -> dict[str, object]:
+        """Return nothing: a response has several prompts."""
+        return {}
+
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
         """Return None: the first chunk has text."""
         return None
@@ -54,9 +57,7 @@ class TextFormat:
         body: dict[str, object] = {"index": choice.index, "text": delta.text, "logprobs": None}
         if self._logprobs:
             body["logprobs"], choice.text_offset = completion_logprobs(delta.logprobs, offset=choice.text_offset)
-        if self._token_ids:
-            body |= {"token_ids": list(delta.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
-        return body
+        return body | choice.token_fields(delta) if self._token_ids else body
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
         """Return the chunk of the finish reason."""
@@ -132,9 +133,7 @@ def _prompts(
     if len(texts) == len(parts):
         if "" in texts or not texts:
             raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
-        if len(texts) > MAX_PROMPTS:  # the engine checks it too, but only after they are tokenised
-            text = f"prompt has {len(texts)} prompts, above the limit of {MAX_PROMPTS}; send fewer"
-            raise InvalidRequestError(text, param="prompt")
+        server.engine.check_num_prompts("prompt", len(texts))  # before they are tokenised
         tokenizer = server.tokenizer("prompt")
         if completion.add_special_tokens is not False:
             return texts, None

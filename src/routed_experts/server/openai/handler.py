@@ -6,7 +6,7 @@ the finish reason for each choice, and a chunk with the usage if the request ask
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.formats.wire import PAYLOAD_KEY
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
 from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
@@ -112,7 +113,7 @@ class ChoiceState:
 
     def __init__(self, index: int, sequence: SequenceState, *, echo: str | None, prompt_only: bool) -> None:
         self.index, self.sequence, self.request, self.prompt_only = index, sequence, sequence.request, prompt_only
-        self._echo, self._has_sent_echo = echo, False
+        self._echo, self._has_sent_echo, self._has_sent_prompt = echo, False, False
         self._num_logprobs = 0  # sent in earlier deltas
         self.text_offset = 0  # characters of the token texts sent in earlier deltas
 
@@ -159,6 +160,14 @@ class ChoiceState:
         last = self.sequence.last
         return last.cached_tokens, 0 if self.prompt_only else last.completion_tokens
 
+    def token_fields(self, delta: Delta) -> dict[str, object]:
+        """Return the ids of a delta, and the first time those of the prompt."""
+        fields: dict[str, object] = {"token_ids": list(delta.token_ids)}
+        if not self._has_sent_prompt:
+            fields["prompt_token_ids"] = self.request.input_ids.tolist()
+        self._has_sent_prompt = True
+        return fields
+
     def draft_counts(self) -> SpeculativeCounts:
         """Return what became of the drafts of this choice so far."""
         counts = self.sequence.last.speculative if self.sequence.has_output else None
@@ -184,6 +193,10 @@ class ResponseFormat(Protocol):
 
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
+        ...
+
+    def head(self, choice: ChoiceState) -> dict[str, object]:
+        """Return fields of the whole response, from its first choice; a stream has them in its first chunk."""
         ...
 
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
@@ -221,30 +234,35 @@ class OpenAIHandler(GenerationHandler):
             for index, sequence in enumerate(self._generation.sequences)
         ]
         self._created = int(time.time())
+        self._encoded_rows: dict[int, str] = {}  # by choice
         self._has_sent_prompt_rows = False  # format list: they are fields of the response, in its first chunk with rows
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         bodies: list[dict[str, object]] = []
-        response_fields: dict[str, object] = {}
+        response_fields = self._format.head(self._choices[0])
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
+            self._note_rows(choice, routing)
             bodies.append({**self._format.full(choice), **choice.finish_fields(), **routing.choice})
             response_fields |= routing.response
         head = self._head(self._format.object_name)
-        body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields}
+        body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
         return json_response(body, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        head = self._format.head(self._choices[0])
         for choice in self._choices:
             if (first := self._format.first_chunk(choice)) is not None:
-                yield self._chunk(choice, first)
+                yield self._chunk(choice, first, ResponseRouting({}, head) if choice.index == 0 else None)
         async for index, output in self._generation.outputs():
             self._observe(index, output)
             choice = self._choices[index]
             for chunk in await self._delta_chunks(choice, choice.to_delta(output)):
                 yield chunk
+        if extension := self._sglext():
+            yield event({**self._head(self._format.chunk_name), "choices": [], **extension})
         if self._include_usage:
             yield event({**self._head(self._format.chunk_name), "choices": [], "usage": _usage(self._choices)})
 
@@ -255,6 +273,8 @@ class OpenAIHandler(GenerationHandler):
             routing = await self._routing(choice, include_prompt_rows=not self._has_sent_prompt_rows)
             self._has_sent_prompt_rows = True
         last = routing.pop() if choice.is_finished else None
+        if last is not None and not choice.request.routed_experts.stream:
+            self._note_rows(choice, last)
         chunks: list[bytes] = []
         if delta.text or delta.token_ids:
             first = routing.pop(0) if routing else ResponseRouting({}, {})
@@ -281,6 +301,19 @@ class OpenAIHandler(GenerationHandler):
             )
 
         return await self._render_rows(choice.index, render)
+
+    def _note_rows(self, choice: ChoiceState, routing: ResponseRouting) -> None:
+        """Keep the encoded rows of a choice in SGLang's form, for the place where its clients look."""
+        rows = cast("dict[str, object]", routing.choice.get("meta_info", {})).get(PAYLOAD_KEY)
+        if isinstance(rows, str) and choice.request.routed_experts.format == "int32":
+            self._encoded_rows[choice.index] = rows
+
+    def _sglext(self) -> dict[str, object]:
+        """Return SGLang's field of a response: the rows of its choice; of several, a list with one entry a choice."""
+        if not self._encoded_rows:
+            return {}
+        rows = [self._encoded_rows.get(choice.index) for choice in self._choices]
+        return {"sglext": {"routed_experts": rows[0] if len(rows) == 1 else rows}}
 
     def _head(self, name: str) -> dict[str, object]:
         model = self._server.model_name

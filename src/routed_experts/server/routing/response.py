@@ -49,7 +49,7 @@ def sglang_defaults(settings: ServerSettings) -> RoutingDefaults:
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 
-def to_routing_params(body: RoutingFields, *, enabled: bool | None) -> dict[str, Any]:
+def to_routing_params(body: RoutingFields, *, enabled: bool | list[bool] | None) -> dict[str, Any]:
     """Return the routing fields of a body as fields of GenerateReqInput."""
     return {
         "return_routed_experts": enabled,

@@ -20,12 +20,11 @@ from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.control.score import ScoreOutput
-from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.executors import run_in_thread_if_large
-from routed_experts.server.limits import MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
+from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import ScoreRequest
 from routed_experts.server.routing.response import (
@@ -97,8 +96,8 @@ def _sequences(fields: ScoreRequest) -> list[list[int]]:
             "send fewer sequences at once"
         )
         raise InvalidRequestError(text, param="token_ids")
-    if not ids or not all(isinstance(part, list) and part for part in ids) or len(ids) > MAX_PROMPTS:
-        text = f"token_ids must be one sequence of ids, or 1 to {MAX_PROMPTS} of them, none of them empty"
+    if not ids or not all(isinstance(part, list) and part for part in ids) or len(ids) > MAX_SCORED_SEQUENCES:
+        text = f"token_ids must be one sequence of ids, or 1 to {MAX_SCORED_SEQUENCES} of them, none of them empty"
         raise InvalidRequestError(text, param="token_ids")
     return cast("list[list[int]]", ids)
 

@@ -1,6 +1,5 @@
 """POST /generate, in SGLang's form: text is cumulative in streams, and meta_info has everything else."""
 
-import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -11,11 +10,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import (
-    GenerateReqInput,
-    RoutingOptions,
-    TokenizedGenerateReqInput,
-)
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.wire import encode_ref
@@ -45,25 +40,24 @@ async def generate(request: Request, server: ServerState) -> Response:
     sampling, ignored_sampling = _sampling(call)
     ignored = [*body.ignored, *ignored_sampling]
     server.metrics.ignored(ignored)
-    prompt_only = prefill_only(call, sampling)
-    rid = resolve_request_id(request, call.rid, prefix="", param="rid")
-    logprob_start_len = _single_value("logprob_start_len", call.logprob_start_len)
-    enabled = call.return_routed_experts
+    prompt_only = _prefill_only(call, sampling)
+    named = None if isinstance(call.rid, list) else call.rid
+    request_id = resolve_request_id(request, named, prefix="", param="rid")
     with field_names(_FIELDS):
         inputs = GenerateReqInput(
             text=call.text,
             input_ids=cast("list[int] | list[list[int]] | None", call.input_ids),
-            sampling_params=sampling,
+            sampling_params=sampling if isinstance(call.sampling_params, list) else sampling[0],
             max_new_tokens=None if prompt_only else call.max_new_tokens,
-            rid=rid,
+            rid=call.rid if isinstance(call.rid, list) else request_id,
             extra_key=call.extra_key,
             data_parallel_rank=call.data_parallel_rank,
             stream=call.stream is True,
-            return_logprob=_single_value("return_logprob", call.return_logprob) is True,
-            logprob_start_len=-1 if logprob_start_len is None else logprob_start_len,
-            top_logprobs_num=_single_value("top_logprobs_num", call.top_logprobs_num) or 0,
+            return_logprob=call.return_logprob,
+            logprob_start_len=call.logprob_start_len,
+            top_logprobs_num=call.top_logprobs_num,
             prediction=call.prediction,
-            **to_routing_params(call, enabled=any(enabled) if isinstance(enabled, list) else enabled),
+            **to_routing_params(call, enabled=call.return_routed_experts),
         )
         requests = await server.process(
             inputs,
@@ -71,9 +65,8 @@ async def generate(request: Request, server: ServerState) -> Response:
             routing=sglang_defaults(server.settings),
             num_bytes=body.num_bytes,
         )
-    requests = _enable_routing(requests, _enabled_by_prompt(call))
     options = CallOptions(
-        request_id=rid, owner=request_owner(request), fields=_FIELDS, headers=ignored_params_header(ignored)
+        request_id=request_id, owner=request_owner(request), fields=_FIELDS, headers=ignored_params_header(ignored)
     )
     single = len(requests) == 1 and _is_single_prompt(call)
     handler = SGLangHandler(server, requests, options, prompt_only=prompt_only, single=single)
@@ -135,32 +128,61 @@ class SGLangHandler(GenerationHandler):
 def _with_routing(call: GenerateRequest) -> GenerateRequest:
     """Move the routing options that are no sampling parameters out of `sampling_params`; a field that is in both
     must agree."""
-    sampling = call.sampling_params or {}
-    moved = {name: sampling[name] for name in _ROUTING_OF_SAMPLING if sampling.get(name) is not None}
-    for name, value in moved.items():
-        if not isinstance(value, bool):
-            raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
-        outer = getattr(call, name)
-        if outer is not None and outer != value:
-            text = f"{name}={short_repr(outer)}, but sampling_params have {short_repr(value)}; send it once"
-            raise InvalidRequestError(text, param=name, code="conflicting_parameters")
-    rest = {name: value for name, value in sampling.items() if name not in _ROUTING_OF_SAMPLING}
-    return msgspec.structs.replace(call, sampling_params=rest, **moved) if len(rest) < len(sampling) else call
+    moved: dict[str, object] = {}
+    rest = list[dict[str, object]]()
+    for sampling in _as_list(call.sampling_params):
+        for name in _ROUTING_OF_SAMPLING:
+            if (value := sampling.get(name)) is None:
+                continue
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
+            outer = moved.get(name, getattr(call, name))
+            if outer is not None and outer != value:
+                text = f"{name}={short_repr(outer)}, but sampling_params have {short_repr(value)}; send it once"
+                raise InvalidRequestError(text, param=name, code="conflicting_parameters")
+            moved[name] = value
+        rest.append({name: value for name, value in sampling.items() if name not in _ROUTING_OF_SAMPLING})
+    if not moved:
+        return call
+    return msgspec.structs.replace(
+        call, sampling_params=rest if isinstance(call.sampling_params, list) else rest[0], **moved
+    )
 
 
-def _sampling(call: GenerateRequest) -> tuple[dict[str, object], list[str]]:
-    """Return the sampling parameters, and the names of those without effect, which are left out."""
-    fields: Mapping[str, object] = call.sampling_params or {}
-    ignored = [name for name, value in fields.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
-    sampling = {name: value for name, value in fields.items() if value is not None and name not in ignored}
-    for name in ("seed", "sampling_seed"):
-        if isinstance(value := sampling.get(name), int):
-            sampling[name] = to_seed(value)
-    return sampling, ignored
+def _as_list(params: Mapping[str, object] | Sequence[Mapping[str, object]] | None) -> list[Mapping[str, object]]:
+    """The sampling parameters of each prompt, or those of all."""
+    if isinstance(params, list):
+        return params
+    return [{} if params is None else cast("Mapping[str, object]", params)]
+
+
+def _sampling(call: GenerateRequest) -> tuple[list[dict[str, object]], list[str]]:
+    """Return the sampling parameters, one dict or one a prompt, and the names of those without effect, which are left
+    out."""
+    ignored, kept = list[str](), list[dict[str, object]]()
+    for fields in _as_list(call.sampling_params):
+        own = [name for name, value in fields.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
+        sampling = {name: value for name, value in fields.items() if value is not None and name not in own}
+        for name in ("seed", "sampling_seed"):
+            if isinstance(value := sampling.get(name), int):
+                sampling[name] = to_seed(value)
+        ignored += [name for name in own if name not in ignored]
+        kept.append(sampling)
+    return kept, ignored
 
 
 def _is_empty_constraint(name: str, value: object) -> bool:
     return name in _UNSUPPORTED_SAMPLING and value in ("", [])
+
+
+def _prefill_only(call: GenerateRequest, sampling: Sequence[dict[str, object]]) -> bool:
+    """Whether 0 new tokens are requested, of all prompts; then `sampling` is changed to one token, which the response
+    leaves out. Raises InvalidRequestError where some ask for 0 tokens and others for more."""
+    asked = [prefill_only(call, own) for own in sampling]
+    if any(asked) and not all(asked):
+        text = "sampling_params ask for 0 new tokens of some prompts, and for more of others; send them in two calls"
+        raise InvalidRequestError(text, param="sampling_params")
+    return all(asked)
 
 
 def prefill_only(call: GenerateRequest, sampling: dict[str, object]) -> bool:
@@ -175,42 +197,6 @@ def prefill_only(call: GenerateRequest, sampling: dict[str, object]) -> bool:
     return True
 
 
-def _single_value(param: str, value: bool | int | list[bool] | list[int] | None) -> bool | int | None:
-    """Return a value that may be a list with one value a prompt, all equal."""
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        text = f"{param}={short_repr(value)} holds different values; send prompts of one kind in a call"
-        raise InvalidRequestError(text, param=param)
-    return value[0]
-
-
 def _is_single_prompt(call: GenerateRequest) -> bool:
     prompts = call.text if call.text is not None else call.input_ids
     return not isinstance(prompts, list) or isinstance(prompts[0], int)
-
-
-def _enable_routing(
-    requests: Sequence[TokenizedGenerateReqInput], enabled: Sequence[bool] | None
-) -> Sequence[TokenizedGenerateReqInput]:
-    """Return the requests, without routing options where `enabled`, one value a prompt, is false."""
-    if enabled is None:
-        return requests
-    disabled = RoutingOptions()
-    return [
-        request if enabled[index // request.sampling.n] else dataclasses.replace(request, routed_experts=disabled)
-        for index, request in enumerate(requests)
-    ]
-
-
-def _enabled_by_prompt(call: GenerateRequest) -> Sequence[bool] | None:
-    """Return which prompts return rows, where the request sets it for each prompt."""
-    enabled = call.return_routed_experts
-    if not isinstance(enabled, list):
-        return None
-    prompts = call.text if call.text is not None else call.input_ids
-    num_prompts = 1 if _is_single_prompt(call) or prompts is None else len(prompts)
-    if len(enabled) != num_prompts:
-        text = f"return_routed_experts has {len(enabled)} values for {num_prompts} prompts; send one each"
-        raise InvalidRequestError(text, param="return_routed_experts")
-    return enabled

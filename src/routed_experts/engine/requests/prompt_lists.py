@@ -1,0 +1,56 @@
+"""Fields of a call that are given for each prompt: a list with one value a prompt, as SGLang's clients send them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.io_struct import GenerateReqInput
+
+PER_PROMPT = (
+    "sampling_params",
+    "rid",
+    "extra_key",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_routed_experts",
+    "routed_experts_start_len",
+)
+# Options of rows, which count for the prompts that return some.
+_OF_ROWS = (
+    "routed_experts_start_len",
+    "routed_experts_prompt_start",
+    "routed_experts_format",
+    "routed_experts_layers",
+    "routed_experts_stream",
+    "routed_experts_include_last",
+)
+
+
+def split_by_prompt(request: GenerateReqInput, num_prompts: int) -> list[GenerateReqInput]:
+    """The call as each of its prompts sees it, without lists in the fields of PER_PROMPT. Raises InvalidRequestError
+    for a list of another length, and for a request id that occurs twice."""
+    lists: dict[str, Sequence[Any]] = {}
+    for name in PER_PROMPT:
+        value = getattr(request, name)
+        if isinstance(value, list | tuple):
+            lists[name] = cast("Sequence[Any]", value)
+            if len(lists[name]) != num_prompts:
+                text = f"{PARAM} has {len(lists[name])} values for {num_prompts} prompts"
+                raise InvalidRequestError(f"{text}; give one each, or one value for all", param=name)
+    if not lists:
+        return [request] * num_prompts
+    ids = list(lists.get("rid", ()))
+    repeated = next((rid for index, rid in enumerate(ids) if rid in ids[:index]), None)
+    if repeated is not None:
+        text = f"{PARAM} has {repeated!r} twice; give every prompt an id of its own"
+        raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
+    own = [{name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
+    return [_of_prompt(request, fields) for fields in own]
+
+
+def _of_prompt(request: GenerateReqInput, own: dict[str, Any]) -> GenerateReqInput:
+    if own.get("return_routed_experts") is False:
+        own = {**own, **dict.fromkeys(_OF_ROWS)}
+    return dataclasses.replace(request, **own)
