@@ -187,6 +187,6 @@ def test_the_server_info_names_the_followers(pair):
 
 
 def test_one_process_has_no_thread_and_no_socket_of_a_group(pair):
-    assert {"orders", "rendezvous"} <= set(pair.leader.call("threads"))
-    assert not {"orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
+    assert {"orders", "send orders", "rendezvous"} <= set(pair.leader.call("threads"))
+    assert not {"orders", "send orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
     assert pair.single.call("descriptors") == 0
