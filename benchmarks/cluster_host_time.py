@@ -1,6 +1,6 @@
 """Host time of a decode step on process 0 of a group: without followers, with one, and with seven, on loopback.
 
-    python benchmarks/cluster_host_time.py [--batch 32] [--followers 0 1 7] [--device-ms 0 4]
+    python benchmarks/cluster_host_time.py [--batch 32 128] [--followers 0 1 3 7] [--device-ms 0 4]
 
 The device is a table of tokens and rows in NumPy, so that a step is host work alone: schedule, pack, hand over the
 order, read, commit, file the rows of 48 layers with 8 experts a token. `rows` off: an engine that records none.
@@ -12,7 +12,9 @@ Followers are processes that receive each order and report it as done. Blocks of
     wall ms     time of a step without its wait; has what other processes take of the machine, too
     ratio       to the first number of followers: median of the pairs of blocks, with the interval that holds the median
                 of all such pairs with 95 %
-    left us     from handing the order over until it has left to the last follower"""
+    send us     of the engine's thread: to hand the order over
+    left us     from handing the order over until it has left to the last follower
+    thread us   of the sending thread on its core, an order to all followers"""
 
 import argparse
 import contextlib
@@ -49,15 +51,18 @@ FIRST_PORT = 23_000
 
 
 class TimedChannel(OrderChannel):
-    """Notes when each order has left to all followers."""
+    """Notes when each order has left to all followers, and the time of the sending thread on its core."""
 
     def __init__(self, *args: object, **options: object) -> None:
-        self.left_at = dict[int, float]()
+        self.left_at, self.cpu_s = dict[int, float](), dict[int, float]()
         super().__init__(*args, **options)
 
     def _send_now(self, orders: Sequence[Order]) -> None:
+        since = time.thread_time()
         super()._send_now(orders)
-        self.left_at |= dict.fromkeys((order.seq for order in orders), time.perf_counter())
+        seqs = [order.seq for order in orders]
+        self.cpu_s |= dict.fromkeys(seqs, (time.thread_time() - since) / max(1, len(seqs)))
+        self.left_at |= dict.fromkeys(seqs, time.perf_counter())
 
 
 class TableDevice:
@@ -186,45 +191,47 @@ def ratio(ours: list[float], first: list[float]) -> tuple[float, float, float]:
 
 
 def measure(
-    groups: dict[int, OrderSender], args: argparse.Namespace, *, rows: bool, device_ms: float
+    groups: dict[int, OrderSender], args: argparse.Namespace, batch: int, *, rows: bool, device_ms: float
 ) -> list[dict[str, object]]:
     """A row of the table for each number of followers."""
     prompts = Prompts(vocabulary=VOCABULARY)
     devices = {count: TableDevice(group, rows=rows, step_s=device_ms / 1e3) for count, group in groups.items()}
-    cores = {count: new_core(device, args.batch, rows=rows) for count, device in devices.items()}
+    cores = {count: new_core(device, batch, rows=rows) for count, device in devices.items()}
     cpu: dict[int, list[float]] = {count: [] for count in cores}
     wall: dict[int, list[float]] = {count: [] for count in cores}
     for number in range(args.rounds + 1):
         for count, core in cores.items():
-            block = time_block(core, prompts, args.batch, args.steps)
+            block = time_block(core, prompts, batch, args.steps)
             if number:  # the first round warms up
                 cpu[count].append(statistics.median(block[0]))
                 wall[count].append(statistics.median(block[1]))
     first = args.followers[0]
     table = list[dict[str, object]]()
     for count, device in devices.items():
-        row: dict[str, object] = {"rows": "on" if rows else "off", "device ms": device_ms, "followers": count}
+        row: dict[str, object] = {"batch": batch, "rows": "on" if rows else "off"}
+        row |= {"device ms": device_ms, "followers": count}
         for name, found in (("CPU", cpu), ("wall", wall)):
             middle, low, high = ratio(found[count], found[first])
             row |= {f"{name} ms": statistics.median(found[count]) * 1e3, f"{name} ratio": middle}
             row[f"{name} 95 %"] = f"{low:.2f}-{high:.2f}"
-        left = [at - device.sent_at[seq] for seq, at in left_at(groups[count]).items() if seq in device.sent_at]
-        row["send us"] = statistics.median(device.send_s) * 1e6 if device.send_s else 0.0
-        row |= {"left us": statistics.median(left) * 1e6 if left else 0.0, "order bytes": device.order_bytes}
-        table.append(row)
+        found = {"send us": 0.0, "left us": 0.0, "thread us": 0.0}
+        if isinstance(group := groups[count], process_group.LeadingGroup):
+            channel = group._channel
+            assert isinstance(channel, TimedChannel)
+            left_at = dict(channel.left_at)  # some may be on their way
+            seqs = [seq for seq in device.sent_at if seq in left_at]
+            left = [left_at[seq] - device.sent_at[seq] for seq in seqs]
+            times = device.send_s, left, [channel.cpu_s[seq] for seq in seqs]
+            found = {name: statistics.median(values) * 1e6 for name, values in zip(found, times, strict=True)}
+        table.append(row | found | {"order bytes": device.order_bytes})
     return table
-
-
-def left_at(group: OrderSender) -> dict[int, float]:
-    """When each order had left."""
-    return group._channel.left_at if isinstance(group, process_group.LeadingGroup) else {}
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=32, help="requests of a step")
-    parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 7], help="processes beside process 0")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32, 128], help="requests of a step")
+    parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 3, 7], help="processes beside process 0")
     parser.add_argument("--steps", type=int, default=400, help="decode steps of a block")
     parser.add_argument("--device-ms", type=float, nargs="+", default=[0.0, 4.0], help="times of a step of the device")
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each number of followers")
@@ -238,13 +245,13 @@ def main() -> None:
         groups = {count: stack.enter_context(followers(count)) for count in args.followers}
         rows = [
             row
+            for batch in args.batch
             for device_ms in args.device_ms
             for with_rows in (True, False)
-            for row in measure(groups, args, rows=with_rows, device_ms=device_ms)
+            for row in measure(groups, args, batch, rows=with_rows, device_ms=device_ms)
         ]
     print_table(rows)
-    settings = {"batch": args.batch, "steps": args.steps, "rounds": args.rounds}
-    print(write_result("cluster_host_time_cpu", rows, **settings))
+    print(write_result("cluster_host_time_cpu", rows, steps=args.steps, rounds=args.rounds))
 
 
 if __name__ == "__main__":
