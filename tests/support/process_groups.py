@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from support.fork_server import fork_server
+
 ROOT = Path(__file__).parents[2]
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the range that the system gives to outgoing connections
 START_S, ANSWER_S = 240, 120
@@ -50,20 +52,23 @@ def free_address():
 
 
 class GroupProcess:
-    """A process of `support.group_process`, or of another command."""
+    """A process of `support.group_process`, or of another command. `spec`: fork the former, in place of a command."""
 
-    def __init__(self, command, *, devices=1, fast=False, env=None):
+    def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None):
         flags = f"--xla_force_host_platform_device_count={devices} {FAST if fast else ''}"
-        own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "XLA_FLAGS": flags}
+        own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **(env or {})}
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **own, **(env or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
+        if spec is not None:
+            self.process = fork_server().start(spec, own, self._stderr)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", **own},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+            )
         self._messages, self.lines = queue.Queue(), queue.Queue()  # of standard output: JSON, and other lines
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -71,6 +76,8 @@ class GroupProcess:
     @staticmethod
     def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, prefix=(), **spec):
         spec |= {"rank": rank, "path": str(path), "engine": engine, "dist": dist}
+        if not prefix:
+            return GroupProcess(spec=spec, devices=devices, fast=fast)
         command = [*prefix, sys.executable, "-m", "support.group_process", json.dumps(spec)]
         return GroupProcess(command, devices=devices, fast=fast)
 
@@ -108,17 +115,17 @@ class GroupProcess:
     def is_alive(self):
         return self.process.poll() is None
 
-    def wait_log(self, text, timeout_s=60):
-        """Wait until the log has this text; returns the log."""
+    def wait_log(self, text, timeout_s=60, *, dead=False):
+        """Wait until the log has this text; returns the log. `dead`: the process may have ended."""
         watch, pause = Stopwatch(), threading.Event()
         while text not in (log := self.log()):
-            assert self.is_alive() and watch.seconds < timeout_s, log
+            assert (dead or self.is_alive()) and watch.seconds < timeout_s, log
             pause.wait(0.05)
         return log
 
     def since_trap(self):
         """Seconds since its trap was sprung; the clock is the system's."""
-        return time.monotonic() - float(re.search(r"TRAP ([0-9.]+)", self.log())[1])
+        return time.monotonic() - float(re.search(r"TRAP ([0-9.]+)", self.wait_log("TRAP ", dead=True))[1])
 
     def log(self):
         """What it has written to standard error."""

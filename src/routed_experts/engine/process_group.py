@@ -111,6 +111,11 @@ class ProcessGroup(abc.ABC):
         return self.dist.node_rank
 
     @property
+    @abc.abstractmethod
+    def last_order(self) -> int:
+        """The number of the last order that this process has sent, or carried out; 0 before the first."""
+
+    @property
     def error(self) -> BaseException | None:
         """Why the group has ended; None while it runs and after a clean end."""
         return self._error
@@ -260,6 +265,10 @@ class LeadingGroup(ProcessGroup):
         self._ended = set[int]()  # ranks of followers that have replied to STOP
         self.on_drain: Callable[[], None] = _terminate
 
+    @property
+    def last_order(self) -> int:
+        return self._seq
+
     def refuse_late(self, rendezvous: Rendezvous) -> None:
         """Keep the rendezvous open, which refuses newcomers, until the group ends."""
         self._rendezvous = rendezvous
@@ -348,9 +357,13 @@ class LeadingGroup(ProcessGroup):
         assert self._error is not None
         return self._error
 
+    def order_lag(self) -> dict[int, int]:
+        """By rank, how many orders a follower has not done yet, as far as its beats tell."""
+        return self._watchdog.lag()
+
     def info(self) -> dict[str, object]:
         """Ranks, addresses, and how many orders each follower has not done yet."""
-        lag = self._watchdog.lag()
+        lag = self.order_lag()
         return {
             "nnodes": self.dist.nnodes,
             "followers": [
@@ -441,6 +454,10 @@ class FollowingGroup(ProcessGroup):
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._done = 0
         self._digests = deque[tuple[int, str]]()
+
+    @property
+    def last_order(self) -> int:
+        return self._done
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         self._channel.send(Order(kind=OrderKind.EXCHANGE, head={"name": name, "value": value}))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from routed_experts.core.errors import PeerLostError
 
 RESTART = "restart the group"
+STEP = "STEP"  # the name of an order that has an end
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,6 +43,8 @@ class Watchdog:
         self._peers = {rank: _Peer(address, heard_at=now) for rank, address in peers.items()}
         self._sent = deque[_Sent]()
         self._waiting_since: float | None = None
+        self._num_unread = 0  # steps that were sent and have not ended
+        self._progress_at, self._progress_bound_s = now, timeout_s  # since an order was sent or a step has ended
         self._lock = threading.Lock()
 
     def heard(self, rank: int, done_seq: int | None = None) -> None:
@@ -62,9 +65,12 @@ class Watchdog:
             peer.lost = peer.lost or reason
 
     def sent(self, seq: int, name: str, bound_s: float | None = None) -> None:
-        """Note that every peer was sent an order that must be done within `bound_s`."""
+        """Note that every peer was sent an order that must be done within `bound_s`, and a STEP also ended."""
         with self._lock:
-            self._sent.append(_Sent(seq, name, self._clock(), self._timeout_s if bound_s is None else bound_s))
+            order = _Sent(seq, name, self._clock(), self._timeout_s if bound_s is None else bound_s)
+            self._sent.append(order)
+            self._num_unread += name == STEP
+            self._progress_at, self._progress_bound_s = order.at, order.bound_s
 
     def begin_wait(self) -> None:
         """Note that this process now waits for a step of all processes."""
@@ -73,6 +79,9 @@ class Watchdog:
     def end_wait(self) -> None:
         """Note that the step has ended."""
         self._waiting_since = None
+        with self._lock:
+            self._num_unread -= 1
+            self._progress_at, self._progress_bound_s = self._clock(), self._timeout_s
 
     def lag(self) -> dict[int, int]:
         """How many orders each peer has not done yet, as far as its beats tell."""
@@ -88,8 +97,10 @@ class Watchdog:
                 if (reason := self._reason(peer, now)) is not None:
                     where = f"process {rank} of {self._num_processes} at {peer.address}"
                     return PeerLostError(f"{where} {reason}; {RESTART}")
-            since = self._waiting_since
-            if since is not None and now - since > self._timeout_s:
+            since, bound_s = self._waiting_since, self._timeout_s
+            if since is None and self._num_unread > 0:  # this process has sent a step, and does not come to its end
+                since, bound_s = self._progress_at, self._progress_bound_s
+            if since is not None and now - since > bound_s:
                 text = f"a step of the group has not ended for {now - since:.0f} s, although every process answers"
                 return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")
             return None

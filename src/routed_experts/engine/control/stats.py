@@ -84,6 +84,7 @@ class EngineStats:
     resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed
     speculative: SpeculativeTotals | None  # None: nothing is drafted
+    order_lag: Mapping[int, int]  # orders that each follower of a process group has not done yet, by rank
 
 
 def engine_stats(components: EngineComponents) -> EngineStats:
@@ -92,6 +93,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
     allocator = core.scheduler.pages.allocator
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.offload_stats()
+    group = components.group
     return EngineStats(
         running=len(core.scheduler.running),
         waiting=len(core.scheduler.waiting),
@@ -114,4 +116,5 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         resident_failures=0 if split is None else split.num_failed,
         placement=placement_stats(components, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
         speculative=None if core.speculation is None else core.speculation.totals.copy(),
+        order_lag=MappingProxyType({} if group is None else group.order_lag()),
     )
