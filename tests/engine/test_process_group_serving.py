@@ -98,64 +98,6 @@ def test_answers_of_prompts_chunks_and_cached_prefixes_are_alike(pair):
     assert [answer["rows"] for answer in again] == [answer["rows"] for answer in first]
 
 
-def tapped_calls(path):
-    """The ids that entered the experts, [N, K] of each MoE layer of each step."""
-    words, at = np.fromfile(path, np.int32), 0
-    while at < words.size:
-        tokens, top_k = words[at : at + 2]
-        yield words[at + 2 : at + 2 + tokens * top_k].reshape(tokens, top_k)
-        at += 2 + tokens * top_k
-
-
-@pytest.mark.parametrize("pair", [TAPPED], indirect=True)
-@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
-def test_every_row_is_what_entered_the_experts_of_every_process(pair, prompt):
-    pair.leader.call("flush")
-    before = [len(list(tapped_calls(path))) for path in pair.taps]
-    assert before[0] == before[1]
-    (answer,) = pair.leader.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
-    pair.leader.call("flush")
-    count, ids = answer["rows"][0], np.frombuffer(bytes.fromhex(answer["rows"][1]), np.uint8)
-    rows, top_k = ids.reshape(count, -1), 4
-    fed = [min(32, len(prompt) - start) for start in range(0, len(prompt), 32)] + [1] * 12  # tokens of each step
-    for path in pair.taps:
-        calls = list(tapped_calls(path))[before[0] :]
-        size = rows.shape[1] // top_k
-        steps = [np.concatenate(calls[at : at + size], axis=1) for at in range(0, len(calls), size)]
-        entered = np.concatenate([step[:tokens] for step, tokens in zip(steps, fed, strict=False)])
-        np.testing.assert_array_equal(entered[:count], rows)
-        assert len(np.unique(rows, axis=0)) > 3, "one row for all tokens proves nothing"
-
-
-@pytest.mark.parametrize("pair", [BITWISE], indirect=True)
-@pytest.mark.parametrize("retracts", [False, True], ids=["never retracted", "retracted every third step"])
-@pytest.mark.parametrize("is_warm", [False, True], ids=["no prefix", "cached prefixes"])
-@pytest.mark.parametrize("together", [1, 4], ids=["one by one", "together"])
-def test_each_bit_is_that_of_each_sequence_alone(pair, alone, together, is_warm, retracts):
-    """Eight cells of the grid of deterministic mode, in the group; test_exactness_grid.py has all of them in one
-    process."""
-    if not is_warm:
-        pair.leader.call("flush")
-    answers = []
-    for start in range(0, len(PROMPTS), together):
-        command, more = ("retract_often", {}) if retracts else ("generate", ROWS)
-        prompts = PROMPTS[start : start + together]
-        answers += pair.leader.call(command, prompts=prompts, params=GREEDY, **more)
-    for ours, theirs in zip(answers, alone, strict=True):
-        assert (ours["tokens"], ours["bits"], ours["rows"]) == (theirs["tokens"], theirs["bits"], theirs["rows"])
-    assert not is_warm or retracts or any(answer["cached"] for answer in answers)
-
-
-@pytest.fixture(scope="module")
-def alone(pair):
-    """Every sequence alone, without a cached prefix, in one process."""
-    answers = []
-    for prompt in PROMPTS:
-        pair.single.call("flush")
-        answers += pair.single.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
-    return answers
-
-
 def test_sampled_answers_are_alike(pair):
     pair.assert_alike("generate", prompts=PROMPTS, params=SAMPLED, **ROWS)
 
@@ -253,3 +195,60 @@ def test_one_process_has_no_thread_and_no_socket_of_a_group(pair):
     assert {"orders", "send orders", "rendezvous"} <= set(pair.leader.call("threads"))
     assert not {"orders", "send orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
     assert pair.single.call("descriptors") == 0
+
+
+def tapped_calls(path):
+    """The ids that entered the experts, [N, K] of each MoE layer of each step."""
+    words, at = np.fromfile(path, np.int32), 0
+    while at < words.size:
+        tokens, top_k = words[at : at + 2]
+        yield words[at + 2 : at + 2 + tokens * top_k].reshape(tokens, top_k)
+        at += 2 + tokens * top_k
+
+
+@pytest.mark.parametrize("pair", [TAPPED], indirect=True)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_every_row_is_what_entered_the_experts_of_every_process(pair, prompt):
+    pair.leader.call("flush")
+    before = [len(list(tapped_calls(path))) for path in pair.taps]
+    assert before[0] == before[1]
+    (answer,) = pair.leader.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
+    pair.leader.call("flush")
+    count, ids = answer["rows"][0], np.frombuffer(bytes.fromhex(answer["rows"][1]), np.int32)
+    rows = ids.reshape(count, 4, 4)[:, 1:]  # of the MoE layers: the first layer is dense
+    assert len(np.unique(rows, axis=0)) > 3, "one row for all tokens proves nothing"
+    fed = [min(32, len(prompt) - start) for start in range(0, len(prompt), 32)] + [1] * 12  # tokens of each step
+    for path in pair.taps:
+        calls = list(tapped_calls(path))[before[0] :]
+        steps = [np.stack(calls[at : at + 3], axis=1) for at in range(0, len(calls), 3)]
+        entered = np.concatenate([step[:tokens] for step, tokens in zip(steps, fed, strict=False)])
+        np.testing.assert_array_equal(entered[:count], rows)
+
+
+@pytest.mark.parametrize("pair", [BITWISE], indirect=True)
+@pytest.mark.parametrize("retracts", [False, True], ids=["never retracted", "retracted every third step"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["no prefix", "cached prefixes"])
+@pytest.mark.parametrize("together", [1, 4], ids=["one by one", "together"])
+def test_each_bit_is_that_of_each_sequence_alone(pair, alone, together, is_warm, retracts):
+    """Eight cells of the grid of deterministic mode, in the group; test_exactness_grid.py has all of them in one
+    process."""
+    if not is_warm:
+        pair.leader.call("flush")
+    answers = []
+    for start in range(0, len(PROMPTS), together):
+        command, more = ("retract_often", {}) if retracts else ("generate", ROWS)
+        prompts = PROMPTS[start : start + together]
+        answers += pair.leader.call(command, prompts=prompts, params=GREEDY, **more)
+    for ours, theirs in zip(answers, alone, strict=True):
+        assert (ours["tokens"], ours["bits"], ours["rows"]) == (theirs["tokens"], theirs["bits"], theirs["rows"])
+    assert not is_warm or retracts or any(answer["cached"] for answer in answers)
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    """Every sequence alone, without a cached prefix, in one process."""
+    answers = []
+    for prompt in PROMPTS:
+        pair.single.call("flush")
+        answers += pair.single.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
+    return answers

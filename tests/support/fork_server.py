@@ -16,6 +16,8 @@ import socket
 import subprocess
 import sys
 
+from support.network_namespaces import enter_namespace
+
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MAX_REQUEST = 1 << 16
 
@@ -66,12 +68,13 @@ class ForkServer:
         theirs.close()
         atexit.register(self.close)
 
-    def start(self, spec, env, stderr):
-        """Start `support.group_process` with a spec, more variables, and a file for its standard error."""
+    def start(self, spec, env, stderr, *, namespace=None):
+        """Start `support.group_process` with a spec, more variables, and a file for its standard error, in a network
+        namespace."""
         stdin, stdout = os.pipe(), os.pipe()
         try:
             fds = [stdin[0], stdout[1], stderr.fileno()]
-            socket.send_fds(self._socket, [json.dumps([spec, env]).encode()], fds)
+            socket.send_fds(self._socket, [json.dumps([spec, env, namespace]).encode()], fds)
             pid = int(self._socket.recv(64))
         finally:
             os.close(stdin[0])
@@ -98,7 +101,7 @@ def _serve(requests):
         data, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 3)
         if not data:
             return
-        spec, env = json.loads(data)
+        spec, env, namespace = json.loads(data)
         reading, writing = os.pipe()
         first = os.fork()
         if first == 0:
@@ -109,6 +112,8 @@ def _serve(requests):
             requests.close()
             os.close(reading)
             os.close(writing)
+            if namespace is not None:
+                enter_namespace(namespace)
             _run(group_process.main, spec, env, fds)
         os.waitpid(first, 0)  # from now on the test run is the parent of the second
         requests.send(os.read(reading, 64))

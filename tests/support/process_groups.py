@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -54,12 +53,12 @@ def free_address():
 class GroupProcess:
     """A process of `support.group_process`, or of another command. `spec`: fork the former, in place of a command."""
 
-    def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None):
+    def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None, namespace=None):
         flags = f"--xla_force_host_platform_device_count={devices} {FAST if fast else ''}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **(env or {})}
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
         if spec is not None:
-            self.process = fork_server().start(spec, own, self._stderr)
+            self.process = fork_server().start(spec, own, self._stderr, namespace=namespace)
         else:
             self.process = subprocess.Popen(
                 command,
@@ -74,12 +73,9 @@ class GroupProcess:
         self._reader.start()
 
     @staticmethod
-    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, prefix=(), **spec):
+    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, namespace=None, **spec):
         spec |= {"rank": rank, "path": str(path), "engine": engine, "dist": dist}
-        if not prefix:
-            return GroupProcess(spec=spec, devices=devices, fast=fast)
-        command = [*prefix, sys.executable, "-m", "support.group_process", json.dumps(spec)]
-        return GroupProcess(command, devices=devices, fast=fast)
+        return GroupProcess(spec=spec, devices=devices, fast=fast, namespace=namespace)
 
     def wait_ready(self, timeout_s=START_S):
         message = self._next(timeout_s)
@@ -188,11 +184,11 @@ def group(
     address=None,
     ready=True,
     dist=None,
-    prefix=None,
+    namespaces=None,
     **spec,
 ):
-    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`, `prefix` (of the command): by
-    rank."""
+    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`, `namespaces` (of the
+    network): by rank."""
     settings = {"nnodes": nnodes, "dist_init_addr": address or free_address(), "dist_timeout": 200.0}
     settings |= {"watchdog_timeout": 60.0, **(dist or {})}  # some programs compile in a step
     started = [
@@ -204,7 +200,7 @@ def group(
             devices=devices,
             fast=fast,
             trap=(traps or {}).get(rank),
-            prefix=(prefix or {}).get(rank, ()),
+            namespace=(namespaces or {}).get(rank),
             **spec,
         )
         for rank in range(nnodes)

@@ -64,7 +64,8 @@ def follow_group(
     ignored = [f"--{name.replace('_', '-')}" for name in flags if name in given]
     if ignored:
         print(
-            f"{PROGRAM} serve: process {dist.node_rank} serves no HTTP; ignored: {', '.join(ignored)}", file=sys.stderr
+            f"{PROGRAM} serve: process {dist.node_rank} serves no requests; ignored: {', '.join(ignored)}",
+            file=sys.stderr,
         )
     joined: list[AnyGroup] = []
     phases: list[str] = []  # that are over
