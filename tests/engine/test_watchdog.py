@@ -108,6 +108,19 @@ def test_a_step_that_does_not_end_ends_the_group(dog, clock, waits):
     )
 
 
+def test_a_process_that_holds_a_step_up_is_named_although_its_last_beat_of_progress_came_late(dog, clock):
+    dog.sent(1, "STEP")
+    dog.sent(2, "STEP")
+    dog.begin_wait()
+    clock.now += 0.9
+    beat(dog, 1)  # the first step was done long before this beat
+    dog.heard(1, 2)
+    clock.now += 29.2
+    dog.heard(1, 2)
+    dog.heard(2, 1)
+    assert "process 2 of 3 at 10.0.0.3:40000 answers, but has not finished order 2 (STEP) for 30 s" in str(dog.check())
+
+
 def test_an_order_with_a_longer_bound_may_hold_a_step_up_so_long(dog, clock):
     dog.sent(1, "STEP")
     dog.sent(2, "SCORE", 100.0)

@@ -93,27 +93,29 @@ class Watchdog:
         """Return the error of the first peer that is lost; None while all are well."""
         with self._lock:
             now = self._clock()
-            for rank, peer in self._peers.items():
-                if (reason := self._reason(peer, now)) is not None:
-                    where = f"process {rank} of {self._num_processes} at {peer.address}"
-                    return PeerLostError(f"{where} {reason}; {RESTART}")
             since, bound_s = self._waiting_since, self._timeout_s
             if since is None and self._num_unread > 0:  # this process has sent a step, and does not come to its end
                 since, bound_s = self._progress_at, self._progress_bound_s
-            if since is not None and now - since > bound_s:
+            hangs = since is not None and now - since > bound_s
+            for rank, peer in self._peers.items():
+                if (reason := self._reason(peer, now, hangs=hangs)) is not None:
+                    where = f"process {rank} of {self._num_processes} at {peer.address}"
+                    return PeerLostError(f"{where} {reason}; {RESTART}")
+            if since is not None and hangs:
                 text = f"a step of the group has not ended for {now - since:.0f} s, although every process answers"
                 return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")
             return None
 
-    def _reason(self, peer: _Peer, now: float) -> str | None:
-        """Why a peer is lost, or None."""
+    def _reason(self, peer: _Peer, now: float, *, hangs: bool) -> str | None:
+        """Why a peer is lost, or None. An order counts from when the one before it was done, which beats tell late;
+        where a step hangs, from when it was sent: the peer that is behind holds the step up."""
         if peer.lost is not None:
             return peer.lost
         if now - peer.heard_at > self._timeout_s:
             return f"sent nothing for {now - peer.heard_at:.0f} s: it is stopped, or its network is down"
         for order in self._sent:
             if order.seq > peer.done_seq:
-                since = max(order.at, peer.done_at)
+                since = order.at if hangs else max(order.at, peer.done_at)
                 if now - since > order.bound_s:
                     return f"answers, but has not finished order {order.seq} ({order.name}) for {now - since:.0f} s"
                 return None
