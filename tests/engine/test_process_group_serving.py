@@ -32,6 +32,7 @@ MESHES = {
             "enable_return_routed_experts": True,
             "ep_size": 2,
             "placement": 5,
+            "precompile_bs_paddings": [4],
             "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 3},
         },
         {"lazy": True, "fast": True},

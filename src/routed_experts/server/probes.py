@@ -56,7 +56,8 @@ class ProbeServer:
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Answer from now on: connections wait until the thread takes them."""
+        self._listener.listen()
         self._thread.start()
 
     def close(self) -> None:
