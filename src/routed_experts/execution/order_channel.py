@@ -23,6 +23,7 @@ from routed_experts.execution.orders import Order, OrderReader, encode
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 18  # bytes read at once
+_MOST_UNREAD = 64  # chunks that are read and dropped at a close
 _SEND_WAIT_S = 1.0  # between two looks whether the connection was closed meanwhile
 _FLUSH_S = 5.0  # in which a channel that closes sends what is queued
 
@@ -110,10 +111,13 @@ class Connection:
         self._reader = OrderReader()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection; what was sent still arrives. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_WR)
+            for _ in range(_MOST_UNREAD):  # where bytes are unread at its close, the system drops what is on its way
+                if not self.socket.recv(_CHUNK):
+                    break
         self.socket.close()
 
 
