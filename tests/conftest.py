@@ -37,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="where network namespaces cannot be made, fail the tests marked netns, not skip them",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run the tests marked thorough, too, and the others as often as they can be: scripts/thorough",
+    )
     add_options(parser)
 
 
@@ -79,12 +84,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the tests marked `gpu` are deselected, and the summary reports it."""
+    """Without a GPU the tests marked `gpu` are deselected, and the summary reports it; so are those marked `thorough`
+    without the option."""
     if on_gpu():
         return
-    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = {"gpu"} if config.getoption("thorough") else {"gpu", "thorough"}
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
     if deselected:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in set(deselected)]
         config.hook.pytest_deselected(items=deselected)
 
 
@@ -108,6 +115,12 @@ def clear_programs() -> Iterator[None]:
     (65,530)."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def is_thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of processes run as often as they can be."""
+    return bool(request.config.getoption("thorough"))
 
 
 @pytest.fixture(scope="module")

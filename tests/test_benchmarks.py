@@ -13,7 +13,21 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in file.read_text())
 SMALLEST = {
     "capture": ["--small"],
-    "cluster_host_time": ["--steps", "20", "--rounds", "1", "--followers", "0", "1"],
+    "cluster_host_time": [
+        "--batch",
+        "4",
+        "--steps",
+        "20",
+        "--rounds",
+        "1",
+        "--followers",
+        "0",
+        "1",
+        "--device-ms",
+        "0",
+        "1",
+    ],
+    "cluster_model": [],
     "cpu_parts": ["--small"],
     "data_ranks": ["--host", "--rounds", "1", "--new", "20"],
     "draft_models": ["--small"],

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RoutingFormatError,
         RoutingIncompleteError,
         RoutingReplayError,
+        UpdateInProgressError,
         WeightsMismatchError,
         WriteError,
     )
@@ -58,7 +59,7 @@ _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError "
     "MachineError MemoryPlanError PeerLostError PlacementError ProcessMismatchError PromptTooLongError QueueFullError "
     "RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
-    "WeightsMismatchError WriteError"
+    "UpdateInProgressError WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {
@@ -130,6 +131,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeCounts",
     "SpeculativeTotals",
+    "UpdateInProgressError",
     "Violation",
     "WeightsMismatchError",
     "WriteError",

@@ -108,6 +108,13 @@ class WeightsMismatchError(InvalidRequestError):
     code = "weights_mismatch"
 
 
+class UpdateInProgressError(RoutedExpertsError):
+    """New weights are on their way already; updates are not queued."""
+
+    status = 409
+    code = "update_in_progress"
+
+
 class RoutingIncompleteError(RoutedExpertsError):
     """A row that the row law promises is not known; the request fails rather than return a guess."""
 

@@ -457,7 +457,8 @@ class Engine:
         served ones are, are taken without a copy, so do not donate them afterwards. `version` must rise. Running
         requests prefill again with `cache="flush"` and keep their pages with "keep". Written rows stay, and their
         `version_spans` name the weights that made them. No new request matches old pages. Raises WeightsMismatchError
-        naming the first arrays that differ; then nothing has changed.
+        naming the first arrays that differ; then nothing has changed. Raises UpdateInProgressError during another
+        update.
 
         With `donate=True` the engine owns the arrays from now on, also if the caller still refers to them: one that was
         copied to where it is served is deleted at once, and one that is served is deleted when other weights replace it
@@ -472,7 +473,7 @@ class Engine:
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
         go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
-        is damaged."""
+        is damaged, UpdateInProgressError during another update."""
         self._weights.update_from_disk(path, version=version, cache=cache)
 
     def update_weight_version(self, version: int) -> None:

@@ -1,9 +1,11 @@
 """WeightControl: swaps the weights of a running engine between two steps. New arrays are checked, loaded and copied to
 their devices beside the steps."""
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ import jax
 from flax import nnx
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError, PeerLostError, RoutedExpertsError, WeightsMismatchError
+from routed_experts.core.errors import (
+    InvalidRequestError,
+    PeerLostError,
+    RoutedExpertsError,
+    UpdateInProgressError,
+    WeightsMismatchError,
+)
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
@@ -53,13 +61,27 @@ class WeightControl:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        self._update = threading.Lock()
+
+    @contextlib.contextmanager
+    def _only_update(self) -> Generator[None, None, None]:
+        """Bring other weights, as the only call that does. Raises UpdateInProgressError: updates are not queued."""
+        if not self._update.acquire(blocking=False):
+            raise UpdateInProgressError("another update of the weights is under way; call again once that has returned")
+        try:
+            yield
+        finally:
+            self._update.release()
 
     def update(self, state: Weights, *, version: int, cache: str, donate: bool) -> None:
         """`Engine.update_weights`."""
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={short_repr(donate)} must be True or False", param="donate")
         self._context.check_one_process("update_weights", "call update_weights_from_disk")
-        with self._context.exclusive_weights():  # this swap deletes weights that were donated before
+        with (
+            self._only_update(),
+            self._context.exclusive_weights(),
+        ):  # this swap deletes weights that were donated before
             served = self._context.served_model
             self._swap(
                 lambda: self._device_put(served, to_state(state, served.arrays), donate=donate),
@@ -70,7 +92,7 @@ class WeightControl:
 
     def update_from_disk(self, path: str | Path, *, version: int, cache: str) -> None:
         """`Engine.update_weights_from_disk`."""
-        with self._context.exclusive_weights():
+        with self._only_update(), self._context.exclusive_weights():
             served, group = self._context.served_model, self._context.components.group
 
             def load() -> nnx.State[Any, Any]:
