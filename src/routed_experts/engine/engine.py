@@ -469,9 +469,9 @@ class Engine:
         self._weights.update_from_disk(path, version=version, cache=cache)
 
     def prepare_weights(self, path: str | Path, *, version: int) -> None:
-        """First half of `update_weights_from_disk`: load and check a checkpoint beside the served weights while requests
-        go on. The device holds both then. Until `commit_weights` or `drop_weights`, operations that move, release or
-        replace weights raise InvalidRequestError. Raises WeightsMismatchError and CheckpointError as
+        """First half of `update_weights_from_disk`: load and check a checkpoint beside the served weights, while
+        requests go on. The device holds both then. Until `commit_weights` or `drop_weights`, operations that move,
+        release or replace weights raise InvalidRequestError. Raises WeightsMismatchError and CheckpointError as
         `update_weights_from_disk`; then nothing is prepared."""
         self._weights.prepare(path, version=version)
 

@@ -1,7 +1,6 @@
-"""AdmissionControl: what holds requests back: a pause, which the caller ends, and a hold, which an update of weights ends.
+"""AdmissionControl: a pause, which the caller ends, and a hold, which an update of several engines ends.
 
-Both may be on at once. A hold lets started requests run on and queues new ones; it never ends a pause, nor a pause a
-hold."""
+Both may be on at once, and neither ends the other. A hold lets started requests run on and queues new ones."""
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
