@@ -233,8 +233,12 @@ class Coordinator:
 
     async def status(self) -> FleetStatus:
         """The members with their health, and whether their versions are one."""
-        answers = await self.ask_all("health", HEALTH_S, {})
-        found = [_status(tag, answers.get(tag)) for tag in self._members]
+        members = [member for tag, member in self._members.items() if tag not in self._syncing]
+        answers = await self._ask_all(members, "health", HEALTH_S, {})
+        found = [
+            MemberStatus(tag, "loading", None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
+            for tag in self._members
+        ]
         return FleetStatus(
             members=tuple(found),
             num_replicas=self._num_replicas,
@@ -247,7 +251,7 @@ class Coordinator:
         """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
         for member in self._members.values():
             member.is_leaving = True
-        await self.ask_all("drain", timeout_s + two_phase.COMMIT_S, {"timeout_s": timeout_s})
+        await self.ask_all("drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
 
     def _joined(self, tag: str) -> Joined:
         return Joined(tag=tag, instance=self._instance, version=self._version, model_path=self._path, pause=self._pause)

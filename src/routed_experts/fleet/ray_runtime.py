@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -49,13 +50,15 @@ class CoordinatorActor(Coordinator):
     """The coordinator in a process of its own."""
 
     def __init__(self, *, num_replicas: int, weight_update_timeout: float) -> None:
-        context = import_ray().get_runtime_context()
+        with warnings.catch_warnings():  # Ray's own, about Ray's own
+            warnings.simplefilter("ignore", DeprecationWarning)
+            was_restarted: bool = import_ray().get_runtime_context().was_current_actor_reconstructed
         super().__init__(
             num_replicas=num_replicas,
             weight_update_timeout=weight_update_timeout,
             probe=probe,
             kill=kill,
-            was_restarted=context.was_current_actor_reconstructed,
+            was_restarted=was_restarted,
         )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from routed_experts.core.errors import EngineDeadError, MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.engine.build.builder import Phase
 from routed_experts.engine.engine import Engine
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.fleet.follower_actor import start_followers
@@ -69,7 +71,6 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec, version: str) -> None:
         ray, settings = import_ray(), spec.fleet
-        self._set_up_logs()
         client = CoordinatorClient(
             spec.name,
             num_replicas=settings.num_replicas,
@@ -129,14 +130,21 @@ class Replica:
             dist, self._followers = start_followers(
                 spec, placement_group=group, bundle_indices=list(range(1, spec.dist.nnodes))
             )
-        return Engine(**dataclasses.asdict(spec.args), **spec.parts, experts=spec.experts, dist=dist, self_check=True)
+        return Engine(
+            **dataclasses.asdict(spec.args),
+            **spec.parts,
+            experts=spec.experts,
+            dist=dist,
+            self_check=True,
+            on_phase=_print_phase,
+        )
 
-    async def _drain(self, timeout_s: float) -> None:
+    async def _drain(self, grace_s: float) -> None:
         """Take nothing new, finish what runs, and end the rest with what it has."""
         server, idle = self._state, self._middleware.idle
         server.set_draining()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(idle.wait(), max(timeout_s, 0.001))
+            await asyncio.wait_for(idle.wait(), max(grace_s, 0.001))
         if not idle.is_set():
             server.engine.flush_submissions()
             await asyncio.to_thread(self._engine.abort, abort_all=True)
@@ -154,7 +162,7 @@ class Replica:
         threading.Event().wait(FINAL_FLUSH_S)
         os._exit(EXIT_DEAD)
 
-    @staticmethod
-    def _set_up_logs() -> None:
-        """Ray collects what a replica writes to standard error."""
-        logging.getLogger("routed_experts").setLevel(logging.INFO)
+
+def _print_phase(phase: Phase) -> None:
+    """Ray keeps what a replica writes to standard error in a log of its own."""
+    print(f"{phase.name:<12}{phase.seconds:7.2f} s  {phase.detail}", file=sys.stderr, flush=True)

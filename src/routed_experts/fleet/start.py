@@ -10,8 +10,10 @@ import importlib.metadata
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
@@ -26,6 +28,7 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 SHUTDOWN_MARGIN_S = 5.0
 _WATCH_S = 1.0
 _CALL_S = 10.0
+_SERVE_LOGS = MappingProxyType({"enable_access_log": False, "log_level": "WARNING"})  # a line a request is the server's
 _PROXY_S, _PROXY_RETRY_S = 60.0, 0.2
 _CONSISTENT_HASH = "ray.serve.experimental.consistent_hash_router"
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ def bind_replicas(spec: ReplicaSpec, resources: Mapping[str, float]) -> Any:
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "ray_actor_options": actor_options(bundle),
+        "logging_config": dict(_SERVE_LOGS),
     }
     if spec.dist.is_group:
         options["placement_group_bundles"] = [dict(bundle) for _ in range(spec.dist.nnodes)]
@@ -81,18 +85,16 @@ def application(arguments: Mapping[str, Any]) -> Any:
     in one mapping. Host and port are Serve's. Raises ConfigError for a field that none of them has."""
     rest = dict(arguments)
 
-    def take(names: Any) -> dict[str, Any]:
+    def take(config: Any) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(config)]
         return {name: rest.pop(name) for name in names if name in rest}
 
-    args = ServerArgs(**take([field.name for field in dataclasses.fields(ServerArgs)]))
-    server = ServerSettings(**take([field.name for field in dataclasses.fields(ServerSettings)]))
-    fleet = FleetSettings(
-        **{"ray_address": "auto", **take([field.name for field in dataclasses.fields(FleetSettings)])}
-    )
-    dist = take(["nnodes", "node_rank", "dist_init_addr", "dist_timeout", "watchdog_timeout"])
+    rest.setdefault("ray_address", "auto")
+    given: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None} | take(DistConfig)
+    args, server = ServerArgs(**take(ServerArgs)), ServerSettings(**take(ServerSettings))
+    fleet, template = FleetSettings(**take(FleetSettings)), group_template(**given)
     if rest:
         raise ConfigError(f"{', '.join(sorted(rest))} is no argument of a fleet; see routed-experts serve --help")
-    template = group_template(**{"nnodes": 1, "node_rank": None, "dist_init_addr": None, **dist})
     spec = ReplicaSpec(args=args, server=server, fleet=fleet, dist=template)
     return bind_replicas(spec, import_ray().cluster_resources())
 
@@ -138,7 +140,7 @@ class Fleet:
         serve.start(
             proxy_location="HeadOnly" if settings.ray_address is None else "EveryNode",
             http_options={"host": host, "port": port},
-            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+            logging_config=dict(_SERVE_LOGS),
         )
         self._on_phase("serve", f"port {port}")
         self._coordinator = CoordinatorClient(
