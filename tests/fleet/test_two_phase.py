@@ -159,7 +159,7 @@ def test_a_member_that_is_late_before_the_swap_stops_the_update(phase):
         return await call(operation, **arguments)
 
     late.call = slow
-    with pytest.raises(two_phase.UpdateRefused, match="r1 has not (loaded|held)"):
+    with pytest.raises(two_phase.UpdateRefused, match=r"r1 has not (loaded|held)"):
         asyncio.run(update(world))
     world.check_whole(OLD)
     assert {version for _, version in world.admissions} == {OLD} and world.evicted == []

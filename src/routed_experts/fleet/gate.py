@@ -168,11 +168,12 @@ class Gate:
 
     async def health(self, request: Request, server: ServerState) -> Response:
         """A replica makes progress; the body names all. Without the coordinator: this replica does."""
+        own = await info_routes.health(request, server)
         try:
             status = await self._status()
         except ApiError:
-            return await info_routes.health(request, server)
-        serves = any(member.state in ("serving", "paused") for member in status.members)
+            return own
+        serves = own.status_code == 200 or any(member.state in ("serving", "paused") for member in status.members)
         return _probe_response(status, 200 if serves else 503)
 
     async def ready(self, request: Request, server: ServerState) -> Response:
