@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,8 @@ def environment(**more):
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": FAST,
-        "RAY_DEDUP_LOGS": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     return {**os.environ, **own, **more}
@@ -51,6 +53,7 @@ class FleetProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self.proxy = None
+        self.root_pid = self.process.pid  # of the processes of its Ray
 
     def _read(self):
         for line in self.process.stdout:
@@ -121,3 +124,30 @@ def wait_until(condition, seconds=60, pause=0.1):
                 return found
         assert time.monotonic() < deadline, "it did not come to that"
         clock.wait(pause)
+
+
+@contextlib.contextmanager
+def ray_cluster(folder, *, num_cpus, **variables):
+    """A Ray of one node that is there before any fleet: its address, and the process that its actors are below."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command += [f"--num-cpus={num_cpus}", "--object-store-memory=120000000", "--include-dashboard=false"]
+    command += [f"--temp-dir={folder}", "--disable-usage-stats"]
+    command[0] = str(Path(sys.executable).parent / "ray")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed below
+    process = subprocess.Popen(command, env=environment(**variables), stdout=log, stderr=subprocess.STDOUT, text=True)
+
+    def text():
+        log.seek(0)
+        return log.read()
+
+    try:
+        wait_until(lambda: "Ray runtime started" in text() or process.poll() is not None, seconds=60)
+        assert process.poll() is None, text()[-2000:]
+        yield f"127.0.0.1:{port}", process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        log.close()

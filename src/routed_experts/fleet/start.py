@@ -8,6 +8,7 @@ import dataclasses
 import http.client
 import importlib.metadata
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -125,12 +126,12 @@ class Fleet:
         if settings.routing_policy == "session":
             session_router()
         address = settings.ray_address or "local"
+        _check_reachable(address)
         keywords: dict[str, Any] = {} if settings.ray_address else {"include_dashboard": False}
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=not quiet, logging_level="warning", **keywords)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            text = f"ray_address={address!r}: Ray is not reached ({' '.join(str(error).split())[:200]})"
-            raise MachineError(f"{text}; start it with ray start --head, or leave ray_address out") from error
+            raise _unreachable(address, error) from error
         self._on_phase("ray", f"{ray.__version__}, {'started here' if settings.ray_address is None else address}")
         check_resources(self._spec, ray.available_resources())
         self._refuse_running_serve(serve)
@@ -253,6 +254,30 @@ class Fleet:
         assert self._coordinator is not None
         status: FleetStatus = self._coordinator.call_blocking("status", timeout_s=_CALL_S)
         return status
+
+
+def _check_reachable(address: str) -> None:
+    """Raise MachineError where nobody listens at host:port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CALL_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: BaseException) -> MachineError:
+    """The error for a Ray that does not answer, or that wants a token."""
+    causes: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(" ".join(str(cause).split()))
+        cause = cause.__cause__ or cause.__context__
+    fix = "start it with ray start --head, or leave ray_address out"
+    if any("uthenticat" in text for text in causes):
+        fix = "it wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+    return MachineError(f"ray_address={address!r}: Ray is not reached ({causes[0][:200]}); {fix}")
 
 
 def _wait_answered(host: str, port: int) -> None:
