@@ -18,8 +18,9 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-SIZES = ["--page-size", "4", "--max-total-tokens", "4096", "--precompile-bs-paddings", "4", "16"]
+SIZES = ["--page-size", "4", "--max-total-tokens", "4096", "--precompile-bs-paddings", "16"]
 SIZES += ["--precompile-token-paddings", "64"]
+CACHE = tempfile.TemporaryDirectory(prefix="programs-")  # of this run: its engines compile the same programs
 READY = re.compile(r"ready in ([\d.]+) s · (\d+) replicas · weight version (\d+) · ([\w ]+) · (http://[\w.:]+)\n")
 REPLICA, COORDINATOR, FOLLOWER = "ray::ServeReplica:", "ray::CoordinatorActor", "ray::FollowerActor"
 START_S, END_S = 180, 60
@@ -30,6 +31,8 @@ def environment(**more):
     """Of every process of a fleet: programs compile fast, and once for all."""
     own = {
         "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE.name),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": FAST,

@@ -8,11 +8,12 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Checkpoints below one root: w0 is served first, w1 and w2 have other weights, and two are refused."""
+    """Checkpoints below one root: w0 is served first, w1 and w2 have other weights, and two are refused. Two layers,
+    the second of them MoE."""
     root = tmp_path_factory.mktemp("weights")
     for seed in range(3):
-        write_tiny_checkpoint(root / f"w{seed}", seed=seed)
-    write_tiny_checkpoint(root / "other", tokenizer=False, num_experts_per_tok=2)
+        write_tiny_checkpoint(root / f"w{seed}", seed=seed, num_hidden_layers=2)
+    write_tiny_checkpoint(root / "other", tokenizer=False, num_hidden_layers=2, num_experts_per_tok=2)
     (root / "empty").mkdir()
     return root
 

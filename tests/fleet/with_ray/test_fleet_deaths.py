@@ -111,7 +111,7 @@ def test_the_death_of_the_coordinator_costs_no_request(fleet, admin):
     load.check_versions({version, version + 1})
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.06, 0.1])
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05])
 def test_a_coordinator_that_dies_in_an_update_leaves_one_version(fleet, admin, delay):
     """Wherever it dies: the next one ends the update or drops it, and no request has met both in the wrong order."""
     first = version_of(admin)
@@ -206,8 +206,7 @@ def test_the_death_of_a_replica_costs_its_requests_alone_and_nothing_cut_looks_w
             assert client.get(kept[(kept.keys() & tags).pop()]).status_code == 200
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.04])
-def test_a_replica_that_dies_in_an_update_is_out_and_comes_back_with_the_new_weights(fleet, admin, delay):
+def test_a_replica_that_dies_in_an_update_is_out_and_comes_back_with_the_new_weights(fleet, admin):
     """The call itself may be cut with the replica that had it; the update goes on."""
     first = version_of(admin)
     with Load(fleet, num_threads=4) as load:
@@ -222,7 +221,7 @@ def test_a_replica_that_dies_in_an_update_is_out_and_comes_back_with_the_new_wei
 
         caller = threading.Thread(target=call)
         caller.start()
-        threading.Event().wait(delay)
+        threading.Event().wait(0.03)
         kill(REPLICA, fleet)
         caller.join(60)
         body = wait_whole(admin)
