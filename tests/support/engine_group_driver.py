@@ -14,6 +14,7 @@ import ray
 
 from routed_experts import ConfigError, ReplicaLostError, ServerArgs, WeightsMismatchError
 from routed_experts.fleet.engine_group import EngineGroup, processes
+from routed_experts.fleet.start import application
 from support.process_groups import Stopwatch
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 6}
@@ -49,6 +50,8 @@ def main(spec):
     with_follower.commit_weights(1)
     assert [stats["weight_version"] for stats in with_follower.stats()] == [1]
     with_follower.shutdown()
+    bound = application({"model_path": f"{folder}/w0", "num_replicas": 2, "nnodes": 2, "tp_size": 2})
+    assert type(bound).__name__ == "Application", "what `serve deploy` and KubeRay import"
     ray.util.remove_placement_group(placement_group)
     print(json.dumps({"passed": True}), flush=True)
 

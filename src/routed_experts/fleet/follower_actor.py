@@ -3,15 +3,12 @@
 Ray ends them with the replica that made them. A follower that dies ends its replica, as in any group of processes."""
 
 import dataclasses
-import socket
 from typing import Any
 
 from routed_experts.core.dist_config import DistConfig, format_address
-from routed_experts.core.errors import MachineError
+from routed_experts.fleet.ports import free_pair
 from routed_experts.fleet.ray_runtime import import_ray
 from routed_experts.fleet.spec import ReplicaSpec
-
-_PORTS = range(45_000, 60_000, 2)
 
 
 class FollowerActor:
@@ -33,7 +30,8 @@ def start_followers(
     the actors, which live as long as they are referred to. Raises MachineError where no port is free."""
     ray = import_ray()
     strategies = import_ray("ray.util.scheduling_strategies")
-    address = _free_address(ray.util.get_node_ip_address())
+    host = ray.util.get_node_ip_address()
+    address = format_address(host, free_pair(host))  # the rendezvous, and JAX's coordinator on the next port
     leader = dataclasses.replace(spec.dist, dist_init_addr=address)
     followers: list[Any] = []
     for rank, index in enumerate(bundle_indices, 1):
@@ -49,16 +47,3 @@ def start_followers(
         follower.follow.remote(spec, dataclasses.replace(leader, node_rank=rank))
         followers.append(follower)
     return leader, followers
-
-
-def _free_address(host: str) -> str:
-    """An address of this host whose port and the next one are free: the rendezvous and JAX's coordinator."""
-    for port in _PORTS:
-        try:
-            for number in (port, port + 1):
-                with socket.socket() as sock:
-                    sock.bind((host, number))
-        except OSError:
-            continue
-        return format_address(host, port)
-    raise MachineError(f"no two neighbouring ports of {_PORTS.start} to {_PORTS.stop} are free on {host}; close some")

@@ -3,8 +3,8 @@
 Ray's modules read it when they are imported, so it is set before."""
 
 import importlib.metadata
-import socket
 
+from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.spec import ReplicaSpec
 
 FIRST_PORT, LAST_PORT = 41_000, 42_000  # of replicas behind HAProxy; Serve's own begin at 30000, our usual port
@@ -44,10 +44,3 @@ def haproxy_is_installed() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return (int(major), int(minor)) >= (2, 60)
-
-
-def free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

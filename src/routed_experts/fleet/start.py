@@ -18,9 +18,9 @@ from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
+from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.ray_runtime import NAMESPACE, CoordinatorClient, import_ray
 from routed_experts.fleet.replica import Door, Replica
-from routed_experts.fleet.serve_environment import free_port
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.server.limits import ServerSettings
@@ -80,10 +80,15 @@ def session_router() -> Any:
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
-    """The application for `serve deploy` and KubeRay: `import_path: routed_experts.fleet.start:application`.
+    """The application for `serve deploy` and KubeRay: `import_path: routed_experts.fleet.start:application`, with the
+    `arguments` of `replica_spec`. Needs a Ray."""
+    return bind_replicas(replica_spec(arguments), import_ray().cluster_resources())
 
-    `arguments`: fields of ServerArgs, ServerSettings and FleetSettings, and nnodes, dist_timeout, watchdog_timeout, all
-    in one mapping. Host and port are Serve's. Raises ConfigError for a field that none of them has."""
+
+def replica_spec(arguments: Mapping[str, Any]) -> ReplicaSpec:
+    """Read the arguments of an application: fields of ServerArgs, ServerSettings and FleetSettings, and nnodes,
+    dist_timeout, watchdog_timeout, all in one mapping. Host and port are Serve's. Raises ConfigError, also for a field
+    that none of them has."""
     rest = dict(arguments)
 
     def take(config: Any) -> dict[str, Any]:
@@ -92,12 +97,16 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
     rest.setdefault("ray_address", "auto")
     given: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None} | take(DistConfig)
-    args, server = ServerArgs(**take(ServerArgs)), ServerSettings(**take(ServerSettings))
+    args, server = ServerArgs(**_with_tuples(take(ServerArgs))), ServerSettings(**take(ServerSettings))
     fleet, template = FleetSettings(**take(FleetSettings)), group_template(**given)
     if rest:
         raise ConfigError(f"{', '.join(sorted(rest))} is no argument of a fleet; see routed-experts serve --help")
-    spec = ReplicaSpec(args=args, server=server, fleet=fleet, dist=template)
-    return bind_replicas(spec, import_ray().cluster_resources())
+    return ReplicaSpec(args=args, server=server, fleet=fleet, dist=template)
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Lists of YAML as the tuples of a config."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
