@@ -129,6 +129,17 @@ def test_a_hold_lets_started_requests_end_and_queues_new_ones(engine):
     assert len(answers[0][0]) == 6
 
 
+def test_a_hold_holds_scores_too(engine):
+    engine.hold_admission()
+    scores, thread = [], threading.Thread(target=lambda: scores.append(engine.score(PROMPT)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not scores
+    engine.open_admission()
+    thread.join(30)
+    assert scores[0].weight_version == engine.stats().weight_version
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(["hold", "open", "pause", "resume"])))
 def test_pauses_and_holds_do_not_end_each_other(engine, order):
     """After every step of every order, a request starts exactly when neither a pause nor a hold is on."""

@@ -147,6 +147,22 @@ def test_a_replica_that_leaves_is_no_death():
     in_fleet(test)
 
 
+def test_a_coordinator_without_replicas_ends_after_a_time(monkeypatch):
+    monkeypatch.setattr(module, "ABANDONED_S", 0.05)
+
+    async def test(world, client, links):
+        ended = []
+        client.coordinator._on_abandoned = lambda: ended.append(True)
+        world.members[0].is_alive = False
+        await until(lambda: list(client.coordinator._members) == ["r1"])
+        await asyncio.sleep(0.1)
+        assert not ended
+        world.members[1].is_alive = False
+        await until(lambda: ended)
+
+    in_fleet(test)
+
+
 def test_a_flush_holds_all_replicas_and_needs_all_of_them_idle():
     async def test(world, client, links):
         assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}

@@ -21,12 +21,12 @@ def test_a_port_and_a_pair_can_be_bound():
 
 def test_taken_ports_are_passed_over_and_none_left_is_a_sentence(monkeypatch):
     with socket.socket() as first, socket.socket() as third:
-        base = ports.free_port("127.0.0.1")
+        base = ports._free_run("127.0.0.1", 3)
         monkeypatch.setattr(ports, "FIRST", base)
         monkeypatch.setattr(ports, "LAST", base + 3)
         first.bind(("127.0.0.1", base))
         third.bind(("127.0.0.1", base + 2))
         assert {ports.free_port("127.0.0.1") for _ in range(8)} == {base + 1}
+        monkeypatch.setattr(ports, "LAST", base + 2)
         with pytest.raises(MachineError, match="no 2 neighbouring ports"):
-            monkeypatch.setattr(ports, "LAST", base + 2)
             ports.free_pair("127.0.0.1")

@@ -123,3 +123,10 @@ def test_the_environment_of_ray_names_the_proxy_and_keeps_off_our_port(monkeypat
     low, high = (int(variables[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
     assert not low <= ServerSettings().port <= high
     assert ("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in variables) is (expected == "1")
+
+
+def test_a_session_policy_behind_haproxy_is_refused():
+    serve_environment.check_proxy("session", serve_environment.PYTHON_PROXY)
+    serve_environment.check_proxy("least_loaded", serve_environment.HAPROXY)
+    with pytest.raises(ConfigError, match="start that Ray with RAY_SERVE_ENABLE_HA_PROXY=0, or choose least_loaded"):
+        serve_environment.check_proxy("session", serve_environment.HAPROXY)

@@ -533,7 +533,7 @@ class Engine:
         return self._admission.paused
 
     def hold_admission(self) -> None:
-        """Hold new requests back in the queue until `open_admission`; started ones run on, a pause stays. For an update
+        """Hold new requests and scores back until `open_admission`; started ones run on, a pause stays. For an update
         of several engines: between hold and open no request starts. To hold again changes nothing."""
         self._admission.hold()
 

@@ -27,6 +27,7 @@ POLL_S = 10.0  # a poll without a task ends after it
 PROBE_INTERVAL_S = 0.5
 REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
 HEALTH_S = 1.0
+ABANDONED_S = 600.0  # without a replica, after which the coordinator ends
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +90,8 @@ class Member:
 
 
 class Coordinator:
-    """`probe` raises MemberGone for the handle of a dead replica; `kill` ends a replica by its handle."""
+    """`probe` raises MemberGone for the handle of a dead replica, and `kill` ends one by its handle. `on_abandoned` is
+    called when there has been no replica for ABANDONED_S."""
 
     def __init__(
         self,
@@ -98,10 +100,11 @@ class Coordinator:
         weight_update_timeout: float,
         probe: Callable[[Any], Awaitable[None]],
         kill: Callable[[Any], None],
+        on_abandoned: Callable[[], None] = lambda: None,
         was_restarted: bool = False,
     ) -> None:
         self._num_replicas, self._prepare_s = num_replicas, weight_update_timeout
-        self._probe, self._kill = probe, kill
+        self._probe, self._kill, self._on_abandoned = probe, kill, on_abandoned
         self._instance = uuid.uuid4().hex
         self._members: dict[str, Member] = {}
         self._reports: dict[str, Report] = {}  # of members that join again
@@ -366,7 +369,14 @@ class Coordinator:
             if not member.is_leaving:
                 self._deaths += 1
                 logger.error("replica %s has died: %s", member.tag, reason)
+            if not self._members:
+                self._spawn(self._end_if_abandoned())
         member.end(reason)
+
+    async def _end_if_abandoned(self) -> None:
+        await asyncio.sleep(ABANDONED_S)
+        if not self._members:
+            self._on_abandoned()
 
     async def _evict(self, member: two_phase.Member, reason: str) -> None:
         """End a replica that is not of the fleet's version; Ray starts another one, which loads it."""

@@ -52,23 +52,25 @@ class CoordinatorActor(Coordinator):
     def __init__(self, *, num_replicas: int, weight_update_timeout: float) -> None:
         with warnings.catch_warnings():  # Ray's own, about Ray's own
             warnings.simplefilter("ignore", DeprecationWarning)
-            was_restarted: bool = import_ray().get_runtime_context().was_current_actor_reconstructed
+            context = import_ray().get_runtime_context()
+            was_restarted: bool = context.was_current_actor_reconstructed
         super().__init__(
             num_replicas=num_replicas,
             weight_update_timeout=weight_update_timeout,
             probe=probe,
             kill=kill,
+            on_abandoned=lambda: kill(context.current_actor),
             was_restarted=was_restarted,
         )
 
 
 class CoordinatorClient:
-    """The coordinator of the fleet `name`, as this process calls it; it is created if there is none. Needs Ray."""
+    """The coordinator of a fleet, as this process calls it; it is created if there is none. Needs Ray."""
 
-    def __init__(self, name: str, *, num_replicas: int, weight_update_timeout: float) -> None:
+    def __init__(self, fleet_id: str, *, num_replicas: int, weight_update_timeout: float) -> None:
         self._ray = import_ray()
         self._lost = import_ray("ray.exceptions").RayError
-        actor = self._ray.remote(CoordinatorActor).options(name=f"fleet:{name}", **_COORDINATOR)
+        actor = self._ray.remote(CoordinatorActor).options(name=f"fleet:{fleet_id}", **_COORDINATOR)
         self.handle = actor.remote(num_replicas=num_replicas, weight_update_timeout=weight_update_timeout)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float, **more: Any) -> Any:

@@ -24,7 +24,7 @@ from routed_experts.fleet.link import Link, to_refusal
 from routed_experts.fleet.messages import CoordinatorLost
 from routed_experts.fleet.operations import Operations, weight_member
 from routed_experts.fleet.ray_runtime import CoordinatorClient, import_ray
-from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY
+from routed_experts.fleet.serve_environment import HAPROXY, PYTHON_PROXY, check_proxy
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.server.app import make_app
 from routed_experts.server.run import EXIT_DEAD, FINAL_FLUSH_S, freeze_gc
@@ -72,17 +72,19 @@ class Replica:
     async def __init__(self, spec: ReplicaSpec, version: str) -> None:
         ray, settings = import_ray(), spec.fleet
         client = CoordinatorClient(
-            spec.name,
+            spec.fleet_id,
             num_replicas=settings.num_replicas,
             weight_update_timeout=settings.weight_update_timeout,
         )
         self._followers: list[Any] = []
         try:
+            proxy = _proxy_name()
+            check_proxy(settings.routing_policy, proxy)
             engine = await asyncio.to_thread(self._build, spec)
             self._state = server = ServerState(spec.server, model_path=spec.args.model_path or "")
             server.set_ready(AsyncEngine(engine))
             weights = weight_member(engine, spec.server)
-            operations = Operations(server, weights, drain=self._drain, proxy=_proxy_name())
+            operations = Operations(server, weights, drain=self._drain, proxy=proxy)
             self._link = link = Link(
                 client,
                 handle=ray.get_runtime_context().current_actor,

@@ -4,6 +4,7 @@ Ray's modules read it when they are imported, so it is set before."""
 
 import importlib.metadata
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.spec import ReplicaSpec
 
@@ -44,3 +45,10 @@ def haproxy_is_installed() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return (int(major), int(minor)) >= (2, 60)
+
+
+def check_proxy(policy: str, proxy: str) -> None:
+    """Raise ConfigError for a policy that this proxy does not carry out."""
+    if policy == "session" and proxy == HAPROXY:
+        text = "routing_policy='session' behind HAProxy, which has no such router"
+        raise ConfigError(f"{text}; start that Ray with RAY_SERVE_ENABLE_HA_PROXY=0, or choose least_loaded")

@@ -1,6 +1,7 @@
 """ReplicaSpec: everything a replica is built from, as it travels through Ray; and what it needs of a host."""
 
 import dataclasses
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ _RUNNING = 256  # where --max-running-requests leaves it to the memory plan
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
     """One engine of a fleet. `dist` has the number of its processes and their timeouts; its address is a
-    placeholder. `name`: of the fleet, which is its application in Ray Serve."""
+    placeholder. `name`: of the application in Ray Serve; `fleet_id`: of this start of it, so that a coordinator that an
+    earlier one has left behind is not met."""
 
     args: ServerArgs
     server: ServerSettings
@@ -31,6 +33,7 @@ class ReplicaSpec:
     placement: PlacementConfig | None = None
     speculative: SpeculativeConfig | None = None
     name: str = "routed-experts"
+    fleet_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def __post_init__(self) -> None:
         """Refuse what a fleet cannot start. Raises ConfigError."""

@@ -154,7 +154,7 @@ class Fleet:
         )
         self._on_phase("serve", f"port {port}")
         self._coordinator = CoordinatorClient(
-            self._spec.name,
+            self._spec.fleet_id,
             num_replicas=settings.num_replicas,
             weight_update_timeout=settings.weight_update_timeout,
         )

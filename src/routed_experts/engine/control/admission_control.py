@@ -65,7 +65,11 @@ class AdmissionControl:
             if self._pause is None:
                 self._apply()
 
+        if is_held:
+            self._context.admission_open.clear()
         self._context.thread.run_between_steps(change)
+        if not is_held:
+            self._context.admission_open.set()
 
     def _apply(self) -> None:
         """Without a pause: hold new requests back, or none."""

@@ -18,6 +18,14 @@ from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 
+_ADMISSION_CHECK_S = 1.0
+
+
+def _new_set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedWeights:
@@ -37,13 +45,20 @@ class PreparedSlot:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """The engine that control operations act on. `weights_lock`: weights are swapped, moved or released one operation
-    after another. `prepared`: while it is filled, weights are neither moved nor released nor replaced by others."""
+    after another. `prepared`: while it is filled, weights are neither moved nor released nor replaced by others.
+    `admission_open` is cleared while admission is held: requests wait in the queue, and scores for it."""
 
     components: EngineComponents
     thread: EngineThread
     scorer: Scorer
     weights_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     prepared: PreparedSlot = dataclasses.field(default_factory=PreparedSlot)
+    admission_open: threading.Event = dataclasses.field(default_factory=_new_set_event)
+
+    def wait_for_admission(self) -> None:
+        """Wait until admission is not held; returns at once where the engine has ended."""
+        while not self.admission_open.wait(_ADMISSION_CHECK_S) and self.thread.is_alive:
+            continue
 
     @property
     def core(self) -> EngineCore:
