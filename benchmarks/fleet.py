@@ -118,7 +118,6 @@ def server_alone(root: Path) -> Iterator[int]:
 def one_replica(root: Path, way: str) -> Iterator[int]:
     """A fleet of one replica behind this proxy; its port."""
     variables = {"RAY_SERVE_ENABLE_HA_PROXY": "1" if way == HAPROXY else "0"}
-    variables |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}  # as the command sets it for a Ray that it starts
     variables |= {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "41000", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": "42000"}
     with (
         tempfile.TemporaryDirectory(prefix="ray-") as folder,

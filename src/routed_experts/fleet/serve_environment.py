@@ -21,7 +21,6 @@ def serve_environment(spec: ReplicaSpec, *, work_folder: str) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(LAST_PORT),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the coordinator has drained them by then
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if uses_haproxy else "0",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # fewer hops between threads for each chunk
     }
     if uses_haproxy:
         longest = int(max(3600, spec.server.request_timeout + 60))

@@ -31,6 +31,7 @@ _WATCH_S = 1.0
 _CALL_S = 10.0
 _SERVE_LOGS = MappingProxyType({"enable_access_log": False, "log_level": "WARNING"})  # a line a request is the server's
 _PROXY_S, _PROXY_RETRY_S = 60.0, 0.2
+_CONTROLLER, _END_CHECK_S = ("SERVE_CONTROLLER_ACTOR", "serve"), 0.3  # name and namespace of Serve's own actor
 _CONSISTENT_HASH = "ray.serve.experimental.consistent_hash_router"
 logger = logging.getLogger(__name__)
 
@@ -192,12 +193,32 @@ class Fleet:
             while drained.is_alive() and not self.hurry.is_set():
                 drained.join(0.1)
         if self._owns_serve:
-            with contextlib.suppress(Exception):  # Ray may be gone
-                import_ray("ray.serve").shutdown()
+            self._end_serve()
         if self._coordinator is not None:
             self._coordinator.end()
             self._coordinator = None
         ray.shutdown()
+
+    def _end_serve(self) -> None:
+        """End Serve. Its own call may wait 30 s for a controller that has ended, so that is looked for, too."""
+
+        def shut_down() -> None:
+            with contextlib.suppress(Exception):  # Ray may be gone
+                import_ray("ray.serve").shutdown()
+
+        ray = import_ray()
+        ending = threading.Thread(target=shut_down, name="end", daemon=True)
+        ending.start()
+        for _ in range(int((self._spec.server.shutdown_timeout + 3 * SHUTDOWN_MARGIN_S) / _END_CHECK_S)):
+            ending.join(_END_CHECK_S)
+            if not ending.is_alive():
+                return
+            try:
+                ray.get_actor(*_CONTROLLER)
+            except Exception as error:  # ValueError without it; others where Ray is gone
+                logger.debug("Serve has ended: %s", error)
+                ending.join(_END_CHECK_S)
+                return
 
     def _drain(self, coordinator: CoordinatorClient) -> None:
         timeout_s = self._spec.server.shutdown_timeout

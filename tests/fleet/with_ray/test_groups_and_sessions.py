@@ -28,13 +28,12 @@ from support.fleet_process import (
 )
 
 MADE_ID = re.compile(r"(r\d+)-[0-9a-f]{32}")
-OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}  # as the command sets it for a Ray that it starts
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_cluster(folder, num_cpus=4, **OPTIMIZED) as found:
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder, ray_cluster(folder, num_cpus=4) as found:
         yield found
 
 
