@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked thorough, too, and the others as often as they can be: scripts/thorough",
     )
+    parser.addoption(
+        "--with-ray",
+        action="store_true",
+        help="collect tests/fleet/with_ray, which needs the extra ray (scripts/fleet runs it)",
+    )
     add_options(parser)
 
 
@@ -76,8 +81,11 @@ def check_gpu() -> None:
         ) from None
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing. What
+    needs Ray is collected with --with-ray."""
+    if collection_path.name == "with_ray" and not config.getoption("--with-ray"):
+        return True
     if on_gpu() and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
     return None
@@ -95,7 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=deselected)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--with-ray"):
+        terminalreporter.write_line("tests/fleet/with_ray: not collected; scripts/fleet runs it, with Ray")
     if not on_gpu():
         platform = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(

@@ -50,6 +50,7 @@ NOT_RUN = {
     "expert_offload_latency": "needs a GPU and 64 experts of full size",
     "families": "needs transformers in a process of its own, for minutes",
     "faults": "starts and ends servers for minutes",
+    "fleet": "needs Ray, and starts four servers; tests/fleet/with_ray has their answers",
     "mismatch": "trains a model",
     "moves": "compiles an engine for each of four placements",
     "peers": "needs other engines",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ProcessMismatchError,
         PromptTooLongError,
         QueueFullError,
+        ReplicaLostError,
         RoutedExpertsError,
         RoutingAlignmentError,
         RoutingFormatError,
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError "
     "MachineError MemoryPlanError PeerLostError PlacementError ProcessMismatchError PromptTooLongError QueueFullError "
-    "RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
-    "UpdateInProgressError WeightsMismatchError WriteError"
+    "ReplicaLostError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
+    "RoutingReplayError UpdateInProgressError WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {
@@ -115,6 +116,7 @@ __all__ = [
     "ProcessMismatchError",
     "PromptTooLongError",
     "QueueFullError",
+    "ReplicaLostError",
     "RequestOutput",
     "ResidencyMap",
     "RoutedExperts",

@@ -136,6 +136,12 @@ class PeerLostError(EngineDeadError):
     exit_code: int = 3
 
 
+class ReplicaLostError(EngineDeadError):
+    """An engine of a fleet has ended, by itself or with its machine. What it ran is lost; others are not touched."""
+
+    code = "replica_lost"
+
+
 class ProcessMismatchError(EngineDeadError):
     """Processes of a group differ in what must be equal: programs, orders or tokens; the whole group ends."""
 
