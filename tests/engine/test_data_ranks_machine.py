@@ -287,6 +287,126 @@ def test_a_prompt_follows_its_cached_half_until_that_rank_has_a_prefill_more_to_
     ranks.run()
 
 
+def warm_up(ranks, text, **kwargs):
+    """Both ranks cache a prompt."""
+    for number in range(len(ranks.core.ranks)):
+        ranks.run(dataclasses.replace(source(text, rid=f"warm{number}", **kwargs), data_parallel_rank=number))
+
+
+def test_of_the_ranks_that_have_a_prompt_the_least_loaded_gets_it():
+    ranks, shared = Ranks(3, chunked_prefill_size=16), prompt(20)
+    warm_up(ranks, shared, max_tokens=2)
+    reqs = ranks.add(*(source([*shared, rid], rid=str(rid)) for rid in range(6)))
+    assert [req.dp_rank for req in reqs] == [0, 1, 2, 0, 1, 2]
+    ranks.run()
+    assert all(ranks.outputs[req.rid].cached_tokens == 20 for req in reqs)
+
+
+def test_a_prompt_at_the_bounds_of_following_its_cache():
+    for used, load, expected in ((12, 16, 0), (12, 17, 1), (8, 1, 1)):  # tokens in common, of 16; load of that rank
+        ranks, shared = Ranks(2, chunked_prefill_size=16), prompt(20)
+        ranks.run(dataclasses.replace(source(shared, rid="first", max_tokens=2), data_parallel_rank=0))
+        ranks.add(dataclasses.replace(source(prompt(load, 9), rid="load"), data_parallel_rank=0))
+        (req,) = ranks.add(source([*shared[:used], *prompt(16 - used, 8)], rid="late"))
+        assert req.dp_rank == expected, (used, load)
+        ranks.run()
+
+
+@pytest.mark.parametrize("without", [{"presence_penalty": 1.0}, {"logprob_start": 0}, {"extra_key": "b"}])
+def test_a_prompt_does_not_follow_a_cache_that_it_may_not_use(without):
+    ranks, shared = Ranks(2), prompt(20)
+    ranks.run(dataclasses.replace(source(shared, rid="first", max_tokens=2, extra_key="a"), data_parallel_rank=1))
+    other, same = ranks.add(
+        source([*shared, 1], rid="other", **{"extra_key": "a"} | without),
+        source([*shared, 2], rid="same", extra_key="a"),
+    )
+    assert (other.dp_rank, same.dp_rank) == (0, 1)
+    ranks.run()
+    assert [ranks.outputs[rid].cached_tokens for rid in ("other", "same")] == [0, 20]
+
+
+def test_load_is_known_tokens_of_running_and_of_waiting_requests():
+    ranks = Ranks(2, requests=1)
+    running = source(prompt(4), rid="running", max_tokens=9)
+    ranks.add(dataclasses.replace(running, data_parallel_rank=0))
+    while ranks.reqs["running"].num_known < 9:
+        ranks.step()
+    ranks.add(dataclasses.replace(source(prompt(7, 1), rid="waits"), data_parallel_rank=1))
+    load = ranks.reqs["running"].num_known
+    assert [scheduler.num_live_tokens for scheduler in ranks.core.ranks] == [load, 7]
+    assert ranks.add(source(prompt(3, 2), rid="late"))[0].dp_rank == 1
+    ranks.run()
+
+
+def test_weights_of_another_version_share_no_prefix_in_any_rank():
+    ranks, text = Ranks(2, chunked_prefill_size=16), prompt(20)
+    ranks.add(*(dataclasses.replace(source(text, rid=f"old{n}"), data_parallel_rank=n) for n in (0, 1)))
+    ranks.step()
+    ranks.core.drain()
+    ranks.core.update_weights(None, version=1, cache="keep")
+    assert [scheduler.weight_version for scheduler in ranks.core.ranks] == [1, 1]
+    ranks.run()
+    warm_up(ranks, text)
+    assert [ranks.outputs[f"warm{number}"].cached_tokens for number in (0, 1)] == [0, 0]
+    assert ranks.core.flush_cache() > 0
+    assert all(scheduler.pages.allocator.num_free == 24 for scheduler in ranks.core.ranks), "pages of every rank"
+
+
+def test_a_pause_holds_every_rank():
+    ranks = Ranks(3)
+    core = ranks.core
+
+    def add(name, *numbers):
+        made = (source(prompt(6, number), rid=f"{name}{number}", max_tokens=9) for number in numbers)
+        ranks.add(*(asks(one, data_parallel_rank=number) for one, number in zip(made, numbers, strict=True)))
+
+    def take(outs):
+        ranks.outputs |= {out.rid: out for out in outs.outs}
+
+    add("first", 1)
+    for _ in range(2):
+        ranks.step()
+    take(core.drain())
+    core.pause(PauseMode.WAIT)
+    add("later", 0, 1, 2)
+    assert core.has_work, "rank 1 runs to its end"
+    while core.has_work:
+        ranks.step()
+    assert [*ranks.outputs] == ["first1"] and core.ranks.num_waiting == 3
+    core.resume()
+    for _ in range(2):
+        ranks.step()
+    assert len(core.ranks.running) == 3, "each rank admits again"
+    take(core.drain())
+    core.pause(PauseMode.RETRACT)
+    assert core.ranks.num_waiting == 3 and not core.ranks.running
+    core.resume()
+    ranks.step()
+    take(core.drain())
+    core.update_weights(None, version=1, cache="flush")
+    assert not core.ranks.running, "each rank computes its prompts again"
+    ranks.run()
+    for rid in ranks.reqs:
+        ranks.check_answer(rid)
+    add("last", 0, 1, 2)
+    ranks.step()
+    take(core.drain())
+    core.pause(PauseMode.ABORT)
+    take(core.step())
+    assert all(ranks.outputs[f"last{number}"].finish_reason.type == "abort" for number in range(3)) and core.is_idle
+
+
+def test_what_is_wrong_in_any_rank_is_found():
+    ranks = Ranks(2)
+    ranks.add(dataclasses.replace(source(prompt(6), rid="a", max_tokens=9), data_parallel_rank=1))
+    ranks.step()
+    req = ranks.reqs["a"]
+    req.num_pages -= 1
+    assert ranks.core.check_integrity() != []
+    req.num_pages += 1
+    ranks.run()
+
+
 def test_a_request_in_a_forced_rank_shares_no_prefix_with_another_rank():
     ranks = Ranks(2)
     text = prompt(12)
