@@ -294,7 +294,7 @@ def warm_up(ranks, text, **kwargs):
 
 
 def test_of_the_ranks_that_have_a_prompt_the_least_loaded_gets_it():
-    ranks, shared = Ranks(3, chunked_prefill_size=16), prompt(20)
+    ranks, shared = Ranks(3), prompt(20)
     warm_up(ranks, shared, max_tokens=2)
     reqs = ranks.add(*(source([*shared, rid], rid=str(rid)) for rid in range(6)))
     assert [req.dp_rank for req in reqs] == [0, 1, 2, 0, 1, 2]
@@ -316,11 +316,10 @@ def test_a_prompt_at_the_bounds_of_following_its_cache():
 def test_a_prompt_does_not_follow_a_cache_that_it_may_not_use(without):
     ranks, shared = Ranks(2), prompt(20)
     ranks.run(dataclasses.replace(source(shared, rid="first", max_tokens=2, extra_key="a"), data_parallel_rank=1))
-    other, same = ranks.add(
-        source([*shared, 1], rid="other", **{"extra_key": "a"} | without),
-        source([*shared, 2], rid="same", extra_key="a"),
-    )
-    assert (other.dp_rank, same.dp_rank) == (0, 1)
+    ranks.add(dataclasses.replace(source(prompt(3, 9), rid="load"), data_parallel_rank=1))
+    (same,) = ranks.add(source([*shared, 2], rid="same", extra_key="a"))
+    (other,) = ranks.add(source([*shared, 1], rid="other", **{"extra_key": "a"} | without))
+    assert (same.dp_rank, other.dp_rank) == (1, 0), "no load has chosen rank 1"
     ranks.run()
     assert [ranks.outputs[rid].cached_tokens for rid in ("other", "same")] == [0, 20]
 
@@ -456,7 +455,11 @@ def test_an_idle_rank_takes_part_in_two_hundred_steps_of_another():
     assert ranks.core.rank_tokens[0] == 0 and ranks.core.rank_tokens[1] == ranks.core.num_rows
     stats = ranks.core.routing_stats()
     assert stats.num_tokens.sum() == ranks.core.num_rows, "rows of an idle rank are not counted"
+    assert ranks.core.padding_ratio == 2, "a token of one rank, and a padded one of the other"
     assert not (ranks.devices.devices[0].tokens >= 0).any(), "nothing was written in its pages"
+    ranks.run(asks(source(prompt(5), rid="other"), data_parallel_rank=0))
+    assert ranks.core.routing_stats(reset=True).num_tokens.sum() > stats.num_tokens.sum()
+    assert not ranks.core.routing_stats().counts.any(), "the counts of every rank are reset"
 
 
 def test_one_prompt_beside_decoding_ranks_makes_a_step_of_prompts_for_all():
