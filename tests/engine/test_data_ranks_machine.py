@@ -43,6 +43,7 @@ class RankDevices:
             for _ in range(num_ranks)
         ]
         self.results, self.forms, self.idle_ranks = {}, [], 0
+        self.sampling_modes = []
 
     def dispatch(self, batches):
         shapes = {(batch.mode, batch.token_ids.size, batch.page_table.shape) for batch in batches}
@@ -60,6 +61,7 @@ class RankDevices:
             self.run(device, batch) for device, batch in zip(self.devices, batches, strict=True)
         ]
         self.forms.append(batches[0].mode)
+        self.sampling_modes.append(batches[0].sampling_mode)
         return pending
 
     def run(self, device, batch):
@@ -473,3 +475,13 @@ def test_one_prompt_beside_decoding_ranks_makes_a_step_of_prompts_for_all():
     for rid in ("decodes", "prompt"):
         req = ranks.reqs[rid]
         assert req.output_ids.tolist() == expected_tokens(req.source.input_ids.tolist(), req.source.sampling.max_tokens)
+
+
+def test_a_step_samples_as_the_rank_does_that_needs_most():
+    for penalised in (0, 1):
+        ranks = Ranks(2)
+        sampling = [{}, {}]
+        sampling[penalised] = {"presence_penalty": 1.0}
+        made = (source(prompt(3, number), rid=str(number), **sampling[number]) for number in (0, 1))
+        ranks.run(*(dataclasses.replace(one, data_parallel_rank=number) for number, one in enumerate(made)))
+        assert set(ranks.devices.sampling_modes) == {SamplingMode.FULL}
