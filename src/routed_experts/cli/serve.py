@@ -209,7 +209,8 @@ def _log_phase(server: "ServerState", name: str, seconds: float, detail: str) ->
 def _ready_line(server: "ServerState", seconds: float, url: str) -> str:
     """Return the last line of start-up: what is served, and where."""
     engine = server.engine
-    capture, tokens = engine.capture, f"{engine.kv_tokens:,} KV tokens"
+    capture, num_ranks = engine.capture, engine.engine.server_args.dp_size
+    tokens = f"{engine.kv_tokens:,} KV tokens{f' in each of {num_ranks} data ranks' if num_ranks > 1 else ''}"
     if capture is None:
         return f"ready in {seconds:.1f} s · {tokens} · capture off · {url}"
     layers = f"{capture.num_hidden_layers} layers ({capture.num_moe_layers} MoE)"
