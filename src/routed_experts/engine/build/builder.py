@@ -285,7 +285,8 @@ def _build_runner(
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
     runner = offload_runner or _create_runner(state, spec, sizes, config, placement, loaded_draft)
-    clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
+    in_ranks = f" in each of {args.dp_size} data ranks" if args.dp_size > 1 else ""
+    clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens{in_ranks}")
     num_programs = runner.compile() if group is None else _compile_together(runner, group)
     clock.done("compile", f"{num_programs} programs")
     return _BuiltRunner(
