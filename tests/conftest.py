@@ -37,6 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="where network namespaces cannot be made, fail the tests marked netns, not skip them",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run the tests marked thorough, too, and the others as often as they can be: scripts/thorough",
+    )
+    parser.addoption(
+        "--with-ray",
+        action="store_true",
+        help="collect tests/fleet/with_ray, which needs the extra ray (scripts/fleet runs it)",
+    )
     add_options(parser)
 
 
@@ -71,24 +81,31 @@ def check_gpu() -> None:
         ) from None
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing. What
+    needs Ray is collected with --with-ray."""
+    if collection_path.name == "with_ray" and not config.getoption("--with-ray"):
+        return True
     if on_gpu() and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
     return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the tests marked `gpu` are deselected, and the summary reports it."""
+    """Without a GPU the tests marked `gpu` are deselected, and the summary reports it; so are those marked `thorough`
+    without the option."""
     if on_gpu():
         return
-    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = {"gpu"} if config.getoption("thorough") else {"gpu", "thorough"}
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
     if deselected:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in set(deselected)]
         config.hook.pytest_deselected(items=deselected)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--with-ray"):
+        terminalreporter.write_line("tests/fleet/with_ray: not collected; scripts/fleet runs it, with Ray")
     if not on_gpu():
         platform = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(
@@ -108,6 +125,12 @@ def clear_programs() -> Iterator[None]:
     (65,530)."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def is_thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of processes run as often as they can be."""
+    return bool(request.config.getoption("thorough"))
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,8 @@ def test_inspect_reads_shapes_without_weights(tmp_path, capsys, engine_factory):
     (folder / "model.safetensors").unlink()
     code, out, _ = run(capsys, "inspect", folder, "--config-only")
     assert code == 0 and "3 MoE (1-3) × 16 experts top-4" in out and "bfloat16" in out
+    code, out, _ = run(capsys, "inspect", folder, "--config-only", "--tp-size", "2", "--dp-size", "2")
+    assert code == 0 and re.search(r"KV [\d,]+ tokens in each of 2 data ranks\n", out)
     code, _, err = run(capsys, "inspect", folder)
     assert code == 2 and "safetensors" in err
     code, _, err = run(capsys, "inspect", folder, "--config-only", "--max-total-tokens", str(10**12))

@@ -17,7 +17,7 @@ OPTIONAL = [
     "transformers",
     "huggingface_hub",
 ]
-OPTIONAL += ["matplotlib", "torch", "llguidance"]
+OPTIONAL += ["matplotlib", "torch", "llguidance", "ray"]
 DEVICE_LIBRARIES = ["jax", "jaxlib", "flax"]
 
 BLOCK = """
@@ -73,6 +73,18 @@ def test_importing_the_package_needs_no_optional_library():
     assert_runs("import routed_experts", blocked=OPTIONAL)
     loaded = assert_runs(f"import routed_experts\nprint(sorted(set({OPTIONAL!r}) & set(sys.modules)))")
     assert loaded.strip() == "[]"
+
+
+def test_one_server_never_imports_the_fleets_ray():
+    """The command line knows a fleet's settings; what one engine serves with is imported without Ray (K9)."""
+    code = """
+import importlib, sys
+for name in ("cli", "fleet.settings", "fleet.spec", "fleet.coordinator", "fleet.gate", "server.run", "engine.engine"):
+    importlib.import_module("routed_experts." + name)
+print("ray" in sys.modules, "routed_experts.fleet.start" in sys.modules, "routed_experts.fleet.replica" in sys.modules)
+"""
+    assert assert_runs(code, blocked=["ray"]).strip() == "False False False"
+    assert "ray" in (SRC / "routed_experts" / "fleet" / "ray_runtime.py").read_text(encoding="utf-8")
 
 
 def test_every_public_name_resolves():

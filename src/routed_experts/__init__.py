@@ -28,11 +28,13 @@ if TYPE_CHECKING:
         ProcessMismatchError,
         PromptTooLongError,
         QueueFullError,
+        ReplicaLostError,
         RoutedExpertsError,
         RoutingAlignmentError,
         RoutingFormatError,
         RoutingIncompleteError,
         RoutingReplayError,
+        UpdateInProgressError,
         WeightsMismatchError,
         WriteError,
     )
@@ -57,8 +59,8 @@ if TYPE_CHECKING:
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError "
     "MachineError MemoryPlanError PeerLostError PlacementError ProcessMismatchError PromptTooLongError QueueFullError "
-    "RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
-    "WeightsMismatchError WriteError"
+    "ReplicaLostError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
+    "RoutingReplayError UpdateInProgressError WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {
@@ -114,6 +116,7 @@ __all__ = [
     "ProcessMismatchError",
     "PromptTooLongError",
     "QueueFullError",
+    "ReplicaLostError",
     "RequestOutput",
     "ResidencyMap",
     "RoutedExperts",
@@ -130,6 +133,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeCounts",
     "SpeculativeTotals",
+    "UpdateInProgressError",
     "Violation",
     "WeightsMismatchError",
     "WriteError",

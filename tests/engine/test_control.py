@@ -20,6 +20,7 @@ from routed_experts import (
     EngineDeadError,
     InvalidRequestError,
     RoutingStats,
+    UpdateInProgressError,
     WeightsMismatchError,
 )
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -311,6 +312,33 @@ def test_a_version_set_meanwhile_waits_for_its_promised_weights(engine):
         with pytest.raises(WeightsMismatchError, match=rf"version={version} must be an integer above {version}"):
             late.result()
     assert continues(build_oracle(34), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+
+
+def test_a_second_update_meanwhile_is_refused_and_changes_nothing(engine, tmp_path):
+    version, started, refused = next_version(engine), threading.Event(), threading.Event()
+
+    class Slow(dict):
+        """Names that take until the other update was refused."""
+
+        def items(self):
+            started.set()
+            assert refused.wait(30)
+            return super().items()
+
+    flat = nnx.to_flat_state(nnx.split(build_model(tiny_config(), build_oracle(35).tensors))[1])
+    slow = Slow({".".join(map(str, path)): leaf for path, leaf in flat})
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        update = pool.submit(engine.update_weights, slow, version=version)
+        assert started.wait(30)
+        for second in (engine.update_weights_from_disk, engine.update_weights):
+            with pytest.raises(UpdateInProgressError, match="another update of the weights is under way") as caught:
+                second(tmp_path, version=version + 1)
+            assert (caught.value.status, caught.value.code) == (409, "update_in_progress")
+        refused.set()
+        assert update.result(30) is None
+    assert ask(engine, PROMPT[:20], 3)["meta_info"]["weight_version"] == str(version)
+    engine.update_weights(slow, version=version + 1)
+    assert continues(build_oracle(35), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
 
 
 def test_weights_from_disk_serve_the_next_request(engine, tmp_path):

@@ -296,6 +296,9 @@ def test_a_rank_has_its_own_pages_and_all_share_the_experts(qwen3):
     assert (all_pages, own_pages) == (4 * pages, pages)
     assert plan.num_ranks == 4 and any("by data rank" in line for line in plan.lines())
     assert plan.capture_host == 4 * alone.components.plan.capture_host
+    slots, row_bytes = 4 * plan.pool.num_slots, plan.row_bytes
+    assert plan.capture_host == slots * row_bytes
+    assert any(f"{slots:,} slots of {row_bytes:,} bytes" in line for line in plan.lines()), "figures that multiply"
     stats = ranked.stats()
     assert stats.total_pages == 4 * alone.stats().total_pages == 4 * stats.data_ranks[0].total_pages
     assert alone.stats().data_ranks == ()

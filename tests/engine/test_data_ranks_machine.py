@@ -43,6 +43,7 @@ class RankDevices:
             for _ in range(num_ranks)
         ]
         self.results, self.forms, self.idle_ranks = {}, [], 0
+        self.sampling_modes = []
 
     def dispatch(self, batches):
         shapes = {(batch.mode, batch.token_ids.size, batch.page_table.shape) for batch in batches}
@@ -60,6 +61,7 @@ class RankDevices:
             self.run(device, batch) for device, batch in zip(self.devices, batches, strict=True)
         ]
         self.forms.append(batches[0].mode)
+        self.sampling_modes.append(batches[0].sampling_mode)
         return pending
 
     def run(self, device, batch):
@@ -287,6 +289,125 @@ def test_a_prompt_follows_its_cached_half_until_that_rank_has_a_prefill_more_to_
     ranks.run()
 
 
+def warm_up(ranks, text, **kwargs):
+    """Both ranks cache a prompt."""
+    for number in range(len(ranks.core.ranks)):
+        ranks.run(dataclasses.replace(source(text, rid=f"warm{number}", **kwargs), data_parallel_rank=number))
+
+
+def test_of_the_ranks_that_have_a_prompt_the_least_loaded_gets_it():
+    ranks, shared = Ranks(3), prompt(20)
+    warm_up(ranks, shared, max_tokens=2)
+    reqs = ranks.add(*(source([*shared, rid], rid=str(rid)) for rid in range(6)))
+    assert [req.dp_rank for req in reqs] == [0, 1, 2, 0, 1, 2]
+    ranks.run()
+    assert all(ranks.outputs[req.rid].cached_tokens == 20 for req in reqs)
+
+
+def test_a_prompt_at_the_bounds_of_following_its_cache():
+    for used, load, expected in ((12, 16, 0), (12, 17, 1), (8, 1, 1)):  # tokens in common, of 16; load of that rank
+        ranks, shared = Ranks(2, chunked_prefill_size=16), prompt(20)
+        ranks.run(dataclasses.replace(source(shared, rid="first", max_tokens=2), data_parallel_rank=0))
+        ranks.add(dataclasses.replace(source(prompt(load, 9), rid="load"), data_parallel_rank=0))
+        (req,) = ranks.add(source([*shared[:used], *prompt(16 - used, 8)], rid="late"))
+        assert req.dp_rank == expected, (used, load)
+        ranks.run()
+
+
+@pytest.mark.parametrize("without", [{"presence_penalty": 1.0}, {"logprob_start": 0}, {"extra_key": "b"}])
+def test_a_prompt_does_not_follow_a_cache_that_it_may_not_use(without):
+    ranks, shared = Ranks(2), prompt(20)
+    ranks.run(dataclasses.replace(source(shared, rid="first", max_tokens=2, extra_key="a"), data_parallel_rank=1))
+    ranks.add(dataclasses.replace(source(prompt(3, 9), rid="load"), data_parallel_rank=1))
+    (same,) = ranks.add(source([*shared, 2], rid="same", extra_key="a"))
+    (other,) = ranks.add(source([*shared, 1], rid="other", **{"extra_key": "a"} | without))
+    assert (same.dp_rank, other.dp_rank) == (1, 0), "no load has chosen rank 1"
+    ranks.run()
+    assert [ranks.outputs[rid].cached_tokens for rid in ("other", "same")] == [0, 20]
+
+
+def test_load_is_known_tokens_of_running_and_of_waiting_requests():
+    ranks = Ranks(2, requests=1)
+    running = source(prompt(4), rid="running", max_tokens=9)
+    ranks.add(dataclasses.replace(running, data_parallel_rank=0))
+    while ranks.reqs["running"].num_known < 9:
+        ranks.step()
+    ranks.add(dataclasses.replace(source(prompt(7, 1), rid="waits"), data_parallel_rank=1))
+    load = ranks.reqs["running"].num_known
+    assert [scheduler.num_live_tokens for scheduler in ranks.core.ranks] == [load, 7]
+    assert ranks.add(source(prompt(3, 2), rid="late"))[0].dp_rank == 1
+    ranks.run()
+
+
+def test_weights_of_another_version_share_no_prefix_in_any_rank():
+    ranks, text = Ranks(2, chunked_prefill_size=16), prompt(20)
+    ranks.add(*(dataclasses.replace(source(text, rid=f"old{n}"), data_parallel_rank=n) for n in (0, 1)))
+    ranks.step()
+    ranks.core.drain()
+    ranks.core.update_weights(None, version=1, cache="keep")
+    assert [scheduler.weight_version for scheduler in ranks.core.ranks] == [1, 1]
+    ranks.run()
+    warm_up(ranks, text)
+    assert [ranks.outputs[f"warm{number}"].cached_tokens for number in (0, 1)] == [0, 0]
+    assert ranks.core.flush_cache() > 0
+    assert all(scheduler.pages.allocator.num_free == 24 for scheduler in ranks.core.ranks), "pages of every rank"
+
+
+def test_a_pause_holds_every_rank():
+    ranks = Ranks(3)
+    core = ranks.core
+
+    def add(name, *numbers):
+        made = (source(prompt(6, number), rid=f"{name}{number}", max_tokens=9) for number in numbers)
+        ranks.add(*(asks(one, data_parallel_rank=number) for one, number in zip(made, numbers, strict=True)))
+
+    def take(outs):
+        ranks.outputs |= {out.rid: out for out in outs.outs}
+
+    add("first", 1)
+    for _ in range(2):
+        ranks.step()
+    take(core.drain())
+    core.pause(PauseMode.WAIT)
+    add("later", 0, 1, 2)
+    assert core.has_work, "rank 1 runs to its end"
+    while core.has_work:
+        ranks.step()
+    assert [*ranks.outputs] == ["first1"] and core.ranks.num_waiting == 3
+    core.resume()
+    for _ in range(2):
+        ranks.step()
+    assert len(core.ranks.running) == 3, "each rank admits again"
+    take(core.drain())
+    core.pause(PauseMode.RETRACT)
+    assert core.ranks.num_waiting == 3 and not core.ranks.running
+    core.resume()
+    ranks.step()
+    take(core.drain())
+    core.update_weights(None, version=1, cache="flush")
+    assert not core.ranks.running, "each rank computes its prompts again"
+    ranks.run()
+    for rid in ranks.reqs:
+        ranks.check_answer(rid)
+    add("last", 0, 1, 2)
+    ranks.step()
+    take(core.drain())
+    core.pause(PauseMode.ABORT)
+    take(core.step())
+    assert all(ranks.outputs[f"last{number}"].finish_reason.type == "abort" for number in range(3)) and core.is_idle
+
+
+def test_what_is_wrong_in_any_rank_is_found():
+    ranks = Ranks(2)
+    ranks.add(dataclasses.replace(source(prompt(6), rid="a", max_tokens=9), data_parallel_rank=1))
+    ranks.step()
+    req = ranks.reqs["a"]
+    req.num_pages -= 1
+    assert ranks.core.check_integrity() != []
+    req.num_pages += 1
+    ranks.run()
+
+
 def test_a_request_in_a_forced_rank_shares_no_prefix_with_another_rank():
     ranks = Ranks(2)
     text = prompt(12)
@@ -315,12 +436,15 @@ def test_a_rank_out_of_pages_retracts_while_the_others_run():
     many = [asks(source(prompt(6, seed), rid=f"m{seed}", max_tokens=24), data_parallel_rank=1) for seed in range(3)]
     calm = asks(source(prompt(6, 9), rid="calm", max_tokens=40), data_parallel_rank=0)
     ranks.add(*many, calm)
-    steps_of_calm = []
+    steps_of_calm, retracted = [], 0
     while not ranks.core.is_idle:
         known = ranks.reqs["calm"].num_known
         ranks.step()
         steps_of_calm.append(ranks.reqs["calm"].num_known - known)
-    assert ranks.core.ranks[1].num_retracted > 0 and ranks.core.ranks[0].num_retracted == 0
+        if "calm" not in ranks.outputs:
+            retracted = ranks.core.ranks[1].num_retracted
+    assert retracted > 0, "not only once the other rank is idle"
+    assert ranks.core.ranks[0].num_retracted == 0
     first, last = steps_of_calm.index(1), len(steps_of_calm) - 1 - steps_of_calm[::-1].index(1)
     assert all(count == 1 for count in steps_of_calm[first : last + 1]), "a token in every step until it ends"
     for rid in ranks.outputs:
@@ -336,7 +460,11 @@ def test_an_idle_rank_takes_part_in_two_hundred_steps_of_another():
     assert ranks.core.rank_tokens[0] == 0 and ranks.core.rank_tokens[1] == ranks.core.num_rows
     stats = ranks.core.routing_stats()
     assert stats.num_tokens.sum() == ranks.core.num_rows, "rows of an idle rank are not counted"
+    assert ranks.core.padding_ratio == 2, "a token of one rank, and a padded one of the other"
     assert not (ranks.devices.devices[0].tokens >= 0).any(), "nothing was written in its pages"
+    ranks.run(asks(source(prompt(5), rid="other"), data_parallel_rank=0))
+    assert ranks.core.routing_stats(reset=True).num_tokens.sum() > stats.num_tokens.sum()
+    assert not ranks.core.routing_stats().counts.any(), "the counts of every rank are reset"
 
 
 def test_one_prompt_beside_decoding_ranks_makes_a_step_of_prompts_for_all():
@@ -350,3 +478,13 @@ def test_one_prompt_beside_decoding_ranks_makes_a_step_of_prompts_for_all():
     for rid in ("decodes", "prompt"):
         req = ranks.reqs[rid]
         assert req.output_ids.tolist() == expected_tokens(req.source.input_ids.tolist(), req.source.sampling.max_tokens)
+
+
+def test_a_step_samples_as_the_rank_does_that_needs_most():
+    for penalised in (0, 1):
+        ranks = Ranks(2)
+        sampling = [{}, {}]
+        sampling[penalised] = {"presence_penalty": 1.0}
+        made = (source(prompt(3, number), rid=str(number), **sampling[number]) for number in (0, 1))
+        ranks.run(*(dataclasses.replace(one, data_parallel_rank=number) for number, one in enumerate(made)))
+        assert set(ranks.devices.sampling_modes) == {SamplingMode.FULL}

@@ -14,7 +14,15 @@ import pytest
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import PeerLostError, ProcessMismatchError
-from routed_experts.engine.process_group import DIGEST_STEPS, EXIT_LOST, FollowingGroup, LeadingGroup, StepDigests
+from routed_experts.engine import process_group
+from routed_experts.engine.process_group import (
+    DIGEST_STEPS,
+    EXIT_LOST,
+    MAX_UNSENT,
+    FollowingGroup,
+    LeadingGroup,
+    StepDigests,
+)
 from routed_experts.execution.order_channel import Connection
 from routed_experts.execution.orders import Order, OrderKind
 
@@ -240,6 +248,48 @@ def test_equal_digests_are_compared_and_dropped():
         with leader._changed:
             assert leader._changed.wait_for(lambda: not leader._due, TIMEOUT_S)
         assert leader.error is None and exits.empty()
+
+
+def test_orders_that_cannot_leave_are_bounded_and_the_caller_waits(monkeypatch):
+    leave = threading.Event()
+
+    class HeldChannel(process_group.OrderChannel):
+        def _send_now(self, orders):
+            assert leave.wait(TIMEOUT_S)
+            super()._send_now(orders)
+
+    monkeypatch.setattr(process_group, "OrderChannel", HeldChannel)
+    with group() as (leader, (follower,), exits), ThreadPoolExecutor(2) as pool:
+        for _ in range(MAX_UNSENT):
+            leader.send(OrderKind.TAKE_COUNTS)
+        waiting = pool.submit(leader.send, OrderKind.TAKE_COUNTS)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        leave.set()
+        assert waiting.result(TIMEOUT_S) == MAX_UNSENT + 1
+        running = pool.submit(follow, follower)
+        leader.close()
+        assert len(running.result(TIMEOUT_S)) == MAX_UNSENT + 2 and exits.empty()
+
+
+def test_an_order_that_cannot_be_encoded_ends_the_group_with_its_reason():
+    with group() as (leader, (follower,), exits):
+        leader.send(OrderKind.STEP, {}, (np.zeros(3, np.complex64),))
+        assert all_exits(exits, 2) == {0: EXIT_LOST, 1: EXIT_LOST}
+        assert "complex" in str(leader.error) or "<c8" in str(leader.error)
+        assert "process 0 of 2" in str(follower.error) and "<c8" in str(follower.error)
+
+
+def test_orders_of_steps_and_their_tokens_may_be_noted_by_two_threads_in_any_order():
+    def due(first_orders):
+        digests, found = StepDigests(), []
+        orders = [lambda index=index: digests.run(step(index, index)) for index in range(2 * DIGEST_STEPS)]
+        tokens = [lambda index=index: digests.read(table(index)) for index in range(2 * DIGEST_STEPS)]
+        for call in orders + tokens if first_orders else tokens + orders:
+            found += [result for result in (call(),) if result is not None]
+        return found
+
+    assert due(True) == due(False) and [steps for steps, _ in due(True)] == [DIGEST_STEPS, 2 * DIGEST_STEPS]
 
 
 def test_digests_depend_on_every_order_its_kind_and_its_sequence():

@@ -1,9 +1,12 @@
 """What a user can get wrong when a group starts: one sentence with exit code 1 or 2, without a traceback or a hang, and
 before JAX starts a device for the group."""
 
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -75,6 +78,26 @@ def test_ports_in_use_are_named(folder, capfd, offset, expected):
     with socket.create_server((host, int(port) + offset)):
         assert main(["serve", str(folder), *flags]) == 1
     assert expected in capfd.readouterr().err
+
+
+def test_what_xla_was_told_is_compared_but_for_dumps_and_virtual_devices():
+    """Also where no command line has looked at XLA_FLAGS."""
+    program = "from routed_experts.engine.build.group_start import group_fields\n"
+    program += "from routed_experts.core.dist_config import DistConfig\n"
+    program += "print(group_fields(None, DistConfig(), None, None, 'auto')[\"XLA's options (of XLA_FLAGS)\"])"
+    flags = (
+        "",
+        "--xla_force_host_platform_device_count=3 --xla_dump_to=nowhere --xla_dump_hlo_as_text",
+        "--xla_gpu_deterministic_ops=true",
+    )
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": value}, stdout=subprocess.PIPE
+        )
+        for value in flags
+    ]
+    plain, own, other = (process.communicate(timeout=60)[0] for process in running)
+    assert len(plain.strip()) == 16 and plain == own != other
 
 
 def join_both(folder, theirs, dist_theirs=None, settings=None):

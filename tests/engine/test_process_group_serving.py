@@ -17,11 +17,11 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 11, "ignore_eos": True, "max_new_tokens": 12}
 FULL = GREEDY | {"frequency_penalty": 0.7, "presence_penalty": 0.2, "logit_bias": {"9": 2.0}, "max_new_tokens": 8}
 ROWS = {"return_routed_experts": True}
-PLACED = "2x1 placed experts, drafts"
+TAPPED, BITWISE, PLACED = "2x1 by width, tapped", "2x2 whole experts, deterministic", "2x1 placed experts, drafts"
 MESHES = {
     # devices a process, engine: by width; whole experts, each bit; placed experts that move, with drafts
-    "2x1 by width": (1, {"enable_return_routed_experts": True}, {"lazy": True, "fast": True}),
-    "2x2 whole experts, deterministic": (
+    TAPPED: (1, {"enable_return_routed_experts": True, "moe_backend": "reference"}, {"lazy": True, "fast": True}),
+    BITWISE: (
         2,
         {"enable_return_routed_experts": True, "ep_size": 4, "deterministic": True},
         {"lazy": True},
@@ -37,6 +37,7 @@ MESHES = {
             "enable_return_routed_experts": True,
             "ep_size": 2,
             "placement": 5,
+            "precompile_bs_paddings": [4],
             "speculative": {"algorithm": "NGRAM", "num_draft_tokens": 3},
         },
         {"lazy": True, "fast": True},
@@ -45,10 +46,12 @@ MESHES = {
 
 
 class Pair:
-    """The leader of a group and the same engine in one process."""
+    """The leader of a group and the same engine in one process. `taps`: files of the ids that entered the experts, by
+    rank of the group."""
 
-    def __init__(self, name, leader, single):
-        self.leader, self.single, self.is_deterministic = leader, single, "deterministic" in name
+    def __init__(self, name, leader, single, taps):
+        self.leader, self.single, self.is_deterministic = leader, single, name == BITWISE
+        self.taps = taps
 
     def both(self, command, **arguments):
         """The results of a command in the group and in one process."""
@@ -75,14 +78,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=MESHES)
-def pair(request, folder):
+def pair(request, folder, tmp_path_factory):
     devices, engine, options = MESHES[request.param]
+    taps = tmp_path_factory.mktemp("taps")
+    if request.param == TAPPED:
+        options = options | {"tap": str(taps / "RANK")}
     with contextlib.ExitStack() as stack:
         members = stack.enter_context(group(folder, engine, devices=devices, ready=False, **options))
         single = stack.enter_context(one_process(folder, engine, devices=2 * devices, **options))
         for process in (members[0], single):
             process.wait_ready()
-        yield Pair(request.param, members[0], single)
+        yield Pair(request.param, members[0], single, [taps / "0", taps / "1"])
         assert [members[0].call("integrity"), single.call("integrity")] == [[], []]
         assert (members[0].end(), members[1].exit_code(), single.end()) == (0, 0, 0)
 
@@ -192,6 +198,63 @@ def test_the_server_info_names_the_followers(pair):
 
 
 def test_one_process_has_no_thread_and_no_socket_of_a_group(pair):
-    assert {"orders", "rendezvous"} <= set(pair.leader.call("threads"))
-    assert not {"orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
+    assert {"orders", "send orders", "rendezvous"} <= set(pair.leader.call("threads"))
+    assert not {"orders", "send orders", "rendezvous", "exit"} & set(pair.single.call("threads"))
     assert pair.single.call("descriptors") == 0
+
+
+def tapped_calls(path):
+    """The ids that entered the experts, [N, K] of each MoE layer of each step."""
+    words, at = np.fromfile(path, np.int32), 0
+    while at < words.size:
+        tokens, top_k = words[at : at + 2]
+        yield words[at + 2 : at + 2 + tokens * top_k].reshape(tokens, top_k)
+        at += 2 + tokens * top_k
+
+
+@pytest.mark.parametrize("pair", [TAPPED], indirect=True)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_every_row_is_what_entered_the_experts_of_every_process(pair, prompt):
+    pair.leader.call("flush")
+    before = [len(list(tapped_calls(path))) for path in pair.taps]
+    assert before[0] == before[1]
+    (answer,) = pair.leader.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
+    pair.leader.call("flush")
+    count, ids = answer["rows"][0], np.frombuffer(bytes.fromhex(answer["rows"][1]), np.int32)
+    rows = ids.reshape(count, 4, 4)[:, 1:]  # of the MoE layers: the first layer is dense
+    assert len(np.unique(rows, axis=0)) > 3, "one row for all tokens proves nothing"
+    fed = [min(32, len(prompt) - start) for start in range(0, len(prompt), 32)] + [1] * 12  # tokens of each step
+    for path in pair.taps:
+        calls = list(tapped_calls(path))[before[0] :]
+        steps = [np.stack(calls[at : at + 3], axis=1) for at in range(0, len(calls), 3)]
+        entered = np.concatenate([step[:tokens] for step, tokens in zip(steps, fed, strict=False)])
+        np.testing.assert_array_equal(entered[:count], rows)
+
+
+@pytest.mark.parametrize("pair", [BITWISE], indirect=True)
+@pytest.mark.parametrize("retracts", [False, True], ids=["never retracted", "retracted every third step"])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["no prefix", "cached prefixes"])
+@pytest.mark.parametrize("together", [1, 4], ids=["one by one", "together"])
+def test_each_bit_is_that_of_each_sequence_alone(pair, alone, together, is_warm, retracts):
+    """Eight cells of the grid of deterministic mode, in the group; test_exactness_grid.py has all of them in one
+    process."""
+    if not is_warm:
+        pair.leader.call("flush")
+    answers = []
+    for start in range(0, len(PROMPTS), together):
+        command, more = ("retract_often", {}) if retracts else ("generate", ROWS)
+        prompts = PROMPTS[start : start + together]
+        answers += pair.leader.call(command, prompts=prompts, params=GREEDY, **more)
+    for ours, theirs in zip(answers, alone, strict=True):
+        assert (ours["tokens"], ours["bits"], ours["rows"]) == (theirs["tokens"], theirs["bits"], theirs["rows"])
+    assert not is_warm or retracts or any(answer["cached"] for answer in answers)
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    """Every sequence alone, without a cached prefix, in one process."""
+    answers = []
+    for prompt in PROMPTS:
+        pair.single.call("flush")
+        answers += pair.single.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
+    return answers

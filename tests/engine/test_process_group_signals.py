@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import pytest
@@ -14,7 +15,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = "--precompile-bs-paddings 2 --precompile-token-paddings 16 --max-running-requests 2 --page-size 4".split()
 SIZES += "--context-length 256 --max-total-tokens 1024 --tp-size 2 --enable-return-routed-experts".split()
-BODY = {"prompt": "the expert", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+BODY = {"prompt": "the expert", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,39 @@ def test_sigterm_while_the_group_loads_ends_every_process_with_0(folder, rank):
         assert [member.exit_code(30) for member in members] == [0, 0], [member.log()[-1500:] for member in members]
 
 
-def test_a_follower_killed_under_load_ends_streams_with_an_error_and_the_server_with_3(folder):
+def probe(url, path="/health"):
+    """Status and body of a probe."""
+    try:
+        with urllib.request.urlopen(url.removesuffix("/health") + path, timeout=10) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error) if error.headers["content-type"] == "application/json" else None
+
+
+def metric(url, name):
+    """A sample of /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        (line,) = [line for line in response.read().decode().splitlines() if line.startswith(f"routed_experts_{name} ")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_a_follower_answers_probes_and_its_death_under_load_ends_streams_with_an_error_and_the_server_with_3(folder):
     address = free_address()
-    with processes(serve(folder, 0, address), serve(folder, 1, address, "--port", "1")) as members:
-        assert "process 1 serves no HTTP; ignored: --port" in members[1].wait_log("ignored")
-        stream = Stream(url_of(members[0]))
+    flags = ["--port", "0", "--api-key", "12345678"]
+    with processes(serve(folder, 0, address), serve(folder, 1, address, *flags)) as members:
+        log = members[1].wait_log("probes: ")
+        assert "process 1 serves no requests; ignored: --api-key" in log
+        follower = re.search(r"probes: (http://\S+)", log)[1]
+        assert probe(follower) == (503, {"state": "starting", "node_rank": 1, "nnodes": 2, "order": 0})
+        assert probe(follower, "/health/live")[0] == 200 and probe(follower, "/ready")[0] == 503
+        url = url_of(members[0])
+        members[1].wait_log("following")
+        assert probe(follower)[1]["state"] == "following" and probe(follower, "/ready")[0] == 200
+        assert probe(follower, "/v1/models")[0] == 404 and probe(follower, "/metrics")[0] == 404
+        stream = Stream(url)
         assert stream.first.wait(60)
+        assert probe(follower)[1]["order"] > 0 and metric(url, 'order_lag{rank="1"}') >= 0
         members[1].signal(signal.SIGKILL)
         last = stream.join()[-1]
         assert last["error"]["code"] == "peer_lost", last

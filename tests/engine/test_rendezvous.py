@@ -170,6 +170,16 @@ def test_strangers_change_nothing_before_and_after_all_have_come():
     assert MAX_PENDING < 200
 
 
+def test_more_processes_than_strangers_are_held_may_connect_at_once_and_say_hello_later():
+    nnodes = MAX_PENDING + 40
+    with leader(nnodes=nnodes) as (address, members), contextlib.ExitStack() as stack:
+        connected = [stack.enter_context(connect(address)) for _ in range(1, nnodes)]
+        assert refusal(address, hello(rank=nnodes, nnodes=nnodes)) is not None  # all before it are accepted by now
+        for rank, sock in enumerate(connected, start=1):
+            sock.sendall(b"".join(encode(hello(rank=rank, nnodes=nnodes))))
+        assert list(members.result(20)) == list(range(1, nnodes))
+
+
 def test_a_process_that_leaves_before_all_have_come_may_come_again():
     with leader(nnodes=3) as (address, members), ThreadPoolExecutor(1) as pool:
         with connect(address) as gone:

@@ -73,6 +73,7 @@ def test_a_process_that_is_slow_but_goes_on_is_not_lost(dog, clock):
     for done in range(1, 40):  # each order takes 0.9 of the bound
         assert run(dog, clock, 27, done_seq=done - 1) is None
         beat(dog, done)
+        dog.end_wait()
     assert dog.lag() == {1: 0, 2: 0}
 
 
@@ -85,19 +86,57 @@ def test_an_order_with_a_bound_of_its_own_may_take_longer(dog, clock):
 def test_an_idle_group_is_well_for_ever(dog, clock):
     dog.sent(1, "STEP")
     beat(dog, 1)
-    assert run(dog, clock, 10_000, done_seq=1) is None
+    dog.end_wait()
+    dog.sent(2, "TAKE_COUNTS")
+    beat(dog, 2)
+    assert run(dog, clock, 10_000, done_seq=2) is None
 
 
-def test_a_step_that_hangs_everywhere_ends_the_wait(dog, clock):
+@pytest.mark.parametrize("waits", [True, False], ids=["process 0 waits", "process 0 hangs before"])
+def test_a_step_that_does_not_end_ends_the_group(dog, clock, waits):
     dog.sent(1, "STEP")
-    dog.begin_wait()
+    if waits:
+        dog.begin_wait()
     assert run(dog, clock, 27, done_seq=1) is None
     dog.end_wait()
     assert run(dog, clock, 100, done_seq=1) is None
-    dog.begin_wait()
+    dog.sent(2, "STEP")
+    if waits:
+        dog.begin_wait()
     assert "a step of the group has not ended for 31 s, although every process answers" in str(
-        run(dog, clock, 40, done_seq=1)
+        run(dog, clock, 40, done_seq=2)
     )
+
+
+def test_a_process_that_holds_a_step_up_is_named_although_its_last_beat_of_progress_came_late(dog, clock):
+    dog.sent(1, "STEP")
+    dog.sent(2, "STEP")
+    dog.begin_wait()
+    clock.now += 0.9
+    beat(dog, 1)  # the first step was done long before this beat
+    dog.heard(1, 2)
+    clock.now += 29.2
+    dog.heard(1, 2)
+    dog.heard(2, 1)
+    assert "process 2 of 3 at 10.0.0.3:40000 answers, but has not finished order 2 (STEP) for 30 s" in str(dog.check())
+
+
+def test_an_order_with_a_longer_bound_may_hold_a_step_up_so_long(dog, clock):
+    dog.sent(1, "STEP")
+    dog.sent(2, "SCORE", 100.0)
+    assert run(dog, clock, 95, done_seq=2) is None
+    dog.sent(3, "STEP")
+    assert "a step of the group has not ended for 31 s" in str(run(dog, clock, 40, done_seq=3))
+
+
+def test_steps_that_end_in_time_are_no_alarm_however_many_are_in_flight(dog, clock):
+    for seq in range(1, 20):
+        dog.sent(seq, "STEP")
+        assert run(dog, clock, 27, done_seq=seq) is None
+        if seq > 1:
+            dog.end_wait()
+    dog.end_wait()
+    assert run(dog, clock, 100, done_seq=19) is None
 
 
 def test_lag_counts_orders_that_are_not_done(dog):

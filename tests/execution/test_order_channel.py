@@ -3,11 +3,12 @@
 import contextlib
 import queue
 import socket
-import threading
 
 import numpy as np
 import pytest
 
+from routed_experts.core.errors import OrderFormatError
+from routed_experts.execution import order_channel
 from routed_experts.execution.order_channel import Connection, OrderChannel
 from routed_experts.execution.orders import Order, OrderKind, encode
 
@@ -17,6 +18,13 @@ class Events:
 
     def __init__(self):
         self.orders, self.closed, self.ticks = queue.Queue(), queue.Queue(), queue.Queue()
+        self.sent, self.unsent = queue.Queue(), queue.Queue()
+
+    def on_send(self, order):
+        self.sent.put(order.seq)
+
+    def on_unsent(self, error):
+        self.unsent.put(error)
 
     def on_order(self, rank, order):
         self.orders.put((rank, order))
@@ -66,17 +74,47 @@ def test_orders_arrive_in_order_and_whole(pair):
 
 def test_beats_go_on_while_an_order_waits_for_a_peer_that_does_not_read(pair):
     with channel(pair[0], interval_s=0.01) as (sender, events):
-        big = Order(kind=OrderKind.STEP, arrays=(np.zeros(50 << 20, np.uint8),))
-        blocked = threading.Thread(target=sender.send, args=(big,), daemon=True)
-        blocked.start()
+        sender.send(Order(kind=OrderKind.STEP, seq=1, arrays=(np.zeros(50 << 20, np.uint8),)))  # returns at once
+        assert events.sent.get(timeout=10) == 1
+        sender.send(Order(kind=OrderKind.STEP, seq=2))
         for _ in range(20):
             events.ticks.get(timeout=10)
-        assert blocked.is_alive()
+        assert events.sent.empty(), "the second waits for the first"
         pair[1].close()
         assert events.closed.get(timeout=10)[0] == 1
         sender.close()
-        blocked.join(10)
-        assert not blocked.is_alive()
+        assert not sender._sender.is_alive() and events.unsent.empty()
+
+
+def test_what_is_queued_leaves_before_the_channel_closes(pair):
+    with channel(pair[1]) as (_, events):
+        with channel(pair[0]) as (sender, _):
+            for seq in range(100):
+                sender.send(Order(kind=OrderKind.REPLY, seq=seq, arrays=(np.zeros(10_000, np.uint8),)))
+        read: list[int] = []
+        while len(read) < 100:
+            order = events.orders.get(timeout=60)[1]
+            read += [order.seq] if order.kind is OrderKind.REPLY else []
+        assert read == list(range(100))
+
+
+def test_a_channel_whose_peer_does_not_read_closes_in_bounded_time(pair, monkeypatch):
+    monkeypatch.setattr(order_channel, "_FLUSH_S", 0.1)
+    with channel(pair[0]) as (sender, events):
+        sender.send(Order(kind=OrderKind.STEP, seq=1, arrays=(np.zeros(50 << 20, np.uint8),)))
+        assert events.sent.get(timeout=10) == 1
+        sender.close()
+        assert not sender._sender.is_alive()
+
+
+def test_an_order_that_cannot_be_encoded_is_reported_and_not_sent(pair):
+    with channel(pair[0]) as (sender, events), channel(pair[1]) as (_, received):
+        sender.send(Order(kind=OrderKind.STEP, seq=1, arrays=(np.zeros(2, np.complex64),)))
+        assert isinstance(events.unsent.get(timeout=10), OrderFormatError)
+        sender.send(Order(kind=OrderKind.STEP, seq=2))
+        while (order := received.orders.get(timeout=10)[1]).kind is OrderKind.BEAT:
+            continue
+        assert order.seq == 2 and events.sent.get(timeout=10) == 2
 
 
 def test_an_end_and_bytes_that_are_no_order_are_told_once(pair):

@@ -4,6 +4,7 @@
     path, engine, dist    the model and the keywords of Engine, follow and DistConfig
     lazy       compile the programs of greedy steps at the start, the others at their first run
     trap       a fault of this process alone: see `set_trap`
+    tap        a file that receives the ids that enter the experts of this process: see `tap_experts`
 The leader reads commands from standard input, a JSON line each: the name of a function in COMMANDS and its keywords. It
 answers with a JSON line: the result, or class, code and text of the error."""
 
@@ -17,7 +18,9 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
+from jax.experimental import io_callback
 
 from routed_experts import (
     DistConfig,
@@ -30,7 +33,10 @@ from routed_experts import (
 )
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.engine.build import builder
+from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.engine.control import weight_control
 from routed_experts.engine.follower import Follower
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.orders import Order, OrderKind
 from support import lazy_compile
@@ -42,7 +48,9 @@ def main(spec):
     if spec.get("lazy"):
         ModelRunner.compile = lazy_compile.compile_lazily
         ModelRunner.compile_in_order = _compile_lazily_in_order
-    set_trap(spec.get("trap"))
+    set_trap(spec.get("trap"), leads=not spec["rank"])
+    if spec.get("tap"):
+        tap_experts(spec["tap"].replace("RANK", str(spec["rank"])))
     engine_args = dict(spec["engine"])
     if "placement" in engine_args:
         engine_args["placement"] = _placement(engine_args["placement"])
@@ -88,9 +96,9 @@ def _placement(seed):
     return PlacementConfig(plan=rebalance(load, num_instances=20, num_devices=2))
 
 
-def set_trap(trap):
-    """Make this process go wrong: {"at": "load" | "compile" | a number of orders | "prepare", "does": "exit" | "kill" |
-    "stop" | "sleep" | "flip" | "raise"}."""
+def set_trap(trap, *, leads):
+    """Make this process go wrong: {"at": "load" | "compile" | a number of steps | "between", after 30 of them |
+    "prepare", "does": "exit" | "kill" | "stop" | "sleep" | "flip" | "raise"}."""
     if trap is None:
         return
     at, does = trap["at"], trap["does"]
@@ -116,19 +124,72 @@ def set_trap(trap):
     elif at == "compile":
         compile_in_order = ModelRunner.compile_in_order
         ModelRunner.compile_in_order = lambda runner: (spring(), compile_in_order(runner))[1]
+    elif leads:
+        _trap_leader(at, spring)
     else:
-        carry_out, count = Follower.carry_out, [0]
+        _trap_follower(at, spring)
 
-        def trapped(follower, order):
-            count[0] += order.kind is OrderKind.STEP
-            hits = (
-                order.kind is OrderKind.PREPARE_WEIGHTS
-                if at == "prepare"
-                else (order.kind is OrderKind.STEP and count[0] == at)
-            )
-            carry_out(follower, (spring(order) or order) if hits else order)
 
-        Follower.carry_out = trapped
+def _trap_leader(at, spring):
+    if at == "prepare":
+        weight_control.load_ready = lambda *args: spring()
+    elif at == "between":
+        step = EngineCore.step
+        EngineCore.step = lambda core: (spring() if core.num_steps == 30 else None, step(core))[1]
+    else:
+        run, runs = ModelRunner._run, [0]
+
+        def trapped_run(runner, *args):
+            """After the order was sent, and before this process runs it."""
+            runs[0] += 1
+            if runs[0] == at:
+                spring()
+            return run(runner, *args)
+
+        ModelRunner._run = trapped_run
+
+
+def _trap_follower(at, spring):
+    carry_out, count = Follower.carry_out, [0]
+
+    def trapped(follower, order):
+        is_step = order.kind is OrderKind.STEP
+        count[0] += is_step
+        hits = order.kind is OrderKind.PREPARE_WEIGHTS if at == "prepare" else is_step and count[0] == at
+        carry_out(follower, (spring(order) or order) if hits else order)
+        if at == "between" and is_step and count[0] == 30:
+            spring()
+
+    Follower.carry_out = trapped
+
+
+def tap_experts(path):
+    """Write the ids that enter the experts to a file, [N, K] int32 of each MoE layer of each step, of every device in
+    turn: of one device a process, in order. Shares no code with capture: the ids pass through the host."""
+    file = open(path, "wb")  # noqa: SIM115  # until the process ends
+    choose = BackendRegistry.choose
+
+    def record(ids):
+        np.array([ids.shape[0], ids.shape[1]], np.int32).tofile(file)
+        np.asarray(ids, np.int32).tofile(file)
+        file.flush()
+        return ids
+
+    def tapped(run):
+        def call_tapped(call, *shared):
+            ids = io_callback(record, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids)
+            return run(dataclasses.replace(call, ids=ids), *shared)
+
+        return call_tapped
+
+    def choose_tapped(registry, *args, **options):
+        kernels, attention = choose(registry, *args, **options)
+        assert kernels.layer_stack is None and kernels.fused_layer is None
+        return dataclasses.replace(
+            kernels, moe=dataclasses.replace(kernels.moe, run=tapped(kernels.moe.run))
+        ), attention
+
+    BackendRegistry.choose = choose_tapped
 
 
 def generate(engine, prompts, params, **options):
@@ -190,6 +251,11 @@ def retract_often(engine, prompts, params, every=3):
         return generate(engine, prompts, params, return_routed_experts=True)
     finally:
         engine.thread.run_between_steps(lambda: delattr(core, "step"))
+
+
+def flush(engine):
+    """Wait for all steps, and drop the cached prefixes."""
+    engine.thread.run_drained(engine.components.core.flush_cache)
 
 
 def abort_one(engine, prompt):
@@ -317,6 +383,11 @@ def integrity(engine):
     return [str(violation) for violation in engine.check_integrity()]
 
 
+def phases(engine):
+    """Seconds of the phases of the start."""
+    return {phase.name: phase.seconds for phase in engine.phases}
+
+
 def threads(engine):
     return sorted(thread.name for thread in threading.enumerate())
 
@@ -343,6 +414,7 @@ COMMANDS = {
         generate,
         score,
         retract_often,
+        flush,
         abort_one,
         pause_and_resume,
         release_and_resume,
@@ -359,6 +431,7 @@ COMMANDS = {
         info,
         stats,
         integrity,
+        phases,
         threads,
         descriptors,
         resident_bytes,

@@ -8,11 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from support.fork_server import fork_server
 
 ROOT = Path(__file__).parents[2]
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the range that the system gives to outgoing connections
@@ -50,29 +51,31 @@ def free_address():
 
 
 class GroupProcess:
-    """A process of `support.group_process`, or of another command."""
+    """A process of `support.group_process`, or of another command. `spec`: fork the former, in place of a command."""
 
-    def __init__(self, command, *, devices=1, fast=False, env=None):
+    def __init__(self, command=None, *, spec=None, devices=1, fast=False, env=None, namespace=None):
         flags = f"--xla_force_host_platform_device_count={devices} {FAST if fast else ''}"
-        own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "XLA_FLAGS": flags}
+        own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **(env or {})}
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **own, **(env or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
+        if spec is not None:
+            self.process = fork_server().start(spec, own, self._stderr, namespace=namespace)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", **own},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+            )
         self._messages, self.lines = queue.Queue(), queue.Queue()  # of standard output: JSON, and other lines
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @staticmethod
-    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, prefix=(), **spec):
+    def of_engine(rank, path, engine, dist=None, *, devices=1, fast=False, namespace=None, **spec):
         spec |= {"rank": rank, "path": str(path), "engine": engine, "dist": dist}
-        command = [*prefix, sys.executable, "-m", "support.group_process", json.dumps(spec)]
-        return GroupProcess(command, devices=devices, fast=fast)
+        return GroupProcess(spec=spec, devices=devices, fast=fast, namespace=namespace)
 
     def wait_ready(self, timeout_s=START_S):
         message = self._next(timeout_s)
@@ -108,17 +111,17 @@ class GroupProcess:
     def is_alive(self):
         return self.process.poll() is None
 
-    def wait_log(self, text, timeout_s=60):
-        """Wait until the log has this text; returns the log."""
+    def wait_log(self, text, timeout_s=60, *, dead=False):
+        """Wait until the log has this text; returns the log. `dead`: the process may have ended."""
         watch, pause = Stopwatch(), threading.Event()
         while text not in (log := self.log()):
-            assert self.is_alive() and watch.seconds < timeout_s, log
+            assert (dead or self.is_alive()) and watch.seconds < timeout_s, log
             pause.wait(0.05)
         return log
 
     def since_trap(self):
         """Seconds since its trap was sprung; the clock is the system's."""
-        return time.monotonic() - float(re.search(r"TRAP ([0-9.]+)", self.log())[1])
+        return time.monotonic() - float(re.search(r"TRAP ([0-9.]+)", self.wait_log("TRAP ", dead=True))[1])
 
     def log(self):
         """What it has written to standard error."""
@@ -181,11 +184,11 @@ def group(
     address=None,
     ready=True,
     dist=None,
-    prefix=None,
+    namespaces=None,
     **spec,
 ):
-    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`, `prefix` (of the command): by
-    rank."""
+    """A group of `nnodes` processes with `devices` each; yields them by rank. `traps`, `namespaces` (of the
+    network): by rank."""
     settings = {"nnodes": nnodes, "dist_init_addr": address or free_address(), "dist_timeout": 200.0}
     settings |= {"watchdog_timeout": 60.0, **(dist or {})}  # some programs compile in a step
     started = [
@@ -197,7 +200,7 @@ def group(
             devices=devices,
             fast=fast,
             trap=(traps or {}).get(rank),
-            prefix=(prefix or {}).get(rank, ()),
+            namespace=(namespaces or {}).get(rank),
             **spec,
         )
         for rank in range(nnodes)

@@ -16,6 +16,7 @@ from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.fleet.settings import ROUTING_POLICIES, FleetSettings
 
 MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
 _DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
@@ -41,6 +42,15 @@ _DIST_HELP: Mapping[str, str] = MappingProxyType(
         "dist_init_addr": "host:port where process 0 listens, as the others reach it; the next port is used too",
         "dist_timeout": "seconds for the start of the group and for each phase of it; default: 300",
         "watchdog_timeout": "seconds of silence after which a process is lost and the group ends; default: 30",
+    }
+)
+_FLEET_HELP: Mapping[str, str] = MappingProxyType(
+    {
+        "num_replicas": "engines behind the endpoint, with Ray Serve; default: 1, without Ray",
+        "routing_policy": f"{' or '.join(ROUTING_POLICIES)} (by the header x-session-id); default: least_loaded",
+        "ray_address": "auto or host:port of a Ray cluster; default: a Ray of this machine is started",
+        "replica_startup_timeout": "seconds until all replicas are ready; default: 1800",
+        "weight_update_timeout": "seconds in which all replicas load new weights; default: 600",
     }
 )
 JSON = "JSON"  # metavar of flags that take an object
@@ -207,6 +217,32 @@ def add_dist_flags(parser: argparse.ArgumentParser) -> None:
 def dist_args(options: argparse.Namespace) -> DistConfig:
     """The process group; without any of its flags one process. Raises ConfigError."""
     return DistConfig(**_given_fields(options, DistConfig))
+
+
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag a field of FleetSettings."""
+    group = parser.add_argument_group("a fleet of engines")
+    for field in dataclasses.fields(FleetSettings):
+        group.add_argument(
+            _flag(field.name),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=_FLEET_HELP[field.name],
+            **_argument_keywords(field.type),
+        )
+
+
+def fleet_args(options: argparse.Namespace) -> FleetSettings:
+    """The fleet; without any of its flags one engine. Raises ConfigError."""
+    return FleetSettings(**_given_fields(options, FleetSettings))
+
+
+def replica_dist_args(options: argparse.Namespace) -> DistConfig:
+    """The processes of each replica of a fleet. Raises ConfigError."""
+    from routed_experts.fleet.spec import group_template
+
+    given: dict[str, Any] = {"nnodes": 1, "node_rank": None, "dist_init_addr": None}
+    return group_template(**(given | _given_fields(options, DistConfig)))
 
 
 def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""`routed-experts serve` in a follower: it joins the group of process 0 and runs what that orders.
+"""`routed-experts serve` in a follower: it joins the group of process 0 and runs what that orders. With --port it
+answers probes.
 
 The main thread waits for signals, and another one does everything else: JAX's compiler would hold a signal back."""
 
 import argparse
 import concurrent.futures
 import dataclasses
+import importlib
 import os
 import re
 import signal
@@ -17,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from routed_experts.cli.bootstrap import PROGRAM, LoadBar, start_jax
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.installation import missing_library
 from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from routed_experts.engine.build.builder import Phase
     from routed_experts.engine.process_group import AnyGroup
+    from routed_experts.server.probes import FollowerHealth, ProbeServer
 
 _SERVER_FLAGS = (
-    "host",
-    "port",
     "api_key",
     "api_key_file",
     "admin_api_key",
@@ -57,12 +59,17 @@ def follow_group(
     args: ServerArgs, dist: DistConfig, groups: dict[str, Any], options: argparse.Namespace, start_time: float
 ) -> int:
     """Follow until process 0 ends the group; returns 0. A signal asks process 0 to drain."""
-    ignored = [f"--{name.replace('_', '-')}" for name in _SERVER_FLAGS if name in vars(options)]
+    given = vars(options)
+    flags = _SERVER_FLAGS if "port" in given else ("host", *_SERVER_FLAGS)
+    ignored = [f"--{name.replace('_', '-')}" for name in flags if name in given]
     if ignored:
         print(
-            f"{PROGRAM} serve: process {dist.node_rank} serves no HTTP; ignored: {', '.join(ignored)}", file=sys.stderr
+            f"{PROGRAM} serve: process {dist.node_rank} serves no requests; ignored: {', '.join(ignored)}",
+            file=sys.stderr,
         )
     joined: list[AnyGroup] = []
+    phases: list[str] = []  # that are over
+    probes = _start_probes(given, dist, joined, phases) if "port" in given else None
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -75,7 +82,7 @@ def follow_group(
 
     def work() -> None:
         try:
-            _follow(args, dist, groups, joined, start_time)
+            _follow(args, dist, groups, joined, phases, start_time)
         except BaseException as error:
             done.set_exception(error)
         else:
@@ -83,13 +90,20 @@ def follow_group(
 
     threading.Thread(target=work, name="follow", daemon=True).start()
     done.result()
+    if probes is not None:
+        probes.close()
     return 0
 
 
 def _follow(
-    args: ServerArgs, dist: DistConfig, groups: dict[str, Any], joined: "list[AnyGroup]", start_time: float
+    args: ServerArgs,
+    dist: DistConfig,
+    groups: dict[str, Any],
+    joined: "list[AnyGroup]",
+    phases: list[str],
+    start_time: float,
 ) -> None:
-    """The life of a follower: join, load, compile, obey."""
+    """The life of a follower: join, load, compile, obey. `joined` and `phases` receive how far it is."""
     start_jax(default_platform=None, find_devices=False)
     who = f"process {dist.node_rank} of {dist.nnodes}"
     _print_phase("import", time.perf_counter() - start_time, f"Python and JAX, {who}")
@@ -103,6 +117,7 @@ def _follow(
 
     def on_phase(phase: "Phase") -> None:
         _print_phase(phase.name, phase.seconds, phase.detail)
+        phases.append(phase.name)
 
     on_load = LoadBar() if sys.stderr.isatty() else None
     parts: dict[str, Any] = {name: groups[name] for name in ("placement", "speculative")}
@@ -116,6 +131,31 @@ def abandon_group(group: "AnyGroup") -> None:
 
     if isinstance(group, LeadingGroup):
         group.abandon()
+
+
+def _start_probes(
+    given: dict[str, Any], dist: DistConfig, joined: "list[AnyGroup]", phases: list[str]
+) -> "ProbeServer":
+    """Answer probes from now on. Raises MachineError where the port is in use."""
+    try:
+        limits = importlib.import_module("routed_experts.server.limits")
+        run = importlib.import_module("routed_experts.server.run")
+        probes = importlib.import_module("routed_experts.server.probes")
+    except ImportError as error:
+        raise missing_library(error, purpose="answer probes (--port of a follower)", extra="serve") from error
+    listener = run.bind(limits.ServerSettings(**{name: given[name] for name in ("host", "port") if name in given}))
+
+    def health() -> "FollowerHealth":
+        state = "starting" if "following" not in phases else "following"
+        if joined and joined[0].error is not None:
+            state = "dead"
+        order = joined[0].last_order if joined else 0
+        return probes.FollowerHealth(state=state, node_rank=dist.node_rank, nnodes=dist.nnodes, order=order)
+
+    server: ProbeServer = probes.ProbeServer(listener, health)
+    server.start()
+    print(f"probes: {run.listener_url(listener)}/health", file=sys.stderr, flush=True)
+    return server
 
 
 def _request_drain(group: "AnyGroup") -> None:

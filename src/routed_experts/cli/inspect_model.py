@@ -34,7 +34,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     print(f"{model.architecture}  {model.num_parameters / 1e9:.3f} billion parameters, {model.dtype}")
     print(f"layers          {model.num_layers}, {moe if model.moe_layer_ids else 'none with experts'}")
     context = f"context {model.context_length:,} tokens"
-    print(f"vocabulary      {model.vocab_size:,}   {context}   KV {model.kv_tokens:,} tokens")
+    ranks = f" in each of {args.dp_size} data ranks" if args.dp_size > 1 else ""
+    print(f"vocabulary      {model.vocab_size:,}   {context}   KV {model.kv_tokens:,} tokens{ranks}")
     if model.moe_layer_ids:
         print(f"routed experts  {model.row_bytes:,} bytes a token")
     print(f"layers run      {'; '.join(f'{platform}: {path}' for platform, path in model.layer_paths.items())}")

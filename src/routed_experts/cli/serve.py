@@ -21,15 +21,19 @@ from routed_experts.cli.flags import (
     add_dist_flags,
     add_engine_flags,
     add_expert_flags,
+    add_fleet_flags,
     add_placement_flags,
     add_speculative_flags,
     dist_args,
     engine_args,
     expert_args,
+    fleet_args,
     placement_args,
+    replica_dist_args,
     speculative_args,
 )
 from routed_experts.cli.follow import abandon_group, follow_group, join_processes
+from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
@@ -96,10 +100,12 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add_placement_flags(parser)
     add_speculative_flags(parser)
     add_dist_flags(parser)
+    add_fleet_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Serve, or follow process 0 of a group, until SIGTERM (exit code 0) or the death of the engine (3)."""
+    """Serve, alone or as a fleet, or follow process 0 of a group, until SIGTERM (exit code 0) or the death of what
+    serves (3)."""
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
     args = ServerArgs(**engine_args(options))
@@ -108,7 +114,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         "placement": placement_args(options),
         "speculative": speculative_args(options),
     }
-    dist = dist_args(options)
+    fleet = fleet_args(options)
+    dist = replica_dist_args(options) if fleet.is_fleet else dist_args(options)
+    if fleet.is_fleet:
+        check_ray()
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
@@ -130,6 +139,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             file=sys.stderr,
         )
     local_folder(args.model_path)  # raises for a name that is neither a folder nor an id, before anything starts
+    if fleet.is_fleet:
+        from routed_experts.fleet.spec import ReplicaSpec
+
+        parts: dict[str, Any] = dict(groups)
+        spec = ReplicaSpec(args=args, server=settings, fleet=fleet, dist=dist, **parts)
+        return serve_fleet(spec, options, start_time)
     listener = run_module.bind(settings)
     server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
     joined: list[AnyGroup] = []  # the group, once all its processes have met
@@ -194,7 +209,8 @@ def _log_phase(server: "ServerState", name: str, seconds: float, detail: str) ->
 def _ready_line(server: "ServerState", seconds: float, url: str) -> str:
     """Return the last line of start-up: what is served, and where."""
     engine = server.engine
-    capture, tokens = engine.capture, f"{engine.kv_tokens:,} KV tokens"
+    capture, num_ranks = engine.capture, engine.engine.server_args.dp_size
+    tokens = f"{engine.kv_tokens:,} KV tokens{f' in each of {num_ranks} data ranks' if num_ranks > 1 else ''}"
     if capture is None:
         return f"ready in {seconds:.1f} s · {tokens} · capture off · {url}"
     layers = f"{capture.num_hidden_layers} layers ({capture.num_moe_layers} MoE)"

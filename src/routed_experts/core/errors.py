@@ -108,6 +108,13 @@ class WeightsMismatchError(InvalidRequestError):
     code = "weights_mismatch"
 
 
+class UpdateInProgressError(RoutedExpertsError):
+    """New weights are on their way already; updates are not queued."""
+
+    status = 409
+    code = "update_in_progress"
+
+
 class RoutingIncompleteError(RoutedExpertsError):
     """A row that the row law promises is not known; the request fails rather than return a guess."""
 
@@ -127,6 +134,12 @@ class PeerLostError(EngineDeadError):
 
     code = "peer_lost"
     exit_code: int = 3
+
+
+class ReplicaLostError(EngineDeadError):
+    """An engine of a fleet has ended, by itself or with its machine. What it ran is lost; others are not touched."""
+
+    code = "replica_lost"
 
 
 class ProcessMismatchError(EngineDeadError):

@@ -92,8 +92,9 @@ class RoutingStats:
 
     @staticmethod
     def merge(parts: Sequence["RoutingStats"]) -> "RoutingStats":
-        """The sum of counts of one model; their newest windows are added to each other, and so on to the oldest. Raises
-        PlacementError when they differ in shape, or when there is none."""
+        """The sum of counts of one model; their newest windows are added to each other, and so on to the oldest. A
+        window of the sum holds tokens of all parts, which need not be of the same moment: each part closes its own.
+        Raises PlacementError when they differ in shape, or when there is none."""
         if not parts:
             raise PlacementError("0 routing stats; expected at least one")
         first = parts[0]

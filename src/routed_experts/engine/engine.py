@@ -35,6 +35,7 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.build.group_start import join_group
+from routed_experts.engine.control.admission_control import AdmissionControl
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
@@ -44,7 +45,6 @@ from routed_experts.engine.control.score_control import ScoreControl
 from routed_experts.engine.control.stats import EngineStats, PlacementStats, engine_stats
 from routed_experts.engine.control.weight_control import WeightControl
 from routed_experts.engine.control.weights import Weights
-from routed_experts.engine.loop.core import PauseMode
 from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
@@ -246,6 +246,7 @@ class Engine:
         self.scorer = Scorer(args, components.buckets, components.core.runner, self.thread.run_between_steps)
         context = EngineContext(components=components, thread=self.thread, scorer=self.scorer)
         self._weights, self._memory = WeightControl(context), MemoryControl(context)
+        self._admission = AdmissionControl(context)
         self._scores, self._placement = ScoreControl(context), PlacementControl(context)
         limits = RequestLimits(
             context_length=components.context_length,
@@ -459,7 +460,8 @@ class Engine:
         served ones are, are taken without a copy, so do not donate them afterwards. `version` must rise. Running
         requests prefill again with `cache="flush"` and keep their pages with "keep". Written rows stay, and their
         `version_spans` name the weights that made them. No new request matches old pages. Raises WeightsMismatchError
-        naming the first arrays that differ; then nothing has changed.
+        naming the first arrays that differ; then nothing has changed. Raises UpdateInProgressError during another
+        update.
 
         With `donate=True` the engine owns the arrays from now on, also if the caller still refers to them: one that was
         copied to where it is served is deleted at once, and one that is served is deleted when other weights replace it
@@ -474,8 +476,29 @@ class Engine:
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
         go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
-        is damaged."""
+        is damaged, UpdateInProgressError during another update."""
         self._weights.update_from_disk(path, version=version, cache=cache)
+
+    def prepare_weights(self, path: str | Path, *, version: int) -> None:
+        """First half of `update_weights_from_disk`: load and check a checkpoint beside the served weights, while
+        requests go on. The device holds both then. Until `commit_weights` or `drop_weights`, operations that move,
+        release or replace weights raise InvalidRequestError. Raises WeightsMismatchError and CheckpointError as
+        `update_weights_from_disk`; then nothing is prepared."""
+        self._weights.prepare(path, version=version)
+
+    def commit_weights(self, version: int, *, cache: str = "flush") -> None:
+        """Second half: swap to the prepared weights between two steps. `cache` as for `update_weights`. Raises
+        InvalidRequestError where no weights of this version are prepared."""
+        self._weights.commit(version=version, cache=cache)
+
+    def drop_weights(self) -> None:
+        """Free the prepared weights; the served ones stay. Without any nothing happens."""
+        self._weights.drop()
+
+    @property
+    def prepared_version(self) -> int | None:
+        """The version of the prepared weights, or None."""
+        return self._weights.prepared_version
 
     def update_weight_version(self, version: int) -> None:
         """Give the served weights another version, which must rise. Rows written from now on bear it. Running requests
@@ -509,24 +532,30 @@ class Engine:
         `mode`: "wait" lets started requests finish, and returns when they have; "retract" returns them to the queue
         with their tokens and rows, and frees their pages; "in_place" freezes them with their pages; "abort" ends every
         request with what it has. Raises InvalidRequestError."""
-        known = [pause_mode.value for pause_mode in PauseMode]
-        if mode not in known:
-            text = f"{PARAM}={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
-            raise InvalidRequestError(text, param="mode")
-        core, pause_mode = self.components.core, PauseMode(mode)
-        self.thread.run_drained(lambda: core.pause(pause_mode))
-        if pause_mode is PauseMode.WAIT:
-            self.thread.wait_until_paused()
+        self._admission.pause(mode)
 
     def resume(self) -> None:
         """End a pause of any mode; without one nothing happens."""
-        self.thread.run_between_steps(self.components.core.resume)
+        self._admission.resume()
 
     @property
     def paused(self) -> str | None:
         """The mode of the current pause, or None."""
-        pause_mode = self.components.core.pause_mode
-        return None if pause_mode is None else pause_mode.value
+        return self._admission.paused
+
+    def hold_admission(self) -> None:
+        """Hold new requests and scores back until `open_admission`; started ones run on, a pause stays. For an update
+        of several engines: between hold and open no request starts. To hold again changes nothing."""
+        self._admission.hold()
+
+    def open_admission(self) -> None:
+        """End a hold; a pause stays. Without a hold nothing happens."""
+        self._admission.open()
+
+    @property
+    def admission_held(self) -> bool:
+        """Whether admission is held."""
+        return self._admission.held
 
     def apply_placement(self, placement: ExpertPlacement) -> int:
         """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on;

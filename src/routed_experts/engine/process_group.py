@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 EXIT_LOST, EXIT_CONFIG = 3, 2
 LAST_OUTPUTS_S = 1.5  # for the last responses of a process that ends with its group
 DIGEST_STEPS = 64  # steps of a digest
+MAX_UNSENT = 64  # orders that wait to be sent; the engine has two steps in flight
+_LAST_WORDS_S = 0.2  # at most, for an order that is being sent to the same peer
 _EXPLAIN_S = 1.5  # in which the reason of a failed collective is known
 _MAX_ERROR_CHARS = 600
 _JAX_SHUTDOWN_S = 10
@@ -42,21 +44,24 @@ _LONG = frozenset({OrderKind.BEGIN_SCORE, OrderKind.SCORE, OrderKind.PREPARE_WEI
 
 class StepDigests:
     """Digests of the orders that a process runs and of the tokens that its steps give, one for each DIGEST_STEPS steps.
-    Processes of a group have equal ones. Not thread-safe."""
+    Processes of a group have equal ones. `run` and `read` may be called by a thread each."""
 
     def __init__(self) -> None:
-        self._orders = self._tokens = self._num_run = self._num_read = 0
-        self._at_step = deque[int]()  # of the orders, after each DIGEST_STEPS steps that are not read yet
+        self._orders = self._tokens = self._num_run = self._num_read = self._num_due = 0
+        self._of_orders, self._of_tokens = deque[int](), deque[int]()  # after each DIGEST_STEPS steps; not due yet
+        self._lock = threading.Lock()
 
-    def run(self, order: Order) -> None:
-        """Add an order that is dispatched."""
+    def run(self, order: Order) -> tuple[int, str] | None:
+        """Add an order; returns as `read` does."""
         self._orders = zlib.crc32(order.kind.to_bytes(2, "little"), self._orders)
         for array in order.arrays:
             self._orders = zlib.crc32(np.asarray(array, order="C").reshape(-1).view(np.uint8).data, self._orders)
         if order.kind is OrderKind.STEP:
             self._num_run += 1
             if self._num_run % DIGEST_STEPS == 0:
-                self._at_step.append(self._orders)
+                self._of_orders.append(self._orders)
+                return self._take_due()
+        return None
 
     def read(self, tokens: np.ndarray) -> tuple[int, str] | None:
         """Add the table of a step's tokens; returns the number of steps and a digest of 8 bytes when one is due."""
@@ -64,7 +69,16 @@ class StepDigests:
         self._num_read += 1
         if self._num_read % DIGEST_STEPS:
             return None
-        return self._num_read, f"{self._at_step.popleft():08x}{self._tokens:08x}"
+        self._of_tokens.append(self._tokens)
+        return self._take_due()
+
+    def _take_due(self) -> tuple[int, str] | None:
+        """The next digest, once its orders and its tokens are in."""
+        with self._lock:
+            if not self._of_orders or not self._of_tokens:
+                return None
+            self._num_due += 1
+            return self._num_due * DIGEST_STEPS, f"{self._of_orders.popleft():08x}{self._of_tokens.popleft():08x}"
 
 
 class ProcessGroup(abc.ABC):
@@ -95,6 +109,11 @@ class ProcessGroup(abc.ABC):
     def rank(self) -> int:
         """The rank of this process."""
         return self.dist.node_rank
+
+    @property
+    @abc.abstractmethod
+    def last_order(self) -> int:
+        """The number of the last order that this process has sent, or carried out; 0 before the first."""
 
     @property
     def error(self) -> BaseException | None:
@@ -135,6 +154,15 @@ class ProcessGroup(abc.ABC):
     def make_beat(self) -> Order:
         """The next sign of life. Channel's thread."""
         return Order(kind=OrderKind.BEAT)
+
+    def on_send(self, order: Order) -> None:
+        """Note that an order is about to be sent. Sending thread."""
+        del order  # a follower counts none
+
+    def on_unsent(self, error: Exception) -> None:
+        """End the group: an order cannot be sent, so its followers would miss it. Sending thread."""
+        self._tell_failure(error)
+        self._end(error)
 
     def on_closed(self, rank: int, reason: str) -> None:
         """Note a connection that has ended. Channel's thread."""
@@ -190,7 +218,7 @@ class ProcessGroup(abc.ABC):
     def _tell_failure(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR_CHARS]
         head = {"error": text, "is_config": isinstance(error, ConfigError)}
-        self._channel.try_send(Order(kind=OrderKind.FAIL, head=head))
+        self._channel.try_send(Order(kind=OrderKind.FAIL, head=head), _LAST_WORDS_S)
 
     def _exit_soon(self, code: int) -> None:
         threading.Event().wait(LAST_OUTPUTS_S)
@@ -227,7 +255,8 @@ class LeadingGroup(ProcessGroup):
     def __init__(self, dist: DistConfig, connections: Mapping[int, Connection], **options: Any) -> None:
         super().__init__(dist, connections, **options)
         self._order = threading.RLock()  # sending and dispatching together
-        self._seq = 0
+        self._seq = self._sent_seq = 0
+        self._is_full = False  # an order waits for room in the queue
         self._replies: dict[int, dict[int, Mapping[str, Any]]] = {}
         self._digests, self._due = StepDigests(), dict[int, str]()  # of own steps, by number of steps
         self._theirs: dict[int, dict[int, str]] = {}  # the same of followers, by steps and rank
@@ -235,6 +264,10 @@ class LeadingGroup(ProcessGroup):
         self._on_lost: Callable[[BaseException], None] | None = None
         self._ended = set[int]()  # ranks of followers that have replied to STOP
         self.on_drain: Callable[[], None] = _terminate
+
+    @property
+    def last_order(self) -> int:
+        return self._seq
 
     def refuse_late(self, rendezvous: Rendezvous) -> None:
         """Keep the rendezvous open, which refuses newcomers, until the group ends."""
@@ -252,16 +285,38 @@ class LeadingGroup(ProcessGroup):
         return self._order
 
     def send(self, kind: OrderKind, head: Mapping[str, Any] = NO_HEAD, arrays: Sequence[np.ndarray] = ()) -> int:
-        """Send an order to every follower; returns its `seq`. Raises PeerLostError once the group has ended."""
+        """Send an order to every follower; returns its `seq`. It leaves on another thread, in the order of the calls;
+        waits where MAX_UNSENT orders have not left. The arrays must not change from now on. Raises PeerLostError once
+        the group has ended."""
         with self._order:
             if self._error is not None:
                 raise as_lost(self._error)
+            if self._seq - self._sent_seq >= MAX_UNSENT:
+                self._wait_for_room()
             self._seq += 1
-            order = Order(kind=kind, seq=self._seq, head=head, arrays=tuple(arrays))
-            self._digests.run(order)
-            self._watchdog.sent(self._seq, kind.name, self.dist.dist_timeout if kind in _LONG else None)
-            self._channel.send(order)
+            self._channel.send(Order(kind=kind, seq=self._seq, head=head, arrays=tuple(arrays)))
             return self._seq
+
+    def on_send(self, order: Order) -> None:
+        if order.kind < OrderKind.STEP:  # of the connection: it has no `seq`
+            return
+        bound_s = self.dist.dist_timeout if order.kind in _LONG else None
+        self._watchdog.sent(order.seq, order.kind.name, bound_s)
+        self._compare_due(self._digests.run(order))
+        self._sent_seq = order.seq
+        if self._is_full:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> None:
+        """Wait until fewer orders are queued. Raises PeerLostError."""
+        with self._changed:
+            self._is_full = True  # before the first look: the sending thread looks at it after each order
+            try:
+                what = f"process 0 could not send {MAX_UNSENT} orders"
+                self._wait_for(lambda: self._seq - self._sent_seq < MAX_UNSENT, self.dist.dist_timeout, what)
+            finally:
+                self._is_full = False
 
     def begin_wait(self) -> None:
         """Note that the engine thread now waits for a step."""
@@ -270,10 +325,7 @@ class LeadingGroup(ProcessGroup):
     def end_wait(self, tokens: np.ndarray) -> None:
         """Note that the step has ended with this table of tokens."""
         self._watchdog.end_wait()
-        if (due := self._digests.read(tokens)) is not None:
-            with self._changed:
-                self._due[due[0]] = due[1]
-            self._compare(due[0])
+        self._compare_due(self._digests.read(tokens))
 
     def collect(self, seq: int, timeout_s: float, what: str) -> dict[int, Mapping[str, Any]]:
         """Wait for the reply of every follower to the order `seq`; returns them by rank. Raises PeerLostError."""
@@ -305,9 +357,13 @@ class LeadingGroup(ProcessGroup):
         assert self._error is not None
         return self._error
 
+    def order_lag(self) -> dict[int, int]:
+        """By rank, how many orders a follower has not done yet, as far as its beats tell."""
+        return self._watchdog.lag()
+
     def info(self) -> dict[str, object]:
         """Ranks, addresses, and how many orders each follower has not done yet."""
-        lag = self._watchdog.lag()
+        lag = self.order_lag()
         return {
             "nnodes": self.dist.nnodes,
             "followers": [
@@ -319,7 +375,7 @@ class LeadingGroup(ProcessGroup):
     def abandon(self) -> None:
         """End a group that is still starting, without an error: every process exits 0 at once."""
         self._stopping = True
-        self._channel.try_send(Order(kind=OrderKind.STOP, head={"abandoned": True}))
+        self._channel.try_send(Order(kind=OrderKind.STOP, head={"abandoned": True}), _LAST_WORDS_S)
 
     def close(self) -> None:
         """Stop every follower and end the group; all processes may exit 0 then. Idempotent."""
@@ -362,6 +418,13 @@ class LeadingGroup(ProcessGroup):
         if rank not in self._ended:
             super().on_closed(rank, reason)
 
+    def _compare_due(self, due: tuple[int, str] | None) -> None:
+        """Compare an own digest, if one is due."""
+        if due is not None:
+            with self._changed:
+                self._due[due[0]] = due[1]
+            self._compare(due[0])
+
     def _compare(self, steps: int) -> None:
         """Compare the digests after so many steps, as far as they have come."""
         with self._changed:
@@ -392,6 +455,10 @@ class FollowingGroup(ProcessGroup):
         self._done = 0
         self._digests = deque[tuple[int, str]]()
 
+    @property
+    def last_order(self) -> int:
+        return self._done
+
     def exchange(self, name: str, value: Any) -> list[Any]:
         self._channel.send(Order(kind=OrderKind.EXCHANGE, head={"name": name, "value": value}))
         with self._changed:
@@ -421,7 +488,7 @@ class FollowingGroup(ProcessGroup):
 
     def request_drain(self) -> None:
         """Ask process 0 to drain the group: this process was asked to end."""
-        self._channel.try_send(Order(kind=OrderKind.DRAIN))
+        self._channel.try_send(Order(kind=OrderKind.DRAIN), _LAST_WORDS_S)
 
     def close(self) -> None:
         """End after STOP, with all others. Without a STOP the others are told that this process ends. Idempotent."""

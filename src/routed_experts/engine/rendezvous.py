@@ -22,7 +22,7 @@ from routed_experts.execution.orders import Order, OrderKind, OrderReader, encod
 
 logger = logging.getLogger(__name__)
 MAX_HELLO_BYTES = 1 << 16
-MAX_PENDING = 64  # connections that have not said hello; the oldest makes room
+MAX_PENDING = 64  # connections beside one a follower that have not said hello; the oldest makes room
 HELLO_TIMEOUT_S = 10.0
 _RETRY_S = 0.2
 _SHOWN = 4  # fields of a refusal
@@ -72,7 +72,8 @@ class Rendezvous:
         except MachineError:
             self._listener.close()
             raise
-        self._listener.listen(128)
+        self._max_pending = MAX_PENDING + dist.nnodes  # all followers may come at once
+        self._listener.listen(max(128, dist.nnodes))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake, self._woken = socket.socketpair()
@@ -140,7 +141,7 @@ class Rendezvous:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if len(strangers := [entry for entry in self._pending.values() if entry.rank is None]) >= MAX_PENDING:
+            if len(strangers := [entry for entry in self._pending.values() if entry.rank is None]) >= self._max_pending:
                 self._drop(strangers[0])
             connection = Connection(sock, OrderReader(max_head=MAX_HELLO_BYTES, max_body=0))
             self._pending[sock] = _Pending(connection, self._clock() + HELLO_TIMEOUT_S)

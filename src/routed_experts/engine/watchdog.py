@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from routed_experts.core.errors import PeerLostError
 
 RESTART = "restart the group"
+STEP = "STEP"  # the name of an order that has an end
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,6 +43,8 @@ class Watchdog:
         self._peers = {rank: _Peer(address, heard_at=now) for rank, address in peers.items()}
         self._sent = deque[_Sent]()
         self._waiting_since: float | None = None
+        self._num_unread = 0  # steps that were sent and have not ended
+        self._progress_at, self._progress_bound_s = now, timeout_s  # since an order was sent or a step has ended
         self._lock = threading.Lock()
 
     def heard(self, rank: int, done_seq: int | None = None) -> None:
@@ -62,9 +65,12 @@ class Watchdog:
             peer.lost = peer.lost or reason
 
     def sent(self, seq: int, name: str, bound_s: float | None = None) -> None:
-        """Note that every peer was sent an order that must be done within `bound_s`."""
+        """Note that every peer was sent an order that must be done within `bound_s`, and a STEP also ended."""
         with self._lock:
-            self._sent.append(_Sent(seq, name, self._clock(), self._timeout_s if bound_s is None else bound_s))
+            order = _Sent(seq, name, self._clock(), self._timeout_s if bound_s is None else bound_s)
+            self._sent.append(order)
+            self._num_unread += name == STEP
+            self._progress_at, self._progress_bound_s = order.at, order.bound_s
 
     def begin_wait(self) -> None:
         """Note that this process now waits for a step of all processes."""
@@ -73,6 +79,9 @@ class Watchdog:
     def end_wait(self) -> None:
         """Note that the step has ended."""
         self._waiting_since = None
+        with self._lock:
+            self._num_unread -= 1
+            self._progress_at, self._progress_bound_s = self._clock(), self._timeout_s
 
     def lag(self) -> dict[int, int]:
         """How many orders each peer has not done yet, as far as its beats tell."""
@@ -84,25 +93,29 @@ class Watchdog:
         """Return the error of the first peer that is lost; None while all are well."""
         with self._lock:
             now = self._clock()
+            since, bound_s = self._waiting_since, self._timeout_s
+            if since is None and self._num_unread > 0:  # this process has sent a step, and does not come to its end
+                since, bound_s = self._progress_at, self._progress_bound_s
+            hangs = since is not None and now - since > bound_s
             for rank, peer in self._peers.items():
-                if (reason := self._reason(peer, now)) is not None:
+                if (reason := self._reason(peer, now, hangs=hangs)) is not None:
                     where = f"process {rank} of {self._num_processes} at {peer.address}"
                     return PeerLostError(f"{where} {reason}; {RESTART}")
-            since = self._waiting_since
-            if since is not None and now - since > self._timeout_s:
+            if since is not None and hangs:
                 text = f"a step of the group has not ended for {now - since:.0f} s, although every process answers"
                 return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")
             return None
 
-    def _reason(self, peer: _Peer, now: float) -> str | None:
-        """Why a peer is lost, or None."""
+    def _reason(self, peer: _Peer, now: float, *, hangs: bool) -> str | None:
+        """Why a peer is lost, or None. An order counts from when the one before it was done, which beats tell late;
+        where a step hangs, from when it was sent: the peer that is behind holds the step up."""
         if peer.lost is not None:
             return peer.lost
         if now - peer.heard_at > self._timeout_s:
             return f"sent nothing for {now - peer.heard_at:.0f} s: it is stopped, or its network is down"
         for order in self._sent:
             if order.seq > peer.done_seq:
-                since = max(order.at, peer.done_at)
+                since = order.at if hangs else max(order.at, peer.done_at)
                 if now - since > order.bound_s:
                     return f"answers, but has not finished order {order.seq} ({order.name}) for {now - since:.0f} s"
                 return None

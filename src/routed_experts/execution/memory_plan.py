@@ -59,7 +59,7 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
-        rows = f"{self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id"
+        rows = f"{self.pool.num_slots * self.num_ranks:,} slots of {self.row_bytes:,} bytes, one or two an id"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"

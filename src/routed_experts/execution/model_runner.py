@@ -222,7 +222,7 @@ class ModelRunner:
         sampled = np.asarray(pending.sampled)
         self.orders.end_wait(sampled)
         ranks = len(pending.batches)
-        on_host = self._needs_d2h or ranks > 1  # the device's are freed; parts of them are views
+        on_host = self._needs_d2h or ranks > 1  # so that the device's are freed; and of host arrays parts are views
         rows = np.asarray(pending.rows) if on_host and pending.rows is not None else pending.rows
         if ranks == 1:
             return [self._result(pending, pending.batches[0], sampled, pending.scored, rows, pending.rerouting)]

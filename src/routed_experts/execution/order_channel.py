@@ -1,17 +1,20 @@
-"""Connections between the processes of a group: orders are sent to all peers and received in order, and one thread
-reads, sends beats and calls back.
+"""Connections between the processes of a group: orders are sent to all peers and received in order.
 
-The thread never runs a program and never blocks on a peer: sockets do not block, and a beat is left out where an order
-is being sent to the same peer."""
+    caller --queue--> sending thread --> every peer         encodes and sends, in the order of the calls
+    reading thread <-- every peer                           reads, sends beats and calls back
+A caller pays for the queue alone: a system call for each peer and the copy of the bytes are not on its path. The
+reading thread never blocks on a peer: sockets do not block, and a beat is left out where an order is being sent to the
+same peer. The sending thread waits for a peer that does not read. Neither runs a program."""
 
 import contextlib
 import logging
+import queue
 import select
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from routed_experts.core.dist_config import format_address
@@ -20,11 +23,21 @@ from routed_experts.execution.orders import Order, OrderReader, encode
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 18  # bytes read at once
+_MOST_UNREAD = 64  # chunks that are read and dropped at a close
 _SEND_WAIT_S = 1.0  # between two looks whether the connection was closed meanwhile
+_FLUSH_S = 5.0  # in which a channel that closes sends what is queued
 
 
 class ChannelEvents(Protocol):
-    """Receives what happens on the connections, on the channel's thread. No method blocks."""
+    """Receives what happens on the connections. No method blocks. All but the first two run on the reading thread."""
+
+    def on_send(self, order: Order) -> None:
+        """Note that an order is about to be sent. Sending thread, in the order of the orders."""
+        ...
+
+    def on_unsent(self, error: Exception) -> None:
+        """Note that an order cannot be encoded, or noted; it is not sent. Sending thread."""
+        ...
 
     def on_order(self, rank: int, order: Order) -> None:
         """Take an order, or a beat, of a peer."""
@@ -68,13 +81,15 @@ class Connection:
                 except BlockingIOError:
                     select.select([], [self.socket], [], _SEND_WAIT_S)
 
-    def try_send(self, data: bytes) -> bool:
-        """Send without waiting; False if nothing was sent. Raises OSError."""
-        if not self._lock.acquire(blocking=False):
+    def try_send(self, data: bytes, wait_s: float = 0.0) -> bool:
+        """Send without waiting for the peer; False if nothing was sent. `wait_s`: at most, for another thread that is
+        sending. Raises OSError."""
+        if not (self._lock.acquire(timeout=wait_s) if wait_s else self._lock.acquire(blocking=False)):
             return False
         try:
             if self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            if self._unsent:
                 return False
             self._unsent = data[self.socket.send(data) :]
             return True
@@ -96,10 +111,13 @@ class Connection:
         self._reader = OrderReader()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection; what was sent still arrives. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_WR)
+            for _ in range(_MOST_UNREAD):  # where bytes are unread at its close, the system drops what is on its way
+                if not self.socket.recv(_CHUNK):
+                    break
         self.socket.close()
 
 
@@ -119,37 +137,68 @@ class OrderChannel:
         self._stopping = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
+        self._unsent: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="send orders", daemon=True)
 
     def start(self) -> None:
-        """Start to read and to send beats."""
+        """Start to send, to read and to send beats."""
         self._thread.start()
+        self._sender.start()
 
     def send(self, order: Order) -> None:
-        """Send an order to every peer. A connection that has ended is reported to `on_closed` by the thread."""
-        data = b"".join(encode(order))
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.send(data)
+        """Queue an order for every peer; returns at once. Its arrays must not change from now on. Orders are sent in
+        the order of the calls. A connection that has ended is reported to `on_closed`."""
+        self._unsent.put(order)
 
-    def try_send(self, order: Order) -> None:
-        """Send an order to every peer that takes it at once."""
+    def try_send(self, order: Order, wait_s: float = 0.0) -> None:
+        """Send an order, before what is queued, to every peer that takes it. `wait_s`: at most, for the thread that is
+        sending to a peer."""
         data = b"".join(encode(order))
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.try_send(data)
+                connection.try_send(data, wait_s)
 
     def close(self) -> None:
-        """End the thread and close every connection. Idempotent."""
+        """Send what is queued, in bounded time; end the threads and close every connection. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
+        self._unsent.put(None)
         self._wake.send(b"x")
+        if self._sender.is_alive():
+            self._sender.join(_FLUSH_S)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         for connection in self._connections.values():
             connection.close()
+        if self._sender.is_alive():
+            self._sender.join()
         self._wake.close()
         self._woken.close()
+
+    def _send_all(self) -> None:
+        is_open = True
+        while is_open:
+            orders = [self._unsent.get()]  # and what has come meanwhile: one system call a peer for all of it
+            with contextlib.suppress(queue.Empty):
+                while orders[-1] is not None:
+                    orders.append(self._unsent.get_nowait())
+            is_open = orders[-1] is not None
+            self._send_now([order for order in orders if order is not None])
+
+    def _send_now(self, orders: Sequence[Order]) -> None:
+        parts: list[bytes | memoryview] = []
+        for order in orders:
+            try:
+                encoded = encode(order)
+                self._events.on_send(order)
+                parts += encoded
+            except Exception as error:  # a gap in the orders: the group ends by it
+                self._events.on_unsent(error)
+        data = b"".join(parts)
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(data)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -29,6 +29,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {name: np.dtype(name) for name in ("<i4", "<f4", "<i8", "|u1", "<u2", "<u4", "|b1")}
 )
 NO_HEAD: Mapping[str, Any] = MappingProxyType({})
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class OrderKind(enum.IntEnum):
@@ -80,7 +81,7 @@ class OrderSender(Protocol):
         ...
 
     def send(self, kind: OrderKind, head: Mapping[str, Any] = NO_HEAD, arrays: Sequence[np.ndarray] = ()) -> int:
-        """Send an order to every follower; returns its `seq`."""
+        """Send an order to every follower; returns its `seq`. The arrays must not change from now on."""
         ...
 
     def begin_wait(self) -> None:
@@ -120,7 +121,7 @@ def encode(order: Order) -> list[bytes | memoryview]:
     head = dict(order.head)
     if arrays:
         head["arrays"] = [[array.dtype.str, array.shape] for array in arrays]
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = _to_json(head).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     body = sum(array.nbytes for array in arrays)
     _check_sizes(len(text), body)

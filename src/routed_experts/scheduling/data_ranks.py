@@ -87,8 +87,9 @@ class DataRanks:
 
     def _assign(self, reqs: Sequence[Req]) -> None:
         """Choose the rank of each request: the one that it names; else, with choices of the same prompt, theirs; else
-        the one whose cache holds most of its prompt, if that is more than half of it and the rank has at most one
-        prefill more to do than the least loaded one; else the least loaded. Load is known tokens of live requests."""
+        the one whose cache holds most of its prompt, of several the least loaded, if that is more than half of it and
+        the rank has at most one prefill more to do than the least loaded one; else the least loaded. Load is known
+        tokens of live requests."""
         loads = [scheduler.num_live_tokens for scheduler in self._schedulers]
         groups: dict[str, int] = {}
         for req in reqs:
@@ -101,9 +102,8 @@ class DataRanks:
             loads[number] += req.num_known
 
     def _best_rank(self, req: Req, loads: Sequence[int]) -> int:
-        least = min(loads)
         cached = [scheduler.num_cached(req) for scheduler in self._schedulers]
-        longest = max(cached)
-        if 2 * longest > req.prompt_len and loads[cached.index(longest)] - least <= self._prefill_limit:
-            return cached.index(longest)
-        return loads.index(least)
+        number = min(range(len(loads)), key=lambda rank: (-cached[rank], loads[rank]))
+        if 2 * cached[number] > req.prompt_len and loads[number] - min(loads) <= self._prefill_limit:
+            return number
+        return loads.index(min(loads))

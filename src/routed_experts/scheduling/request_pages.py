@@ -32,6 +32,11 @@ class RequestPages:
         """Pages that can be handed out now, by eviction if necessary."""
         return self.allocator.num_free + self.cache.num_evictable
 
+    def num_cached(self, req: Req, namespace: Hashable) -> int:
+        """How many tokens `admit` would take from the prefix cache. Nothing is marked as used."""
+        limit = _matchable_tokens(req) if self.use_prefix_cache else 0
+        return self.cache.match_length(req.tokens[:limit], namespace)
+
     def admit(self, req: Req, namespace: Hashable, *, spare: int) -> bool:
         """Assign a waiting request a slot, its cached prefix, and pages for all its known tokens. Returns False if
         there are not enough, or if fewer than `spare` pages would be left."""

@@ -97,11 +97,8 @@ class Scheduler:
         return sum(req.num_known for req in (*self.waiting, *self.running))
 
     def num_cached(self, req: Req) -> int:
-        """How many tokens of a request's prompt the prefix cache holds. Nothing is marked as used."""
-        if self._args.disable_radix_cache:
-            return 0
-        namespace = self.weight_version, req.source.extra_key
-        return self.pages.cache.match_length(req.tokens[: req.prompt_len], namespace)
+        """How many tokens of a request's prompt it would take from the prefix cache, were it admitted now."""
+        return self.pages.num_cached(req, (self.weight_version, req.source.extra_key))
 
     def add(self, reqs: Iterable[Req]) -> None:
         """Queue requests."""

@@ -1,7 +1,7 @@
 """The table of routes, and the ASGI app that serves them."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 from starlette.middleware.cors import CORSMiddleware
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from routed_experts.server.admin import control_routes, info_routes
 from routed_experts.server.body import json_response
-from routed_experts.server.middleware import RequestMiddleware, check_admin
+from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
 from routed_experts.server.openapi import Operation, openapi_document
@@ -101,11 +101,18 @@ TABLE = (
 )
 
 
-def make_app(server: ServerState, *, version: str) -> tuple[ASGIApp, RequestMiddleware]:
-    """Build the app, and return its RequestMiddleware too, which counts the open requests."""
+def make_app(
+    server: ServerState,
+    *,
+    version: str,
+    table: Sequence[Entry] = TABLE,
+    new_request_id: Callable[[], str] = random_id,
+) -> tuple[ASGIApp, RequestMiddleware]:
+    """Build the app, and return its RequestMiddleware too, which counts the open requests. `table`: the routes;
+    `new_request_id` names the requests that bring no id."""
     operations = [
         Operation(entry.path, entry.methods, entry.handler.__doc__ or "", entry.body, entry.query, etag=entry.etag)
-        for entry in TABLE
+        for entry in table
     ]
     document = openapi_document(operations, version=version)
     page = make_page()
@@ -119,13 +126,14 @@ def make_app(server: ServerState, *, version: str) -> tuple[ASGIApp, RequestMidd
     async def root(request: Request) -> Response:
         return page
 
-    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path()]
+    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path(table)]
     routes += [
         Route("/", root, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/version", get_version, methods=["GET"]),
     ]
-    middleware = RequestMiddleware(Router(routes, redirect_slashes=False), server.settings, on_idle=server.on_idle)
+    router = Router(routes, redirect_slashes=False)
+    middleware = RequestMiddleware(router, server.settings, on_idle=server.on_idle, new_request_id=new_request_id)
     origin = server.settings.cors_origin
     if origin is None:
         return middleware, middleware
@@ -139,10 +147,10 @@ def make_app(server: ServerState, *, version: str) -> tuple[ASGIApp, RequestMidd
     return app, middleware
 
 
-def _by_path() -> list[tuple[str, list[Entry]]]:
+def _by_path(table: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     """Group the entries by path, so that a wrong method is 405 with every right one named."""
     by_path: dict[str, list[Entry]] = {}
-    for entry in TABLE:
+    for entry in table:
         by_path.setdefault(entry.path, []).append(entry)
     return list(by_path.items())
 

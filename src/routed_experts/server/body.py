@@ -81,7 +81,7 @@ IGNORED = frozenset(
         "prompt_cache_retention verbosity  reasoning_effort reasoning priority spaces_between_special_tokens "
         "length_penalty early_stopping custom_params return_logprobs_text  logprobs_mode log_metrics "
         "include_reasoning separate_reasoning stream_reasoning mm_processor_kwargs modalities_config background "
-        "bootstrap_host bootstrap_port bootstrap_room return_bytes stream_interval "
+        "data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_bytes stream_interval "
         "repetition_detection no_logs  chat_template_content_format return_prompt_token_ids return_meta_info"
     ).split()
 )

@@ -32,11 +32,23 @@ _CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _STATUS_CLIENT_GONE = 499  # only logged, as proxies log it: the client has disconnected
 
 
+def random_id() -> str:
+    """Return an id that no other request has: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
 class RequestMiddleware:
     """ASGI app around the routes. `open_requests` counts the requests in progress, without probes."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, *, on_idle: Callable[[], None]) -> None:
-        self._app, self._on_idle = app, on_idle
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        *,
+        on_idle: Callable[[], None],
+        new_request_id: Callable[[], str] = random_id,
+    ) -> None:
+        self._app, self._on_idle, self._new_request_id = app, on_idle, new_request_id
         self._key, self._admin_key = _digest(settings.api_key), _digest(settings.admin_api_key)
         self.open_requests = 0
         self.idle = asyncio.Event()
@@ -48,7 +60,7 @@ class RequestMiddleware:
             return
         scope["app"] = self  # makes the router raise 404 and 405 instead of answering them
         state = scope.setdefault("state", {})
-        state["request_id"] = uuid.uuid4().hex
+        state["request_id"] = self._new_request_id()
         sender = _ResponseSender(send, state, method=scope["method"])
         start_time, is_probe = time.perf_counter(), scope["path"] in PROBES
         self._count(0 if is_probe else 1)

@@ -4,6 +4,7 @@ Unsupported combinations are refused here, before weights are loaded where that 
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
 import time
@@ -284,7 +285,8 @@ def _build_runner(
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
     runner = offload_runner or _create_runner(state, spec, sizes, config, placement, loaded_draft)
-    clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
+    in_ranks = f" in each of {args.dp_size} data ranks" if args.dp_size > 1 else ""
+    clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens{in_ranks}")
     num_programs = runner.compile() if group is None else _compile_together(runner, group)
     clock.done("compile", f"{num_programs} programs")
     return _BuiltRunner(
@@ -305,8 +307,17 @@ def _compile_together(runner: ModelRunner, group: AnyGroup) -> int:
     """Compile in every process, and compare what was compiled; returns the number of programs. Raises
     ProcessMismatchError naming the first program that differs."""
     digests = runner.compile_in_order()
-    everywhere = group.exchange("compile", [digest[:12] for digest in digests])
+    hashes = [digest[:12] for digest in digests]
+    everything = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+    of_all = group.exchange("compile", everything)
+    if len(set(of_all)) == 1:
+        return len(digests)
+    # Of two processes that differ: the lists of all would not fit into one order.
+    first = next(rank for rank, theirs in enumerate(of_all) if theirs != of_all[0])
+    everywhere = group.exchange("programs", hashes if group.rank in (0, first) else None)
     for rank, others in enumerate(everywhere):
+        if others is None:
+            continue
         wrong = [ours for ours, theirs in itertools.zip_longest(digests, others) if ours is None or ours[:12] != theirs]
         if wrong:
             text = f"process {rank} compiles another program than process {group.rank}, of {len(wrong)} the first is"

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxlib import xla_client
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import CheckpointError, ConfigError
@@ -31,6 +32,7 @@ _JAX_SETTINGS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
+_OWN_XLA_OPTIONS = ("xla_force_host_platform_device_count", "xla_enable_dumping", "xla_detailed_logging")
 _LIBRARIES = ("routed-experts", "jax", "jaxlib", "flax", "numpy")
 
 
@@ -97,6 +99,7 @@ def group_fields(
     fields = {f"version of {name}": _version(name) for name in _LIBRARIES}
     fields["version of Python"] = ".".join(platform.python_version_tuple()[:2])
     fields |= {name: str(jax.config.values.get(name)) for name in _JAX_SETTINGS}
+    fields["XLA's options (of XLA_FLAGS)"] = _xla_options()
     if args is not None:
         fields |= {name: _text(value) for name, value in _values(args).items() if name not in _OWN_FIELDS}
     fields |= {name: _text(value) for name, value in _values(dist).items() if name != "node_rank"}
@@ -136,6 +139,17 @@ def _text(value: object) -> str:
         return _digest(b"".join(part.tobytes() for part in parts))
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:60]}... ({_digest(text.encode())})"
+
+
+def _xla_options() -> str:
+    """A digest of the options that XLA has read from XLA_FLAGS, but for those that may differ between processes: dumps,
+    and the number of virtual devices, which is compared once JAX has started."""
+    options: Any = xla_client.CompileOptions()
+    flags = options.executable_build_options.debug_options
+    for name in dir(flags):
+        if name.startswith("xla_dump_") or name in _OWN_XLA_OPTIONS:
+            setattr(flags, name, type(getattr(flags, name))())
+    return _digest(options.SerializeAsString())
 
 
 def _digest(data: bytes) -> str:

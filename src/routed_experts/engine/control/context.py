@@ -5,6 +5,9 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Generator
+from typing import Any
+
+from flax import nnx
 
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.engine.control.components import EngineComponents
@@ -15,16 +18,47 @@ from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 
+_ADMISSION_CHECK_S = 1.0
+
+
+def _new_set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedWeights:
+    """Weights that are loaded and checked beside the served ones, and the version under which they may replace them."""
+
+    version: int
+    state: nnx.State[Any, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class PreparedSlot:
+    """The weights that are prepared, if any. It changes under `weights_lock`."""
+
+    weights: PreparedWeights | None = None
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """The engine that control operations act on. `weights_lock`: weights are swapped, moved or released one operation
-    after another."""
+    after another. `prepared`: while it is filled, weights are neither moved nor released nor replaced by others.
+    `admission_open` is cleared while admission is held: requests wait in the queue, and scores for it."""
 
     components: EngineComponents
     thread: EngineThread
     scorer: Scorer
     weights_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    prepared: PreparedSlot = dataclasses.field(default_factory=PreparedSlot)
+    admission_open: threading.Event = dataclasses.field(default_factory=_new_set_event)
+
+    def wait_for_admission(self) -> None:
+        """Wait until admission is not held; returns at once where the engine has ended."""
+        while not self.admission_open.wait(_ADMISSION_CHECK_S) and self.thread.is_alive:
+            continue
 
     @property
     def core(self) -> EngineCore:
@@ -58,6 +92,12 @@ class EngineContext:
         if group is not None:
             text = f"{operation} takes arrays of one process, and this engine has nnodes={group.dist.nnodes}"
             raise ConfigError(f"{text}; {otherwise}")
+
+    def check_not_prepared(self, operation: str) -> None:
+        """Raise InvalidRequestError where new weights are prepared; under `weights_lock`."""
+        if self.prepared.weights is not None:
+            text = f"{operation} while weights of version {self.prepared.weights.version} are prepared"
+            raise InvalidRequestError(f"{text}; call commit_weights or drop_weights first", param="version")
 
     def check_not_released(self, operation: str) -> None:
         """Raise InvalidRequestError where memory is released."""

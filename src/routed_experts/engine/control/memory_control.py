@@ -41,6 +41,7 @@ class MemoryControl:
             text = f"tags={short_repr(tags)} must be a list of some of {', '.join(MEMORY_TAGS)}"
             raise InvalidRequestError(text, param="tags")
         with self._context.exclusive_weights():  # a score holds weights and pages of its own until it has ended
+            self._context.check_not_prepared("release_memory_occupation")
             self._context.thread.run_drained(lambda: core.release_memory(chosen))
 
     def resume(self, state: Weights | None, version: int | None) -> None:
@@ -63,6 +64,8 @@ class MemoryControl:
             core.resume_memory()
 
         with self._context.weights_lock:
+            if state is not None:
+                self._context.check_not_prepared("resume_memory_occupation(state)")
             served = self._context.served_model
             arrays = None if state is None else served.device_put(to_state(state, served.arrays))
             self._context.thread.run_drained(lambda: resume(arrays))

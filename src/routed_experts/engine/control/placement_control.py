@@ -31,6 +31,7 @@ class PlacementControl:
         self._replicated_runner().check(placement)
         with self._context.exclusive_weights():
             self._context.check_not_released("apply_placement")
+            self._context.check_not_prepared("apply_placement")
             return self._move_layers(placement, 1)
 
     def set_capacity_factor(self, factor: Fraction | float | str) -> None:
@@ -44,6 +45,7 @@ class PlacementControl:
             raise InvalidRequestError(text, param="factor")
         with self._context.weights_lock:
             self._context.check_not_released("set_capacity_factor")
+            self._context.check_not_prepared("set_capacity_factor")
             self._context.thread.run_drained(lambda: runner.set_capacity(parsed))
 
     def stats(self) -> PlacementStats:
@@ -62,9 +64,11 @@ class PlacementControl:
         return residency, 1.0 - counts[:, 0] / np.where(counts[:, 1] == 0, np.nan, counts[:, 1])
 
     def _apply_if_resident(self, placement: ExpertPlacement, layers_per_step: int) -> int | None:
-        """Apply a rebalancer's plan; None while memory is released, for then no expert can move."""
+        """Apply a rebalancer's plan; None while memory is released, for then no expert can move, and while new weights
+        are prepared, which lie as the present placement has them."""
         with self._context.exclusive_weights():
-            return None if self._context.core.released else self._move_layers(placement, layers_per_step)
+            is_fixed = self._context.core.released or self._context.prepared.weights is not None
+            return None if is_fixed else self._move_layers(placement, layers_per_step)
 
     def _move_layers(self, placement: ExpertPlacement, layers_per_step: int) -> int:
         runner = self._replicated_runner()

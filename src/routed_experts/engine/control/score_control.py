@@ -36,6 +36,7 @@ class ScoreControl:
         if routed is not None:
             records = list(routed) if several and isinstance(routed, Sequence) else [routed]
         self._check_records(records, sequences, return_routed_experts)
+        self._context.wait_for_admission()
         runner, thread = self._context.core.runner, self._context.thread
 
         def served() -> tuple[nnx.State[Any, Any], int]:

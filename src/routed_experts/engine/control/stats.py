@@ -97,6 +97,7 @@ class EngineStats:
     resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed
     speculative: SpeculativeTotals | None  # None: nothing is drafted
+    order_lag: Mapping[int, int]  # orders that each follower of a process group has not done yet, by rank
     data_ranks: tuple[DataRankStats, ...] = ()  # empty: there is one, of which these are the counts
     padding_ratio: float = 1.0  # of data ranks: tokens of the last step, with padding over without
 
@@ -107,6 +108,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
     ranks = [_rank_stats(scheduler, tokens) for scheduler, tokens in zip(core.ranks, core.rank_tokens, strict=True)]
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.offload_stats()
+    group = components.group
     return EngineStats(
         running=sum(rank.running for rank in ranks),
         waiting=sum(rank.waiting for rank in ranks),
@@ -129,6 +131,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         resident_failures=0 if split is None else split.num_failed,
         placement=placement_stats(components, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
         speculative=None if core.speculation is None else core.speculation.totals.copy(),
+        order_lag=MappingProxyType({} if group is None else group.order_lag()),
         data_ranks=tuple(ranks) if len(ranks) > 1 else (),
         padding_ratio=core.padding_ratio,
     )

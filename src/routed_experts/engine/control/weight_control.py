@@ -1,9 +1,14 @@
 """WeightControl: swaps the weights of a running engine between two steps. New arrays are checked, loaded and copied to
-their devices beside the steps."""
+their devices beside the steps.
 
+An update is one call, or two: `prepare` loads and checks, `commit` swaps, so that several engines can all swap or all
+keep what they have."""
+
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,14 @@ import jax
 from flax import nnx
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError, PeerLostError, RoutedExpertsError, WeightsMismatchError
-from routed_experts.engine.control.context import EngineContext
+from routed_experts.core.errors import (
+    InvalidRequestError,
+    PeerLostError,
+    RoutedExpertsError,
+    UpdateInProgressError,
+    WeightsMismatchError,
+)
+from routed_experts.engine.control.context import EngineContext, PreparedWeights
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
 from routed_experts.engine.process_group import LeadingGroup
@@ -53,13 +64,25 @@ class WeightControl:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        self._update = threading.Lock()
+
+    @contextlib.contextmanager
+    def _only_update(self) -> Generator[None, None, None]:
+        """Bring other weights, as the only call that does. Raises UpdateInProgressError: updates are not queued."""
+        if not self._update.acquire(blocking=False):
+            raise UpdateInProgressError("another update of the weights is under way; call again once that has returned")
+        try:
+            yield
+        finally:
+            self._update.release()
 
     def update(self, state: Weights, *, version: int, cache: str, donate: bool) -> None:
         """`Engine.update_weights`."""
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={short_repr(donate)} must be True or False", param="donate")
         self._context.check_one_process("update_weights", "call update_weights_from_disk")
-        with self._context.exclusive_weights():  # this swap deletes weights that were donated before
+        with self._only_update(), self._context.exclusive_weights():  # this swap deletes weights donated before
+            self._context.check_not_prepared("update_weights")
             served = self._context.served_model
             self._swap(
                 lambda: self._device_put(served, to_state(state, served.arrays), donate=donate),
@@ -70,13 +93,45 @@ class WeightControl:
 
     def update_from_disk(self, path: str | Path, *, version: int, cache: str) -> None:
         """`Engine.update_weights_from_disk`."""
-        with self._context.exclusive_weights():
-            served, group = self._context.served_model, self._context.components.group
+        with self._only_update(), self._context.exclusive_weights():
+            self._context.check_not_prepared("update_weights_from_disk")
+            self._swap(lambda: self._load(path, version), version=version, cache=cache, donate=False)
 
-            def load() -> nnx.State[Any, Any]:
-                return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, version)
+    def prepare(self, path: str | Path, *, version: int) -> None:
+        """`Engine.prepare_weights`."""
+        with self._only_update(), self._context.weights_lock:  # scores go on: the served weights stay
+            self._context.check_not_prepared("prepare_weights")
+            self._context.core.runner.check_version(version)
+            state = jax.block_until_ready(self._load(path, version))
+            self._context.prepared.weights = PreparedWeights(version, state)
 
-            self._swap(load, version=version, cache=cache, donate=False)
+    def commit(self, *, version: int, cache: str) -> None:
+        """`Engine.commit_weights`."""
+        slot = self._context.prepared
+        with self._only_update(), self._context.exclusive_weights():
+            prepared = slot.weights
+            if prepared is None or prepared.version != version:
+                found = "none are" if prepared is None else f"version {prepared.version} is"
+                text = f"version={short_repr(version)} cannot be committed: {found} prepared"
+                raise InvalidRequestError(f"{text}; call prepare_weights first", param="version")
+            self._swap(lambda: prepared.state, version=version, cache=cache, donate=False)
+            slot.weights = None
+
+    def drop(self) -> None:
+        """`Engine.drop_weights`."""
+        with self._context.weights_lock:
+            if self._context.prepared.weights is None:
+                return
+            self._context.prepared.weights = None
+            if self._context.components.group is not None:
+                self._context.components.group.send(OrderKind.DROP_WEIGHTS)
+        gc.collect()  # trees of weights have cycles that hold their arrays
+
+    @property
+    def prepared_version(self) -> int | None:
+        """`Engine.prepared_version`."""
+        prepared = self._context.prepared.weights
+        return None if prepared is None else prepared.version
 
     def update_version(self, version: int) -> None:
         """`Engine.update_weight_version`."""
@@ -87,6 +142,7 @@ class WeightControl:
             core.update_weights(None, version=version, cache="keep")
 
         with self._context.weights_lock:  # a swap that is under way has already checked its version
+            self._context.check_not_prepared("update_weight_version")
             self._context.thread.run_drained(rename)
 
     def _swap(self, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str, donate: bool) -> None:
@@ -110,6 +166,11 @@ class WeightControl:
         return (
             served.device_put(state, donate=donate) if runner is None else runner.model.device_put(state, donate=donate)
         )
+
+    def _load(self, path: str | Path, version: int) -> nnx.State[Any, Any]:
+        """The arrays of a checkpoint, once every process of the engine has its part."""
+        served, group = self._context.served_model, self._context.components.group
+        return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, version)
 
     def _load_from_disk(self, served: ServedModel, path: str | Path) -> nnx.State[Any, Any]:
         """The arrays of a checkpoint. Those that the host keeps in another number format exist in both, one array at a

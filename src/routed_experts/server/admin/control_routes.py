@@ -29,15 +29,21 @@ _MAX_PATH_CHARS = 1024
 
 async def flush_cache(request: Request, server: ServerState) -> Response:
     """Drop all cached prefixes, and with `drafts` all answers that are remembered; refused while requests run."""
-    drafts = request.query_params.get("drafts", "false")
-    if drafts not in ("true", "false"):
-        raise InvalidRequestError(f"drafts={short_repr(drafts)} must be true or false", param="drafts")
+    drafts = parse_drafts(request)
     stats = server.accepting_engine.engine.stats()
     if stats.accepted > sum(stats.finished.values()):
         text = f"{stats.running} requests run and {stats.waiting} wait; try again when they have ended"
         raise ApiError(text, status=400, code="requests_running")
-    freed = await asyncio.to_thread(server.engine.engine.flush_cache, drafts=drafts == "true")
+    freed = await asyncio.to_thread(server.engine.engine.flush_cache, drafts=drafts)
     return json_response({"success": True, "freed_pages": freed})
+
+
+def parse_drafts(request: Request) -> bool:
+    """Return whether a flush is to drop remembered answers too. Raises InvalidRequestError."""
+    drafts = request.query_params.get("drafts", "false")
+    if drafts not in ("true", "false"):
+        raise InvalidRequestError(f"drafts={short_repr(drafts)} must be true or false", param="drafts")
+    return drafts == "true"
 
 
 async def remember_rollouts(request: Request, server: ServerState) -> Response:
@@ -91,8 +97,8 @@ async def update_weights_from_disk(request: Request, server: ServerState) -> Res
     """Serve the weights of another checkpoint of the same model; a refused one leaves the old ones serving."""
     body = await read_body(request, UpdateWeightsRequest, server.settings)
     engine = server.accepting_engine.engine
-    folder = await asyncio.to_thread(_folder_under_root, server.settings.weights_root, body.value.model_path)
-    version = _parse_version(body.value.weight_version, served=engine.stats().weight_version, param="weight_version")
+    folder = await asyncio.to_thread(folder_under_root, server.settings.weights_root, body.value.model_path)
+    version = parse_version(body.value.weight_version, served=engine.stats().weight_version, param="weight_version")
     cache = "keep" if body.value.flush_cache is False else "flush"
     await asyncio.to_thread(engine.update_weights_from_disk, folder, version=version, cache=cache)
     return json_response({"success": True, "message": "updated", "weight_version": str(version)})
@@ -102,7 +108,7 @@ async def update_weight_version(request: Request, server: ServerState) -> Respon
     """Set the version of the served weights."""
     body = await read_body(request, UpdateWeightVersionRequest, server.settings)
     engine = server.accepting_engine
-    version = _parse_version(body.value.new_version, served=engine.engine.stats().weight_version, param="new_version")
+    version = parse_version(body.value.new_version, served=engine.engine.stats().weight_version, param="new_version")
     if body.value.abort_all_requests is not False:
         engine.flush_submissions()
         await asyncio.to_thread(engine.engine.abort, abort_all=True)
@@ -112,7 +118,7 @@ async def update_weight_version(request: Request, server: ServerState) -> Respon
     )
 
 
-def _folder_under_root(root: str | None, model_path: str) -> Path:
+def folder_under_root(root: str | None, model_path: str) -> Path:
     """Return the folder that a request names. It must be below the root after every link is followed."""
     if root is None:
         text = "this server takes no weights; start it with --weights-root DIR"
@@ -132,7 +138,8 @@ def _folder_under_root(root: str | None, model_path: str) -> Path:
     return folder
 
 
-def _parse_version(value: int | str | None, *, served: int, param: str) -> int:
+def parse_version(value: int | str | None, *, served: int, param: str) -> int:
+    """Return the version that a request names, or the next one. Raises InvalidRequestError."""
     if value is None:
         return served + 1
     is_number = isinstance(value, int) or (value.isascii() and value.isdecimal() and len(value) <= 10)

@@ -157,6 +157,10 @@ class _EngineCollector(Collector):
         )
         yield from _placement(stats.placement)
         yield from _speculative(stats.speculative, self._compat)
+        if stats.order_lag:
+            text = "Orders that a follower has not reported as done; it reports once a second"
+            lag = {str(rank): orders for rank, orders in stats.order_lag.items()}
+            yield _by_label(GaugeMetricFamily, "order_lag", text, "rank", lag)
         hits = {str(layer): ratio for layer, ratio in stats.resident_hits.items()}
         text = "Fraction of a MoE layer's slots computed on the accelerator, with experts on the host"
         yield _by_label(GaugeMetricFamily, "resident_hit_ratio", text, "layer", hits)

@@ -53,7 +53,7 @@ async def fetch(request: Request, server: ServerState) -> Response:
 async def stats(request: Request, server: ServerState) -> Response:
     """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how
     evenly."""
-    return _stats_response(request, await server.routing_stats.get_within(server.settings.stall_timeout))
+    return stats_response(request, await server.routing_stats.get_within(server.settings.stall_timeout))
 
 
 async def reset(request: Request, server: ServerState) -> Response:
@@ -109,7 +109,7 @@ def _encode_with_meta(rows: StoredRows, encoding: str) -> tuple[bytes, HttpMeta]
     return body, HttpMeta(headers, len(body))
 
 
-def _stats_response(request: Request, stats: RoutingStats) -> Response:
+def stats_response(request: Request, stats: RoutingStats) -> Response:
     """Build the response with the counts; its ETag lets a client skip counts that have not changed."""
     tag = hashlib.sha256(stats.counts.tobytes()).hexdigest()[:32]
     headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}

@@ -1,0 +1,80 @@
+"""`routed-experts serve --num-replicas`: several engines behind one endpoint, with Ray Serve."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from routed_experts.core.installation import import_optional
+
+if TYPE_CHECKING:
+    from routed_experts.fleet.spec import ReplicaSpec
+    from routed_experts.fleet.start import Fleet
+
+EXIT_LOST = 3
+PURPOSE = "serve --num-replicas"
+
+
+def check_ray() -> None:
+    """Raise ConfigError, with the command that installs it, where Ray is missing."""
+    import_optional("ray", purpose=PURPOSE, extra="ray")
+
+
+def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: float) -> int:
+    """Start a fleet and serve until SIGTERM (exit code 0), or until Ray has ended (3). Raises ConfigError and
+    MachineError."""
+    check_ray()
+    with _work_folder() as folder:
+        if spec.fleet.ray_address is None:  # read by Ray's modules when they are imported, and by its processes
+            from routed_experts.fleet.serve_environment import serve_environment
+
+            os.environ.update(serve_environment(spec, work_folder=folder))
+        import_optional("ray.serve", purpose=PURPOSE, extra="ray")
+        from routed_experts.fleet.start import Fleet
+
+        last = time.perf_counter()
+
+        def on_phase(name: str, detail: str) -> None:
+            nonlocal last
+            _take_signals(fleet)  # Ray sets a handler of its own when it starts
+            now = time.perf_counter()
+            print(f"{name:<12}{now - last:7.2f} s  {detail}", file=sys.stderr, flush=True)
+            last = now
+
+        fleet = Fleet(spec, on_phase=on_phase)
+        _take_signals(fleet)
+        try:
+            ready = fleet.start(quiet=vars(options).get("log_level") != "debug")
+            if ready is None:
+                return 0
+            print(f"ready in {time.perf_counter() - start_time:.1f} s · {ready.summary} · {ready.url}", flush=True)
+            return 0 if fleet.wait() else EXIT_LOST
+        finally:
+            fleet.end()
+
+
+def _take_signals(fleet: "Fleet") -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if fleet.stop.is_set():
+            fleet.hurry.set()
+        fleet.stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+@contextlib.contextmanager
+def _work_folder() -> Generator[str, None, None]:
+    """A folder for HAProxy's files, removed at the end. Its name is short: sockets are in it."""
+    folder = tempfile.mkdtemp(prefix="rexp-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

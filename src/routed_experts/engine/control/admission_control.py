@@ -1,0 +1,80 @@
+"""AdmissionControl: a pause, which the caller ends, and a hold, which an update of several engines ends.
+
+Both may be on at once, and neither ends the other. A hold lets started requests run on and queues new ones."""
+
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.loop.core import PauseMode
+
+
+class AdmissionControl:
+    """Pause and hold of one engine. Thread-safe: both change on the engine thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._pause: PauseMode | None = None
+        self._is_held = False
+
+    @property
+    def paused(self) -> str | None:
+        """The mode of the pause, or None; a hold is none."""
+        return None if self._pause is None else self._pause.value
+
+    @property
+    def held(self) -> bool:
+        """Whether admission is held."""
+        return self._is_held
+
+    def pause(self, mode: str) -> None:
+        """`Engine.pause`."""
+        known = [pause_mode.value for pause_mode in PauseMode]
+        if mode not in known:
+            text = f"{PARAM}={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
+            raise InvalidRequestError(text, param="mode")
+        pause_mode, thread = PauseMode(mode), self._context.thread
+
+        def pause() -> None:
+            self._context.core.pause(pause_mode)
+            self._pause = pause_mode
+
+        thread.run_drained(pause)
+        if pause_mode is PauseMode.WAIT:
+            thread.wait_until_paused()
+
+    def resume(self) -> None:
+        """`Engine.resume`."""
+
+        def resume() -> None:
+            self._pause = None
+            self._apply()
+
+        self._context.thread.run_between_steps(resume)
+
+    def hold(self) -> None:
+        """`Engine.hold_admission`."""
+        self._set_held(True)
+
+    def open(self) -> None:
+        """`Engine.open_admission`."""
+        self._set_held(False)
+
+    def _set_held(self, is_held: bool) -> None:
+        def change() -> None:
+            self._is_held = is_held
+            if self._pause is None:
+                self._apply()
+
+        if is_held:
+            self._context.admission_open.clear()
+        self._context.thread.run_between_steps(change)
+        if not is_held:
+            self._context.admission_open.set()
+
+    def _apply(self) -> None:
+        """Without a pause: hold new requests back, or none."""
+        core = self._context.core
+        if self._is_held:
+            core.pause(PauseMode.WAIT)
+        else:
+            core.resume()

@@ -1,0 +1,404 @@
+"""Coordinator: the members of a fleet, the version of their weights, and calls to one or all of them. A named actor.
+
+It holds no request and no row. Replicas poll it for tasks, so that calls go one way: from a replica to the coordinator.
+Ray restarts it when it dies; the replicas join again and tell what they serve, and a split between them is healed
+before anything else. Event loop only."""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from routed_experts.fleet import two_phase
+from routed_experts.fleet.messages import (
+    Answer,
+    FleetStatus,
+    Joined,
+    MemberGone,
+    MemberStatus,
+    Refusal,
+    Report,
+    Task,
+)
+
+POLL_S = 10.0  # a poll without a task ends after it
+PROBE_INTERVAL_S = 0.5
+REJOIN_S = 10.0  # in which the members of a coordinator that was restarted come back
+HEALTH_S = 1.0
+ABANDONED_S = 600.0  # without a replica, after which the coordinator ends
+logger = logging.getLogger(__name__)
+
+
+class Member:
+    """One replica: its tasks, and whether it lives."""
+
+    def __init__(self, tag: str, handle: Any, task_ids: "itertools.count[int]") -> None:
+        self.tag, self.handle = tag, handle
+        self.is_leaving = False
+        self._task_ids = task_ids
+        self._waiting: dict[int, tuple[Task, asyncio.Future[Answer]]] = {}
+        self._undelivered: list[int] = []
+        self._has_tasks = asyncio.Event()
+        self._gone: str | None = None
+
+    async def call(self, operation: str, *, timeout_s: float, **arguments: Any) -> Answer:
+        """Run an operation. Raises MemberGone, TimeoutError."""
+        if self._gone is not None:
+            raise MemberGone(self._gone)
+        task = Task(next(self._task_ids), operation, arguments)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[task.task_id] = task, future
+        self._undelivered.append(task.task_id)
+        self._has_tasks.set()
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        finally:
+            self._waiting.pop(task.task_id, None)
+
+    async def next_tasks(self) -> list[Task]:
+        """The tasks that were not delivered yet; empty after POLL_S without one."""
+        try:
+            await asyncio.wait_for(self._has_tasks.wait(), POLL_S)
+        except TimeoutError:
+            return []
+        tasks = [self._waiting[number][0] for number in self._undelivered if number in self._waiting]
+        self._undelivered.clear()
+        self._has_tasks.clear()
+        return tasks
+
+    def answer(self, task_id: int, answer: Answer) -> None:
+        """Take the answer of a task; one that comes too late, or twice, is dropped."""
+        entry = self._waiting.get(task_id)
+        if entry is not None and not entry[1].done():
+            entry[1].set_result(answer)
+
+    def rejoin(self, handle: Any) -> None:
+        """Deliver again what may have been lost with a poll."""
+        self.handle = handle
+        self._undelivered = list(self._waiting)
+        if self._undelivered:
+            self._has_tasks.set()
+
+    def end(self, reason: str) -> None:
+        """End every call: the replica has died."""
+        self._gone = reason
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(MemberGone(reason))
+
+
+class Coordinator:
+    """`probe` raises MemberGone for the handle of a dead replica, and `kill` ends one by its handle. `on_abandoned` is
+    called when there has been no replica for ABANDONED_S."""
+
+    def __init__(
+        self,
+        *,
+        num_replicas: int,
+        weight_update_timeout: float,
+        probe: Callable[[Any], Awaitable[None]],
+        kill: Callable[[Any], None],
+        on_abandoned: Callable[[], None] = lambda: None,
+        was_restarted: bool = False,
+    ) -> None:
+        self._num_replicas, self._prepare_s = num_replicas, weight_update_timeout
+        self._probe, self._kill, self._on_abandoned = probe, kill, on_abandoned
+        self._instance = uuid.uuid4().hex
+        self._members: dict[str, Member] = {}
+        self._reports: dict[str, Report] = {}  # of members that join again
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._task_ids, self._next_tag = itertools.count(), 0
+        self._version = 0
+        self._path: str | None = None
+        self._pause: str | None = None
+        self._deaths = 0
+        self._failure: tuple[Refusal, bool] | None = None
+        self._lock = asyncio.Lock()  # one update at a time, and no replica joins during one
+        self._syncing: set[str] = set()  # tags of replicas that load the version of the fleet
+        self._all_back = asyncio.Event()
+        self._recovery: asyncio.Task[None] | None = None
+        self._is_recovering = was_restarted
+
+    async def join(self, tag: str | None, report: Report, handle: Sequence[Any]) -> Joined:
+        """Take a replica in: a new one (`tag` None), or one that was there before this coordinator started. `handle`:
+        its actor, in a list. A new one waits for an update that is under way."""
+        if tag is not None:
+            self._rejoin(tag, report, handle[0])
+            return self._joined(tag)
+        if self._is_recovering:
+            await asyncio.shield(self._start_recovery())
+        async with self._lock:
+            tag = f"r{self._next_tag}"
+            self._next_tag += 1
+            self._add(tag, handle[0])
+            if report.version != self._version:
+                self._syncing.add(tag)
+            return self._joined(tag)
+
+    async def synced(self, tag: str) -> None:
+        """Note that a replica serves the version of the fleet."""
+        self._syncing.discard(tag)
+
+    async def poll(self, tag: str, instance: str) -> list[Task] | None:
+        """The next tasks of a replica; None asks it to join again."""
+        member = self._members.get(tag)
+        return None if member is None or instance != self._instance else await member.next_tasks()
+
+    async def answer(self, tag: str, task_id: int, answer: Answer) -> None:
+        """Take the answer of a task."""
+        if (member := self._members.get(tag)) is not None:
+            member.answer(task_id, answer)
+
+    async def failed(self, refusal: Refusal, is_machine: bool) -> None:
+        """Note that a replica cannot start; `is_machine`: because of its machine."""
+        self._failure = self._failure or (refusal, is_machine)
+
+    async def failure(self) -> tuple[Refusal, bool] | None:
+        """Why the first replica that could not start could not, and whether its machine was at fault."""
+        return self._failure
+
+    async def tags(self) -> list[str]:
+        """The members."""
+        return list(self._members)
+
+    async def ask(self, tag: str, operation: str, timeout_s: float, arguments: Mapping[str, Any]) -> Answer | None:
+        """Run an operation of one replica; None: it is gone."""
+        member = self._members.get(tag)
+        return None if member is None else (await self._ask_all([member], operation, timeout_s, arguments)).get(tag)
+
+    async def ask_all(
+        self, operation: str, timeout_s: float, arguments: Mapping[str, Any], leave_out: str | None = None
+    ) -> dict[str, Answer]:
+        """Run an operation of every replica but `leave_out`; those that die meanwhile are left out."""
+        members = [member for tag, member in self._members.items() if tag != leave_out]
+        return await self._ask_all(members, operation, timeout_s, arguments)
+
+    async def set_pause(self, pause: str | None) -> None:
+        """Note the pause of the fleet, which replicas that start later take over."""
+        self._pause = pause
+
+    async def update(
+        self, model_path: str | None, version: int | None, cache: str, *, abort_first: bool = False
+    ) -> int | Refusal:
+        """Bring every replica to other weights, in two phases; `model_path` None: to another version of the same ones.
+        Returns the version, which is the next one for None."""
+        if self._is_recovering:
+            return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
+        if self._lock.locked():
+            text = "another update of the fleet's weights is under way; try again when it has ended"
+            return Refusal(status=409, code="update_in_progress", message=text)
+        async with self._lock:
+            version = self._version + 1 if version is None else version
+            if version <= self._version:
+                text = f"weight_version={version} must be above the served version {self._version}; count updates"
+                return Refusal(status=400, code="weights_mismatch", message=text, param="weight_version")
+            members = list(self._members.values())
+            if not members:
+                return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
+            if abort_first:
+                await self._ask_all(members, "abort", two_phase.COMMIT_S, {"rid": None})
+            path = self._path if model_path is None else model_path
+
+            def decide() -> None:
+                self._version, self._path = version, path
+
+            try:
+                await two_phase.update(
+                    members,
+                    model_path=model_path,
+                    version=version,
+                    cache=cache,
+                    prepare_s=self._prepare_s,
+                    evict=self._evict,
+                    on_decided=decide,
+                )
+            except two_phase.UpdateRefused as error:
+                text = f"refused by {error}; the old weights serve on in all replicas"
+                return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
+            return version
+
+    async def flush(self, *, drafts: bool) -> dict[str, Answer] | Refusal:
+        """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
+        async with self._lock:
+            members = list(self._members.values())
+            try:
+                held = await self._ask_all(members, "hold", two_phase.HOLD_S, {})
+                idle = await self._ask_all(members, "is_idle", two_phase.HOLD_S, {})
+                busy = [tag for tag in held if tag not in idle or idle[tag].value is not True]
+                if busy:
+                    text = f"requests run on {', '.join(busy)}; try again when they have ended"
+                    return Refusal(status=400, code="requests_running", message=text)
+                return await self._ask_all(members, "flush", two_phase.COMMIT_S, {"drafts": drafts})
+            finally:
+                await self._ask_all(members, "release", two_phase.COMMIT_S, {})
+
+    async def status(self) -> FleetStatus:
+        """The members with their health, and whether their versions are one."""
+        members = [member for tag, member in self._members.items() if tag not in self._syncing]
+        answers = await self._ask_all(members, "health", HEALTH_S, {})
+        found = [
+            MemberStatus(tag, "loading", None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
+            for tag in self._members
+        ]
+        return FleetStatus(
+            members=tuple(found),
+            num_replicas=self._num_replicas,
+            version=self._version,
+            problem=self._problem(found),
+            deaths=self._deaths,
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
+        for member in self._members.values():
+            member.is_leaving = True
+        await self.ask_all("drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+
+    def _joined(self, tag: str) -> Joined:
+        return Joined(tag=tag, instance=self._instance, version=self._version, model_path=self._path, pause=self._pause)
+
+    def _add(self, tag: str, handle: Any) -> Member:
+        self._members[tag] = member = Member(tag, handle, self._task_ids)
+        self._spawn(self._watch(member))
+        return member
+
+    def _rejoin(self, tag: str, report: Report, handle: Any) -> None:
+        if tag in self._members:
+            self._members[tag].rejoin(handle)
+            return
+        self._add(tag, handle)
+        self._next_tag = max(self._next_tag, int(tag.removeprefix("r")) + 1)
+        if self._is_recovering:
+            self._reports[tag] = report
+            if len(self._reports) >= self._num_replicas:
+                self._all_back.set()
+            self._start_recovery()
+        else:  # it comes back later than the others: it is healed by itself
+            self._spawn(self._heal({tag: report}))
+
+    def _start_recovery(self) -> "asyncio.Task[None]":
+        if self._recovery is None:
+            self._recovery = self._spawn(self._recover())
+        return self._recovery
+
+    async def _recover(self) -> None:
+        """Wait for the members of the coordinator before this one, and bring them to one version."""
+        async with self._lock:
+            try:
+                await asyncio.wait_for(self._all_back.wait(), REJOIN_S)
+            except TimeoutError:
+                logger.warning("%d of %d replicas have joined again", len(self._reports), self._num_replicas)
+            reports, self._reports = self._reports, {}
+            members = [self._members[tag] for tag in reports if tag in self._members]
+            reports = {member.tag: reports[member.tag] for member in members}
+            self._version, self._path = await two_phase.heal(
+                reports, members, prepare_s=self._prepare_s, evict=self._evict
+            )
+            self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
+            self._is_recovering = False
+            logger.info("the coordinator is back: %d replicas serve version %d", len(members), self._version)
+
+    async def _heal(self, reports: Mapping[str, Report]) -> None:
+        """Bring members that came late to the version of the fleet."""
+        async with self._lock:
+            for tag, report in reports.items():
+                member = self._members.get(tag)
+                if member is None:
+                    continue
+                self._syncing.add(tag)
+                if report.version > self._version:
+                    await self._evict(member, f"it serves version {report.version}, and the fleet {self._version}")
+                    continue
+                fleet = Report(
+                    version=self._version,
+                    model_path=self._path,
+                    prepared=None,
+                    prepared_path=None,
+                    held=False,
+                    pause=None,
+                )
+                await two_phase.heal({tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
+                self._syncing.discard(tag)
+
+    def _problem(self, found: Sequence[MemberStatus] = ()) -> str | None:
+        if self._is_recovering:
+            return "the coordinator was restarted and waits for the replicas"
+        if self._syncing:
+            return f"{', '.join(sorted(self._syncing))} loads version {self._version}"
+        versions = {status.version for status in found if status.version is not None}
+        if len(versions) > 1:
+            return f"replicas serve versions {', '.join(map(str, sorted(versions)))}"
+        return None
+
+    async def _ask_all(
+        self, members: Sequence[Member], operation: str, timeout_s: float, arguments: Mapping[str, Any]
+    ) -> dict[str, Answer]:
+        async def one(member: Member) -> Answer | None:
+            try:
+                return await member.call(operation, timeout_s=timeout_s, **arguments)
+            except MemberGone:
+                return None
+            except TimeoutError:
+                text = f"it has not done {operation} within {timeout_s:g} s"
+                return Answer(refusal=Refusal(status=504, code="replica_timeout", message=text))
+
+        answers = await asyncio.gather(*map(one, members))
+        found = zip(members, answers, strict=True)
+        return {member.tag: answer for member, answer in found if answer is not None}
+
+    async def _watch(self, member: Member) -> None:
+        """Notice the death of a replica."""
+        pause = asyncio.Event()
+        while True:
+            try:
+                await self._probe(member.handle)
+            except MemberGone as error:
+                self._remove(member, str(error))
+                return
+            try:
+                await asyncio.wait_for(pause.wait(), PROBE_INTERVAL_S)
+            except TimeoutError:
+                continue
+
+    def _remove(self, member: Member, reason: str) -> None:
+        if self._members.get(member.tag) is member:
+            del self._members[member.tag]
+            self._syncing.discard(member.tag)
+            if not member.is_leaving:
+                self._deaths += 1
+                logger.error("replica %s has died: %s", member.tag, reason)
+            if not self._members:
+                self._spawn(self._end_if_abandoned())
+        member.end(reason)
+
+    async def _end_if_abandoned(self) -> None:
+        await asyncio.sleep(ABANDONED_S)
+        if not self._members:
+            self._on_abandoned()
+
+    async def _evict(self, member: two_phase.Member, reason: str) -> None:
+        """End a replica that is not of the fleet's version; Ray starts another one, which loads it."""
+        assert isinstance(member, Member)
+        logger.error("replica %s is ended: %s", member.tag, reason)
+        self._kill(member.handle)
+        self._remove(member, reason)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the coordinator failed", exc_info=error)
+
+
+def _status(tag: str, answer: Answer | None) -> MemberStatus:
+    if answer is None or answer.refusal is not None:
+        return MemberStatus(tag, "unreachable", None, {})
+    details = dict(answer.value)
+    return MemberStatus(tag, details.pop("state"), details.pop("version"), details)

@@ -1,0 +1,359 @@
+"""EngineGroup: engines as actors, for RL frameworks that own the placement group. No HTTP and no Ray Serve.
+
+Answers are plain dicts and NumPy arrays; Ray's object store carries them. Nothing here starts or joins a Ray: the
+framework has done that. Dims: S tokens, R rows, M MoE layers, K experts per token."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.errors import ConfigError, InvalidRequestError, ReplicaLostError, WeightsMismatchError
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.fleet.follower_actor import start_followers
+from routed_experts.fleet.ray_runtime import import_ray
+from routed_experts.fleet.settings import FleetSettings
+from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
+from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.formats.wire import PAYLOAD_KEY
+from routed_experts.server.limits import ServerSettings
+
+_THREADS = 16  # calls of one engine at once: a pause must reach it while it generates
+_T = TypeVar("_T")
+
+
+class EngineActor:
+    """One engine in a process of its own, with its followers in the bundles after its own."""
+
+    def __init__(self, spec: ReplicaSpec, follower_bundles: list[int]) -> None:
+        from routed_experts.engine.engine import Engine
+        from routed_experts.execution.absent_tpu import skip_absent_tpu
+
+        skip_absent_tpu()
+        dist, self._followers = None, list[Any]()
+        if follower_bundles:
+            group = import_ray("ray.util").get_current_placement_group()
+            dist, self._followers = start_followers(spec, placement_group=group, bundle_indices=follower_bundles)
+        self._engine = Engine(**dataclasses.asdict(spec.args), **spec.parts, experts=spec.experts, dist=dist)
+
+    def ready(self) -> dict[str, object]:
+        """Wait until the engine is ready; returns its stats."""
+        return self.stats()
+
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None, options: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Generate for several prompts, each of token ids."""
+        results: Any = self._engine.generate(
+            input_ids=[list(ids) for ids in input_ids], sampling_params=sampling_params, **options
+        )
+        return [_with_arrays(result) for result in results]
+
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        routed: Sequence[RoutedExperts | None] | None,
+        return_rows: bool | None,
+    ) -> list[dict[str, Any]]:
+        """Score several sequences."""
+        outputs = self._engine.score([list(ids) for ids in token_ids], routed=routed, return_routed_experts=return_rows)
+        return [
+            {
+                "token_ids": output.token_ids,
+                "logprobs": output.logprobs,
+                "weight_version": output.weight_version,
+                **_rows(output.routed_experts),
+            }
+            for output in outputs
+        ]
+
+    def prepare_weights(self, path: str, version: int) -> None:
+        """`Engine.prepare_weights`."""
+        self._engine.prepare_weights(path, version=version)
+
+    def commit_weights(self, version: int, cache: str) -> None:
+        """`Engine.commit_weights`."""
+        self._engine.commit_weights(version, cache=cache)
+
+    def drop_weights(self) -> None:
+        """`Engine.drop_weights`."""
+        self._engine.drop_weights()
+
+    def set_held(self, is_held: bool) -> None:
+        """Hold admission, or open it."""
+        (self._engine.hold_admission if is_held else self._engine.open_admission)()
+
+    def pause(self, mode: str) -> None:
+        """`Engine.pause`."""
+        self._engine.pause(mode=mode)
+
+    def resume(self) -> None:
+        """`Engine.resume`."""
+        self._engine.resume()
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """`Engine.release_memory_occupation`."""
+        self._engine.release_memory_occupation(list(tags))
+
+    def resume_memory(self) -> None:
+        """`Engine.resume_memory_occupation`."""
+        self._engine.resume_memory_occupation()
+
+    def stats(self) -> dict[str, object]:
+        """`Engine.stats` as a dict, with what is prepared, paused and released."""
+        stats = self._engine.stats()
+        names = ("running", "waiting", "accepted", "num_steps", "weight_version", "free_pages", "total_pages")
+        return {
+            **{name: getattr(stats, name) for name in names},
+            "finished": dict(stats.finished),
+            "prepared_version": self._engine.prepared_version,
+            "paused": self._engine.paused,
+            "released": list(self._engine.released),
+        }
+
+    def shutdown(self) -> None:
+        """End the engine, and its followers with it."""
+        self._engine.shutdown()
+
+
+class EngineGroup:
+    """Several engines, one actor each: `actors`. Its methods call all of them and raise what one raises;
+    ReplicaLostError for one that has died."""
+
+    def __init__(self, actors: Sequence[Any], *, owned_placement_group: Any = None) -> None:
+        self.actors = list(actors)
+        self._ray = import_ray()
+        self._owned_group = owned_placement_group
+
+    @staticmethod
+    def create(
+        args: ServerArgs,
+        dist: DistConfig | None = None,
+        *,
+        placement_group: Any = None,
+        bundle_indices: Sequence[int] | None = None,
+        replicas: int = 1,
+        resources: Mapping[str, float] | None = None,
+        **parts: Any,
+    ) -> "EngineGroup":
+        """Start `replicas` engines and wait until they are ready.
+
+        `dist` has the number of processes of an engine and their timeouts (`processes`). With a `placement_group`
+        nothing else is reserved: `bundle_indices` names a bundle for every process, those of one engine after another
+        (default: the first ones), and `resources` is what a process takes of its bundle (default: all of it; a part,
+        where a trainer shares it). Without a group one is made, and removed by `shutdown`. `parts`: placement,
+        speculative, experts. Raises ConfigError, also where no Ray runs: it is the caller's to start."""
+        ray = import_ray()
+        if not ray.is_initialized():
+            raise ConfigError("EngineGroup.create without a Ray; call ray.init(...) first, in the driver of the job")
+        settings = FleetSettings(num_replicas=replicas, ray_address="auto")
+        spec = ReplicaSpec(args=args, server=ServerSettings(), fleet=settings, dist=dist or DistConfig(), **parts)
+        number = replicas * spec.dist.nnodes
+        owned = None
+        if placement_group is None:
+            bundle = host_bundle(args.tp_size, spec.dist.nnodes, ray.cluster_resources())
+            placement_group = owned = ray.util.placement_group([dict(bundle)] * number, strategy="PACK")
+        indices = _check_bundles(placement_group, bundle_indices, number)
+        ray.get(placement_group.ready())
+        actors = [
+            _start(spec, placement_group, indices[first : first + spec.dist.nnodes], resources)
+            for first in range(0, number, spec.dist.nnodes)
+        ]
+        group = EngineGroup(actors, owned_placement_group=owned)
+        try:
+            group._all("ready")
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
+    ) -> list[dict[str, Any]]:
+        """Generate for prompts of token ids, which are dealt out evenly; n > 1 gives n results a prompt, in order.
+        `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and `meta_info`; with
+        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids` and
+        `version_spans`."""
+        parts = _deal(input_ids, len(self.actors))
+        calls = [
+            actor.generate.remote(part, sampling_params, options)
+            for actor, part in zip(self.actors, parts, strict=True)
+            if part
+        ]
+        return [result for results in self._get(calls) for result in results]
+
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        routed: Sequence[RoutedExperts | None] | None = None,
+        return_routed_experts: bool | None = None,
+    ) -> list[dict[str, Any]]:
+        """Score sequences, which are dealt out evenly: `token_ids` (int32 [S]), `logprobs` (float32 [S-1]),
+        `weight_version`, and the rows as in `generate`."""
+        ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
+        calls = [
+            actor.score.remote(part, None if rows is None else rows[index], return_routed_experts)
+            for index, (actor, part) in enumerate(zip(self.actors, ids, strict=True))
+            if part
+        ]
+        return [result for results in self._get(calls) for result in results]
+
+    def prepare_weights(self, path: str | Path, *, version: int) -> None:
+        """Load and check a checkpoint on all engines beside what they serve. Raises WeightsMismatchError naming those
+        that refuse; then nothing is prepared on any."""
+        outcomes = self._outcomes("prepare_weights", str(path), version)
+        refused = [f"engine {index}: {outcome}" for index, outcome in outcomes.items() if outcome is not None]
+        if refused:
+            self._outcomes("drop_weights")
+            self._raise_lost(outcomes)
+            raise WeightsMismatchError(f"{'; '.join(refused)}; the old weights serve on in all engines", param="path")
+
+    def commit_weights(self, version: int, *, cache: str = "flush") -> None:
+        """Swap to the prepared weights on all engines; no request starts with old weights after one has started with
+        new ones."""
+        self._all("set_held", True)
+        try:
+            self._all("commit_weights", version, cache)
+        finally:
+            self._outcomes("set_held", False)
+
+    def drop_weights(self) -> None:
+        """Free what is prepared."""
+        self._all("drop_weights")
+
+    def pause(self, mode: str = "retract") -> None:
+        """`Engine.pause` on all engines."""
+        self._all("pause", mode)
+
+    def resume(self) -> None:
+        """`Engine.resume` on all engines."""
+        self._all("resume")
+
+    def release_memory(self, tags: Sequence[str] = ("kv_cache",)) -> None:
+        """Free device memory of all engines for a trainer on the same devices, until `resume_memory`."""
+        self._all("release_memory", list(tags))
+
+    def resume_memory(self) -> None:
+        """Take the memory back; released weights must have come by `prepare_weights` and `commit_weights`."""
+        self._all("resume_memory")
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counts of every engine."""
+        return self._all("stats")
+
+    def shutdown(self) -> None:
+        """End all engines, and the placement group if it was made here. Idempotent."""
+        self._outcomes("shutdown")
+        for actor in self.actors:
+            self._ray.kill(actor)
+        self.actors = []
+        if self._owned_group is not None:
+            self._ray.util.remove_placement_group(self._owned_group)
+            self._owned_group = None
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def _get(self, calls: Sequence[Any]) -> list[Any]:
+        """The results of calls. Raises ReplicaLostError, or what a call raised."""
+        return _translated(lambda: self._ray.get(list(calls)))
+
+    def _outcomes(self, method: str, *arguments: Any) -> dict[int, Exception | None]:
+        """What a call of each engine raised, by its index."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+        outcomes: dict[int, Exception | None] = {}
+        for index, call in enumerate(calls):
+            try:
+                self._get([call])
+                outcomes[index] = None
+            except Exception as error:  # the caller decides
+                outcomes[index] = error
+        return outcomes
+
+    @staticmethod
+    def _raise_lost(outcomes: Mapping[int, Exception | None]) -> None:
+        lost = next((error for error in outcomes.values() if isinstance(error, ReplicaLostError)), None)
+        if lost is not None:
+            raise lost
+
+
+def processes(nnodes: int, **timeouts: float) -> DistConfig:
+    """The processes of each engine of an EngineGroup: `dist_timeout` and `watchdog_timeout` as in DistConfig. Ranks and
+    addresses are chosen when they start."""
+    return group_template(nnodes=nnodes, node_rank=None, dist_init_addr=None, **timeouts)
+
+
+def _start(
+    spec: ReplicaSpec, placement_group: Any, indices: Sequence[int], resources: Mapping[str, float] | None
+) -> Any:
+    """Start an engine in the first of these bundles."""
+    ray, strategies = import_ray(), import_ray("ray.util.scheduling_strategies")
+    taken = dict(placement_group.bundle_specs[indices[0]] if resources is None else resources)
+    num_cpus, num_gpus = taken.pop("CPU", 0.0), taken.pop("GPU", 0.0)
+    strategy = strategies.PlacementGroupSchedulingStrategy(
+        placement_group=placement_group, placement_group_bundle_index=indices[0]
+    )
+    actor = ray.remote(EngineActor).options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=taken,
+        scheduling_strategy=strategy,
+        max_concurrency=_THREADS,
+        max_restarts=0,
+    )
+    return actor.remote(spec, list(indices[1:]))
+
+
+def _check_bundles(placement_group: Any, indices: Sequence[int] | None, number: int) -> list[int]:
+    """The bundle of every process. Raises ConfigError."""
+    found = list(range(number)) if indices is None else [int(index) for index in indices]
+    size = len(placement_group.bundle_specs)
+    if len(found) != number or len(set(found)) != number or not all(0 <= index < size for index in found):
+        text = f"bundle_indices={found} for {number} processes and a placement group of {size} bundles"
+        raise ConfigError(f"{text}; give each process a bundle of its own")
+    return found
+
+
+def _deal(values: Sequence[_T], number: int) -> list[list[_T]]:
+    """Split into `number` runs of almost equal length, in order."""
+    share, extra = divmod(len(values), number)
+    bounds = [index * share + min(index, extra) for index in range(number + 1)]
+    return [list(values[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def _translated(get: Callable[[], list[Any]]) -> list[Any]:
+    exceptions = import_ray("ray.exceptions")
+    try:
+        return get()
+    except exceptions.RayActorError as error:
+        text = f"an engine of the group has ended ({' '.join(str(error).split())[:200]})"
+        raise ReplicaLostError(f"{text}; create the group again") from error
+    except exceptions.RayTaskError as error:
+        cause: Any = error.cause
+        if isinstance(cause, InvalidRequestError | ConfigError):
+            raise cause from error
+        raise
+
+
+def _with_arrays(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with its rows as an array, and without their text form."""
+    record = record_from_meta_info(result)
+    if record is None:
+        return result
+    meta = {name: value for name, value in result["meta_info"].items() if name != PAYLOAD_KEY}
+    return {**result, "meta_info": meta, **_rows(record)}
+
+
+def _rows(record: RoutedExperts | None) -> dict[str, Any]:
+    if record is None:
+        return {}
+    return {
+        "routed_experts": record.ids,
+        "start": record.start,
+        "layer_ids": record.layer_ids,
+        "version_spans": record.version_spans,
+    }

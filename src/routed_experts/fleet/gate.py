@@ -1,0 +1,390 @@
+"""Gate: the routes that concern all replicas of a fleet, answered by whichever replica they arrive at.
+
+`fleet_table` is the server's table of routes with other handlers for these: keys, limits and errors stay the server's.
+Rows are fetched from the replica that keeps them; its tag is part of the ids that it makes."""
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import msgspec
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.fleet.link import Link
+from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
+from routed_experts.fleet.metrics_text import fleet_metrics, merge
+from routed_experts.fleet.operations import from_answer
+from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
+from routed_experts.server.admin import info_routes
+from routed_experts.server.admin.control_routes import folder_under_root, parse_drafts, parse_version
+from routed_experts.server.app import TABLE, Entry, Handler
+from routed_experts.server.body import json_response, read_body
+from routed_experts.server.errors import ApiError, unavailable
+from routed_experts.server.generation_handler import to_seed
+from routed_experts.server.limits import RETRY_AFTER_S
+from routed_experts.server.middleware import random_id, request_owner
+from routed_experts.server.protocol import (
+    AbortRequest,
+    ContinueRequest,
+    PauseRequest,
+    RememberRolloutsRequest,
+    UpdateWeightsRequest,
+    UpdateWeightVersionRequest,
+)
+from routed_experts.server.routing import routes as routing_routes
+from routed_experts.server.state import ServerState
+
+ASK_S = 10.0
+_MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
+_SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
+_ROUTING = "/v1/routing/{name}"
+_SENT_ON = (b"range", b"if-range", b"if-none-match")
+_T = TypeVar("_T")
+
+
+def request_id_maker(tag: str) -> Callable[[], str]:
+    """A function that names requests after the replica that serves them."""
+    return lambda: f"{tag}-{random_id()}"
+
+
+class RequestIds:
+    """ASGI app around the server: removes the X-Request-Id that Ray Serve gives to a request that has none, and leaves
+    the header of the response to Ray Serve. An id of a client that looks like Serve's (a UUID) is taken for one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        headers = [
+            entry for entry in scope["headers"] if entry[0] != b"x-request-id" or not _SERVE_ID.fullmatch(entry[1])
+        ]
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app({**scope, "headers": headers}, receive, send_on)
+
+
+def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
+    """The routes of a replica. `update_s`: seconds in which all replicas load new weights."""
+    gate = Gate(link, update_s)
+    handlers: Mapping[tuple[str, str], Handler] = MappingProxyType(
+        {
+            (_ROUTING, "GET"): gate.fetch,
+            (_ROUTING, "DELETE"): gate.delete,
+            ("/v1/routing/stats", "GET"): gate.stats,
+            ("/v1/routing/reset", "POST"): gate.reset,
+            ("/v1/models", "GET"): gate.models,
+            ("/get_server_info", "GET"): gate.server_info,
+            ("/server_info", "GET"): gate.server_info,
+            ("/get_weight_version", "GET"): gate.weight_version,
+            ("/metrics", "GET"): gate.metrics,
+            ("/health", "GET"): gate.health,
+            ("/ping", "GET"): gate.health,
+            ("/ready", "GET"): gate.ready,
+            ("/flush_cache", "POST"): gate.flush_cache,
+            ("/remember_rollouts", "POST"): gate.remember_rollouts,
+            ("/abort_request", "POST"): gate.abort_request,
+            ("/pause_generation", "POST"): gate.pause_generation,
+            ("/continue_generation", "POST"): gate.continue_generation,
+            ("/update_weights_from_disk", "POST"): gate.update_weights_from_disk,
+            ("/update_weight_version", "POST"): gate.update_weight_version,
+        }
+    )
+    table = tuple(
+        dataclasses.replace(entry, handler=handler) if (handler := _handler(entry, handlers)) is not None else entry
+        for entry in TABLE
+    )
+    assert sum(entry.handler in handlers.values() for entry in table) == len(handlers), "a route has another name"
+    return table
+
+
+def _handler(entry: Entry, handlers: Mapping[tuple[str, str], Handler]) -> Handler | None:
+    return next((handlers[entry.path, method] for method in entry.methods if (entry.path, method) in handlers), None)
+
+
+class Gate:
+    """The handlers of one replica. Each reads as the server's own of its name does."""
+
+    def __init__(self, link: Link, update_s: float) -> None:
+        self._link, self._update_s = link, update_s
+
+    async def fetch(self, request: Request, server: ServerState) -> Response:
+        """The rows of one choice, from the replica that keeps them: a .npy of the canonical ids, or ?format=safetensors
+        with the token ids beside them. Parts by Range."""
+        return await self._of_owner(request, lambda: routing_routes.fetch(request, server))
+
+    async def delete(self, request: Request, server: ServerState) -> Response:
+        """Free the rows of a request, on the replica that keeps them."""
+        return await self._of_owner(request, lambda: routing_routes.delete(request, server))
+
+    async def stats(self, request: Request, server: ServerState) -> Response:
+        """How often each expert was chosen, summed over the replicas, since the start or the last reset."""
+        return routing_routes.stats_response(request, await self._summed_stats(reset=False))
+
+    async def reset(self, request: Request, server: ServerState) -> Response:
+        """Reset the counts of all replicas."""
+        await self._summed_stats(reset=True)
+        return json_response({"success": True})
+
+    async def models(self, request: Request, server: ServerState) -> Response:
+        """List the one model, and the replicas that serve it."""
+        return await self._with_replicas(await info_routes.models(request, server))
+
+    async def server_info(self, request: Request, server: ServerState) -> Response:
+        """Describe the configuration of one replica, which is that of all, and every replica's state."""
+        return await self._with_replicas(await info_routes.server_info(request, server), version=True)
+
+    async def weight_version(self, request: Request, server: ServerState) -> Response:
+        """Say which weights the fleet serves."""
+        return json_response({"weight_version": str((await self._status()).version)})
+
+    async def metrics(self, request: Request, server: ServerState) -> Response:
+        """Prometheus text of all replicas, each series with the label replica."""
+        own = await info_routes.metrics(request, server)
+        texts, extra = {self._link.tag: bytes(own.body).decode()}, ""
+        try:
+            status = await self._status()
+            call = _call(request, "/metrics")
+            for tag, answer in (await self._ask_all("route", leave_out_self=True, call=call)).items():
+                if answer.refusal is None:
+                    texts[tag] = answer.value.body.decode()
+            extra = fleet_metrics([member.state for member in status.members], status.version, status.deaths)
+        except ApiError as error:  # without a coordinator there are the metrics of this replica
+            extra = f"# {error}\n"
+        return Response(merge(texts) + extra, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(self, request: Request, server: ServerState) -> Response:
+        """A replica makes progress; the body names all. Without the coordinator: this replica does."""
+        own = await info_routes.health(request, server)
+        try:
+            status = await self._status()
+        except ApiError:
+            return own
+        serves = own.status_code == 200 or any(member.state in ("serving", "paused") for member in status.members)
+        return _probe_response(status, 200 if serves else 503)
+
+    async def ready(self, request: Request, server: ServerState) -> Response:
+        """Send traffic here: a replica serves, and all serve one version of the weights."""
+        status = await self._status()
+        is_ready = status.problem is None and any(member.state == "serving" for member in status.members)
+        return _probe_response(status, 200 if is_ready else 503)
+
+    async def flush_cache(self, request: Request, server: ServerState) -> Response:
+        """Drop all cached prefixes of all replicas; refused for all while requests run on one."""
+        drafts = parse_drafts(request)
+        answers: dict[str, Answer] | Refusal = await self._call(
+            "flush", drafts=drafts, timeout_s=2 * HOLD_S + 2 * COMMIT_S
+        )
+        return json_response({"success": True, "freed_pages": sum(_values(_checked(answers)))})
+
+    async def remember_rollouts(self, request: Request, server: ServerState) -> Response:
+        """Take an answer to a prompt as a draft of later ones, on all replicas."""
+        rollout = (await read_body(request, RememberRolloutsRequest, server.settings)).value
+        fields: dict[str, Any] = {
+            "prompt_ids": rollout.prompt_ids,
+            "output_ids": rollout.output_ids,
+            "seed": to_seed(rollout.seed),
+            "choice": rollout.choice or 0,
+            "extra_key": rollout.extra_key,
+        }
+        _values(await self._ask_all("remember", **fields))
+        return json_response({"success": True})
+
+    async def abort_request(self, request: Request, server: ServerState) -> Response:
+        """End one call, or all of all replicas, with what they have."""
+        body = await read_body(request, AbortRequest, server.settings, allow_empty=True)
+        rid, abort_all = body.value.rid or None, body.value.abort_all is True
+        if (rid is None) != abort_all:
+            raise InvalidRequestError("send either rid, or abort_all true", param="rid")
+        counts = _values(await self._ask_all("abort", rid=rid))
+        return json_response({"success": True, "aborted": sum(counts)})
+
+    async def pause_generation(self, request: Request, server: ServerState) -> Response:
+        """Hold generation on all replicas; new requests queue until it continues."""
+        body = await read_body(request, PauseRequest, server.settings, allow_empty=True)
+        mode = body.value.mode or "abort"
+        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
+        _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
+        await self._call("set_pause", mode)
+        return json_response({"success": True, "mode": mode})
+
+    async def continue_generation(self, request: Request, server: ServerState) -> Response:
+        """End a pause of all replicas."""
+        await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+        await self._call("set_pause", None)
+        _values(await self._ask_all("resume"))
+        return json_response({"success": True})
+
+    async def update_weights_from_disk(self, request: Request, server: ServerState) -> Response:
+        """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
+        fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
+        await asyncio.to_thread(folder_under_root, server.settings.weights_root, fields.model_path)
+        version = await self._version(fields.weight_version, param="weight_version")
+        cache = "keep" if fields.flush_cache is False else "flush"
+        version = await self._update(fields.model_path, version, cache)
+        return json_response({"success": True, "message": "updated", "weight_version": str(version)})
+
+    async def update_weight_version(self, request: Request, server: ServerState) -> Response:
+        """Set the version of the weights of all replicas."""
+        fields = (await read_body(request, UpdateWeightVersionRequest, server.settings)).value
+        version = await self._version(fields.new_version, param="new_version")
+        version = await self._update(None, version, "keep", abort_first=fields.abort_all_requests is not False)
+        return json_response(
+            {"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)}
+        )
+
+    async def _of_owner(self, request: Request, local: Callable[[], Awaitable[Response]]) -> Response:
+        """Answer from this replica, else from the one whose tag is in the id, else from any other that has the rows."""
+        try:
+            return await local()
+        except ApiError as error:
+            if error.code != "routing_not_found" or error.param is not None:  # it is here, and refused
+                raise
+            unknown = error
+        made = _MADE_ID.fullmatch(str(request.path_params["name"]))
+        owner = None if made is None else made[1]
+        call = _call(request, _ROUTING)
+        tags: list[str] = await self._call("tags")
+        answers: list[RouteAnswer] = []
+        if owner in tags and owner != self._link.tag:
+            answer: Answer | None = await self._call("ask", owner, "route", ASK_S, {"call": call}, timeout_s=2 * ASK_S)
+            answers += [answer.value] if answer is not None and answer.refusal is None else []
+        if all(map(_is_unknown, answers)):  # also the id of a client that looks like the owner's
+            others = await self._ask_all("route", leave_out_self=True, call=call)
+            answers += [answer.value for answer in others.values() if answer.refusal is None]
+        known = [answer for answer in answers if not _is_unknown(answer)]
+        if known:
+            return from_answer(min(known, key=lambda answer: answer.status >= 400))
+        if owner is not None and owner not in tags:
+            text = f"the rows were kept by replica {owner}, which has ended; run the request again"
+            raise ApiError(text, status=404, code="routing_gone")
+        raise unknown
+
+    async def _summed_stats(self, *, reset: bool) -> RoutingStats:
+        return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))
+
+    async def _version(self, value: int | str | None, *, param: str) -> int | None:
+        if value is None:
+            return None
+        return parse_version(value, served=(await self._status()).version, param=param)
+
+    async def _update(self, model_path: str | None, version: int | None, cache: str, **more: Any) -> int:
+        timeout_s = self._update_s + HOLD_S + 3 * COMMIT_S
+        result: int | Refusal = await self._call("update", model_path, version, cache, timeout_s=timeout_s, **more)
+        return _checked(result)
+
+    async def _with_replicas(self, response: Response, *, version: bool = False) -> Response:
+        status, body = await self._status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
+        body["replicas"] = _replicas(status)
+        if version:
+            body["weight_version"] = str(status.version)
+        return json_response(body)
+
+    async def _status(self) -> FleetStatus:
+        status: FleetStatus = await self._call("status")
+        return status
+
+    async def _ask_all(
+        self, operation: str, *, timeout_s: float = ASK_S, leave_out_self: bool = False, **arguments: Any
+    ) -> dict[str, Answer]:
+        left_out = self._link.tag if leave_out_self else None
+        answers: dict[str, Answer] = await self._call(
+            "ask_all", operation, timeout_s, arguments, left_out, timeout_s=timeout_s + ASK_S
+        )
+        return answers
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float = ASK_S, **more: Any) -> Any:
+        """Call the coordinator. Raises ApiError (503) without one."""
+        try:
+            return await self._link.call(method, *arguments, timeout_s=timeout_s, **more)
+        except CoordinatorLost as error:
+            text = "the coordinator of the fleet is not reached; it is restarted, so try again soon"
+            raise unavailable(text, code="fleet_unavailable") from error
+
+
+def sum_stats(parts: Sequence[Mapping[str, Any]]) -> RoutingStats:
+    """Sum expert counts of several engines, given as the fields of RoutingStats."""
+    if not parts:
+        raise unavailable("no replica has answered; try again soon", code="fleet_unavailable")
+    return RoutingStats.merge([RoutingStats(**part) for part in parts])
+
+
+def _checked(result: _T | Refusal) -> _T:
+    """Return a result of the coordinator, or raise its refusal."""
+    if isinstance(result, Refusal):
+        raise to_error(result)
+    return result
+
+
+def _values(answers: Mapping[str, Answer]) -> list[Any]:
+    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list."""
+    refused = {tag: answer.refusal for tag, answer in answers.items() if answer.refusal is not None}
+    if not refused:
+        return [answer.value for answer in answers.values()]
+    first = next(iter(refused.values()))
+    if len(refused) == len(answers) and {refusal.code for refusal in refused.values()} == {first.code}:
+        raise to_error(first)
+    done = [tag for tag in answers if tag not in refused]
+    lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in refused.items())
+    text = f"not done on {lines}; done on {', '.join(done) or 'none'}; repeat the call"
+    raise ApiError(text, status=502, code="replicas_disagree")
+
+
+def to_error(refusal: Refusal) -> ApiError:
+    """The error of HTTP for a refusal."""
+    return ApiError(refusal.message, status=refusal.status, code=refusal.code, param=refusal.param)
+
+
+def _call(request: Request, route: str) -> RouteCall:
+    """A request as another replica gets it. None of these has a body."""
+    return RouteCall(
+        route=route,
+        method=request.method,
+        path_params={name: str(value) for name, value in request.path_params.items()},
+        query=request.scope["query_string"],
+        headers=tuple((name, value) for name, value in request.scope["headers"] if name in _SENT_ON),
+        body=b"",
+        owner=request_owner(request),
+    )
+
+
+def _is_unknown(answer: RouteAnswer) -> bool:
+    """Whether a replica does not keep the rows that were asked for; it may keep those of another choice."""
+    return answer.status == 404 and msgspec.json.decode(answer.body)["error"]["param"] is None
+
+
+def _replicas(status: FleetStatus) -> list[dict[str, object]]:
+    return [
+        {
+            "replica": member.tag,
+            "state": member.state,
+            "weight_version": None if member.version is None else str(member.version),
+            **member.details,
+        }
+        for member in status.members
+    ]
+
+
+def _probe_response(status: FleetStatus, code: int) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if code == 503 else None
+    body: dict[str, object] = {
+        "state": "serving" if code == 200 else "unavailable",
+        "weight_version": str(status.version),
+        "num_replicas": status.num_replicas,
+        "replicas": _replicas(status),
+    }
+    if status.problem is not None:
+        body["problem"] = status.problem
+    return json_response(body, status=code, headers=headers)

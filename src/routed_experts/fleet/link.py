@@ -1,0 +1,123 @@
+"""Link: a replica's side of the coordinator: it joins, asks for tasks, answers them, and joins again after a loss.
+
+Event loop only."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
+from routed_experts.fleet.coordinator import POLL_S
+from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, Refusal, Report, Task
+
+CALL_S = 10.0
+RETRY_S = 0.2
+logger = logging.getLogger(__name__)
+Operation = Callable[..., Awaitable[Any]]
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Client(Protocol):
+    """The coordinator, as another process calls it."""
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float, **more: Any) -> Any:
+        """Call a method of Coordinator. Raises CoordinatorLost."""
+        ...
+
+
+class Link:
+    """`handle`: the actor of this replica. `report` gives its weights, `operations` are what the coordinator may ask
+    for, by name."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        handle: Any,
+        report: Callable[[], Awaitable[Report]],
+        operations: Mapping[str, Operation],
+    ) -> None:
+        self._client, self._handle, self._report, self._operations = client, handle, report, operations
+        self.tag = ""
+        self._instance = ""
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # by instance of the coordinator, and task
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def join(self, timeout_s: float) -> Joined:
+        """Join as a new replica, and wait for an update that is under way. Raises CoordinatorLost, after `timeout_s`
+        without one."""
+        report = await self._report()
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    joined: Joined = await self._client.call("join", None, report, [self._handle], timeout_s=timeout_s)
+                except CoordinatorLost:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self.tag, self._instance = joined.tag, joined.instance
+                return joined
+
+    def start(self) -> None:
+        """Begin to carry out tasks."""
+        self._loop_task = asyncio.create_task(self._run())
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float = CALL_S, **more: Any) -> Any:
+        """Call the coordinator. Raises CoordinatorLost."""
+        return await self._client.call(method, *arguments, timeout_s=timeout_s, **more)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                tasks = await self._client.call("poll", self.tag, self._instance, timeout_s=2 * POLL_S)
+                if tasks is None:
+                    await self._rejoin()
+                    continue
+            except CoordinatorLost as error:
+                logger.debug("the coordinator is not reached: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            for task in tasks:
+                key = self._instance, task.task_id
+                if key not in self._running:
+                    self._running[key] = asyncio.create_task(self._carry_out(task, key))
+
+    async def _rejoin(self) -> None:
+        """Join a coordinator that was restarted."""
+        joined: Joined = await self._client.call(
+            "join", self.tag, await self._report(), [self._handle], timeout_s=CALL_S
+        )
+        self._instance = joined.instance
+
+    async def _carry_out(self, task: Task, key: tuple[str, int]) -> None:
+        answer = await run_operation(self._operations, task)
+        del self._running[key]
+        if key[0] != self._instance:
+            return  # the coordinator that asked is gone, and the present one may have a task of this number
+        try:
+            await self._client.call("answer", self.tag, task.task_id, answer, timeout_s=CALL_S)
+        except CoordinatorLost as error:
+            logger.debug("the answer of %s is lost with the coordinator: %s", task.operation, error)
+
+
+async def run_operation(operations: Mapping[str, Operation], task: Task) -> Answer:
+    """Run a task; an error of ours becomes a refusal, any other one too, without its text."""
+    operation = operations.get(task.operation)
+    if operation is None:
+        text = f"this replica has no operation {task.operation}; run one version of the package in all replicas"
+        return Answer(refusal=Refusal(status=500, code="internal_error", message=text))
+    try:
+        return Answer(await operation(**task.arguments))
+    except RoutedExpertsError as error:
+        return Answer(refusal=to_refusal(error))
+    except Exception:
+        logger.exception("the operation %s failed", task.operation)
+        text = f"{task.operation} failed; the log of the replica has the cause"
+        return Answer(refusal=Refusal(status=500, code="internal_error", message=text))
+
+
+def to_refusal(error: RoutedExpertsError) -> Refusal:
+    """An error as a value."""
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    return Refusal(status=error.status, code=error.code, message=" ".join(str(error).split()), param=param)

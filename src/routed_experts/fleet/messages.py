@@ -1,0 +1,112 @@
+"""What replicas and the coordinator of a fleet send each other: plain values of types that both import.
+
+A replica asks the coordinator for tasks and answers each. Errors travel as values: an exception of ours may not survive
+its way through Ray."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+class MemberGone(Exception):
+    """A replica has died, or left, before it answered."""
+
+
+class CoordinatorLost(Exception):
+    """The coordinator cannot be reached: it has died and is being restarted, or Ray is gone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An error that a caller gets: status, stable code and one sentence."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One operation of a replica."""
+
+    task_id: int
+    operation: str
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a task, or the refusal."""
+
+    value: Any = None
+    refusal: Refusal | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The weights and the admission of a replica. `model_path`: of the served weights, as the update named it; None:
+    those of the start. `prepared`, `prepared_path`: of weights that are loaded beside them."""
+
+    version: int
+    model_path: str | None
+    prepared: int | None
+    prepared_path: str | None
+    held: bool
+    pause: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a replica is told when it joins: its tag, which coordinator this is (another after a restart), and the
+    version, path and pause of the fleet, which it takes over before it serves."""
+
+    tag: str
+    instance: str
+    version: int
+    model_path: str | None
+    pause: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RouteCall:
+    """A request of HTTP as another replica answers it. `route`: the path as the table of routes has it; `owner`: the
+    digest of the key, which was checked where the request arrived."""
+
+    route: str
+    method: str
+    path_params: Mapping[str, str]
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    owner: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteAnswer:
+    """The response."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """A replica as the coordinator sees it. `state`: of its health, or "unreachable"; `details`: its probe's answer."""
+
+    tag: str
+    state: str
+    version: int | None
+    details: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """The fleet at one moment. `problem`: why the versions are not settled, or None."""
+
+    members: tuple[MemberStatus, ...]
+    num_replicas: int
+    version: int
+    problem: str | None
+    deaths: int

@@ -1,0 +1,138 @@
+"""The two phases of a weight update over replicas, and how a split is healed.
+
+    prepare (all load and check) -> hold (no request starts anywhere) -> commit (all swap) -> open
+Before the first commit any refusal means drop and open everywhere: the old version serves. From the first commit on the
+new version is the fleet's: a replica that does not follow is evicted. Between hold and open no request starts on any
+replica, so that no request that starts later starts with older weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from routed_experts.fleet.messages import Answer, MemberGone, Report
+
+HOLD_S = 10.0  # in which every replica holds its requests, else none of them swaps
+COMMIT_S = 30.0  # for a swap between two steps, and for every other short operation
+# A replica that hears nothing of the coordinator opens by itself: with the old weights this long after its hold, with
+# the new ones this long after its swap. The second is longer than the first and than COMMIT_S, so that a replica that
+# has opened with old weights is evicted before another opens with new ones.
+OPEN_OLD_S, OPEN_NEW_S = HOLD_S + 5.0, COMMIT_S + 10.0
+
+
+class Member(Protocol):
+    """A replica, as the coordinator calls it."""
+
+    @property
+    def tag(self) -> str:
+        """Its name in the fleet."""
+        ...
+
+    async def call(self, operation: str, *, timeout_s: float, **arguments: Any) -> Answer:
+        """Run an operation. Raises MemberGone, TimeoutError."""
+        ...
+
+
+Evict = Callable[[Member, str], Awaitable[None]]  # ends a replica that is not of the fleet's version, with the reason
+
+
+class UpdateRefused(Exception):
+    """The update did not happen; every replica has the old weights."""
+
+
+async def update(
+    members: Sequence[Member],
+    *,
+    model_path: str | None,
+    version: int,
+    cache: str,
+    prepare_s: float,
+    evict: Evict,
+    on_decided: Callable[[], None],
+) -> None:
+    """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
+    called before the first commit. Members that die are out. Raises UpdateRefused naming who refused and why; then
+    nothing has changed."""
+    answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
+    refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
+    if not refused:
+        members = _alive(members, answers)
+        answers = await _ask(members, "hold", timeout_s=HOLD_S)
+        refused = _refusals(answers, f"has not held its requests within {HOLD_S:g} s")
+    if not refused and not _alive(members, answers):
+        refused = ["no replica is left"]
+    if refused:
+        await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
+        raise UpdateRefused("; ".join(refused))
+    members = _alive(members, answers)
+    on_decided()
+    answers = await _ask(members, "commit", timeout_s=COMMIT_S, version=version, cache=cache)
+    await _evict_refusing(members, answers, evict)
+    await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
+
+
+async def heal(
+    reports: Mapping[str, Report], members: Sequence[Member], *, prepare_s: float, evict: Evict
+) -> tuple[int, str | None]:
+    """Bring members that a coordinator left in any state to one version: the highest that one of them serves. Returns
+    it with its path."""
+    if not reports:
+        return 0, None
+    newest = max(reports.values(), key=lambda report: report.version)
+    version, path = newest.version, newest.model_path
+    behind = [member for member in members if reports[member.tag].version < version]
+    if behind:
+        held = await _ask(members, "hold", timeout_s=HOLD_S)
+        members = _alive(members, held)
+        behind = [member for member in behind if member in members]
+        answers = await _ask(behind, "prepare", timeout_s=prepare_s, model_path=path, version=version)
+        answers |= await _ask(_ready(behind, answers), "commit", timeout_s=COMMIT_S, version=version, cache="flush")
+        await _evict_refusing(behind, answers, evict)
+        members = [member for member in members if member not in behind or member in _ready(behind, answers)]
+    await _ask(members, "release", timeout_s=COMMIT_S)
+    return version, path
+
+
+Answers = dict[str, Answer | BaseException]
+
+
+async def _ask(members: Sequence[Member], operation: str, *, timeout_s: float, **arguments: Any) -> Answers:
+    """The answer of each member, or why there is none."""
+    results = await asyncio.gather(
+        *(member.call(operation, timeout_s=timeout_s, **arguments) for member in members), return_exceptions=True
+    )
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, MemberGone | TimeoutError):
+            raise result
+    return {member.tag: result for member, result in zip(members, results, strict=True)}
+
+
+def _refusals(answers: Answers, late: str) -> list[str]:
+    """Who refused and why, a line each; the dead refuse nothing."""
+    lines: list[str] = []
+    for tag, answer in answers.items():
+        if isinstance(answer, TimeoutError):
+            lines.append(f"{tag} {late}")
+        elif isinstance(answer, Answer) and answer.refusal is not None:
+            lines.append(f"{tag}: {answer.refusal.message}")
+    return lines
+
+
+def _alive(members: Sequence[Member], answers: Answers) -> list[Member]:
+    return [member for member in members if not isinstance(answers.get(member.tag), MemberGone)]
+
+
+def _ready(members: Sequence[Member], answers: Answers) -> list[Member]:
+    """The members that did what they were asked."""
+    found = ((member, answers.get(member.tag)) for member in members)
+    return [member for member, answer in found if isinstance(answer, Answer) and answer.refusal is None]
+
+
+async def _evict_refusing(members: Sequence[Member], answers: Answers, evict: Evict) -> None:
+    """Evict those that are alive and did not do what they were asked."""
+    done = _ready(members, answers)
+    for member in _alive(members, answers):
+        if member not in done:
+            answer = answers[member.tag]
+            reason = answer.refusal.message if isinstance(answer, Answer) and answer.refusal else "it did not answer"
+            await evict(member, reason)
+            answers[member.tag] = MemberGone(f"{member.tag} is evicted: {reason}")

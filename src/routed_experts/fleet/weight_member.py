@@ -1,0 +1,174 @@
+"""WeightMember: the weights and the admission of one replica, as the coordinator changes them.
+
+Operations run one after another, each in a thread. All are idempotent: a coordinator that was restarted repeats them.
+Event loop only."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.fleet.messages import Report
+from routed_experts.fleet.two_phase import OPEN_NEW_S, OPEN_OLD_S
+
+logger = logging.getLogger(__name__)
+
+
+class WeightedEngine(Protocol):
+    """What an engine offers for it."""
+
+    @property
+    def weight_version(self) -> int:
+        """The served version."""
+        ...
+
+    @property
+    def paused(self) -> str | None:
+        """The mode of the present pause."""
+        ...
+
+    def prepare_weights(self, path: str | Path, *, version: int) -> None:
+        """Load and check beside the served weights."""
+        ...
+
+    def commit_weights(self, version: int, *, cache: str) -> None:
+        """Swap to the prepared weights."""
+        ...
+
+    def drop_weights(self) -> None:
+        """Free the prepared weights."""
+        ...
+
+    def update_weight_version(self, version: int) -> None:
+        """Give the served weights another version."""
+        ...
+
+    def hold_admission(self) -> None:
+        """Hold new requests back."""
+        ...
+
+    def open_admission(self) -> None:
+        """End the hold."""
+        ...
+
+
+class WeightMember:
+    """`find_folder` maps a path, as an update names it, to a folder of this machine. `call_later` runs a call after
+    some seconds; what it returns can be cancelled."""
+
+    def __init__(
+        self,
+        engine: WeightedEngine,
+        *,
+        find_folder: Callable[[str], Path],
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
+    ) -> None:
+        self._engine, self._find_folder, self._call_later = engine, find_folder, call_later
+        self._lock = asyncio.Lock()
+        self._path: str | None = None  # of the served weights
+        self._prepared: tuple[int, str | None] | None = None  # version and path
+        self._held = self._is_new = False  # is_new: swapped since the hold began
+        self._timer: asyncio.TimerHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    async def report(self) -> Report:
+        """The state, once no operation runs."""
+        async with self._lock:
+            version, path = self._prepared or (None, None)
+            return Report(
+                version=self._engine.weight_version,
+                model_path=self._path,
+                prepared=version,
+                prepared_path=path,
+                held=self._held,
+                pause=self._engine.paused,
+            )
+
+    async def load(self, model_path: str | None, version: int) -> None:
+        """Serve these weights now: of a replica that starts later than an update."""
+        await self.prepare(model_path, version)
+        await self.commit(version, "flush")
+
+    async def prepare(self, model_path: str | None, version: int) -> None:
+        """Load and check weights beside the served ones; `model_path` None: none are loaded, and the served ones will
+        have another version. Raises what the engine raises."""
+        async with self._lock:
+            served = self._engine.weight_version
+            if self._prepared == (version, model_path) or served == version:
+                return
+            await self._drop()
+            if version < served:
+                text = f"version={version} is not above the served version {served}; count updates"
+                raise WeightsMismatchError(text, param="weight_version")
+            if model_path is not None:
+                await asyncio.to_thread(self._prepare, model_path, version)
+            self._prepared = version, model_path
+
+    async def hold(self) -> None:
+        """Start no request until `release`; queue them."""
+        async with self._lock:
+            if not self._held:
+                await asyncio.to_thread(self._engine.hold_admission)
+                self._held, self._is_new = True, False
+            self._open_in(OPEN_OLD_S)
+
+    async def commit(self, version: int, cache: str) -> None:
+        """Swap to the prepared weights. Raises WeightsMismatchError where these are not prepared."""
+        async with self._lock:
+            if self._engine.weight_version != version:
+                if self._prepared is None or self._prepared[0] != version:
+                    raise WeightsMismatchError(f"version={version} is not prepared here", param="weight_version")
+                _, path = self._prepared
+                if path is None:
+                    await asyncio.to_thread(self._engine.update_weight_version, version)
+                else:
+                    await asyncio.to_thread(self._commit, version, cache)
+                    self._path = path
+                self._prepared = None
+            if self._held:
+                self._is_new = True
+                self._open_in(OPEN_NEW_S)
+
+    async def release(self) -> None:
+        """Free prepared weights and end the hold."""
+        async with self._lock:
+            await self._release()
+
+    async def _release(self) -> None:
+        await self._drop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._held:
+            await asyncio.to_thread(self._engine.open_admission)
+            self._held = False
+
+    async def _drop(self) -> None:
+        if self._prepared is not None:
+            await asyncio.to_thread(self._engine.drop_weights)
+            self._prepared = None
+
+    def _prepare(self, model_path: str, version: int) -> None:
+        self._engine.prepare_weights(self._find_folder(model_path), version=version)
+
+    def _commit(self, version: int, cache: str) -> None:
+        self._engine.commit_weights(version, cache=cache)
+
+    def _open_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._call_later(seconds, self._on_silence)
+
+    def _on_silence(self) -> None:
+        self._opening = asyncio.ensure_future(self._open_alone(self._timer))
+
+    async def _open_alone(self, timer: asyncio.TimerHandle | None) -> None:
+        async with self._lock:
+            if self._timer is timer and self._held:  # nothing has come while the lock was waited for
+                which = "new" if self._is_new else "old"
+                logger.warning(
+                    "the coordinator of the fleet is silent: requests start again, with the %s weights", which
+                )
+                await self._release()

@@ -1,0 +1,325 @@
+"""The coordinator with replicas of the same event loop: who joins when, who is asked what, and what a coordinator that
+was restarted finds. No Ray, no process."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from routed_experts.fleet import coordinator as module
+from routed_experts.fleet.messages import CoordinatorLost, Refusal
+from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(module, "PROBE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "REJOIN_S", 1.0)
+    monkeypatch.setattr("routed_experts.fleet.link.RETRY_S", 0.01)
+
+
+def in_fleet(test, num_members=2):
+    async def run():
+        async with asyncio.timeout(30), local_fleet(num_members) as (world, client, links):
+            await test(world, client, links)
+
+    asyncio.run(run())
+
+
+def test_members_get_tags_and_the_status_lists_them():
+    async def test(world, client, links):
+        assert list(links) == ["r0", "r1"]
+        status = await links["r0"].call("status")
+        assert [(m.tag, m.state, m.version) for m in status.members] == [("r0", "serving", 0), ("r1", "serving", 0)]
+        assert (status.version, status.problem, status.deaths, status.num_replicas) == (0, None, 0, 2)
+
+    in_fleet(test)
+
+
+def test_an_update_reaches_all_and_the_next_one_has_the_next_version():
+    async def test(world, client, links):
+        assert await links["r0"].call("update", "a", None, "flush") == 1
+        assert await links["r1"].call("update", "b", 5, "flush") == 5
+        assert {m.engine.weight_version for m in world.members} == {5}
+        refusal = await links["r0"].call("update", "c", 5, "flush")
+        assert (refusal.status, refusal.code, refusal.param) == (400, "weights_mismatch", "weight_version")
+        assert "must be above the served version 5" in refusal.message
+
+    in_fleet(test)
+
+
+def test_a_refused_update_names_the_replica_and_changes_nothing():
+    async def test(world, client, links):
+        world.members[1].engine.refuses = True
+        refusal = await links["r0"].call("update", BAD, None, "flush")
+        assert (refusal.status, refusal.code) == (400, "weights_mismatch")
+        assert refusal.message == (
+            "refused by r1: it does not like these weights; the old weights serve on in all replicas"
+        )
+        status = await links["r0"].call("status")
+        assert status.version == 0 and {m.version for m in status.members} == {0}
+
+    in_fleet(test)
+
+
+def test_a_second_update_meanwhile_is_refused_and_the_first_one_ends():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[0])
+        first = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits)
+        refusal = await links["r1"].call("update", "b", None, "flush")
+        assert isinstance(refusal, Refusal) and (refusal.status, refusal.code) == (409, "update_in_progress")
+        held.go.set()
+        assert await first == 1
+        assert await links["r1"].call("update", "b", None, "flush") == 2
+
+    in_fleet(test)
+
+
+def test_a_replica_that_starts_later_has_the_weights_of_the_fleet_before_it_serves():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", 3, "flush")
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        assert (late.tag, late.engine.weight_version, str(late.engine.path)) == ("r2", 3, "a")
+        assert await links["r0"].call("update", "b", None, "flush") == 4
+        assert late.engine.weight_version == 4
+
+    in_fleet(test)
+
+
+def test_a_replica_that_starts_during_an_update_waits_for_it():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[0])
+        update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits)
+        late = SimulatedMember(world, "")
+        joining = asyncio.create_task(join(client, late))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not joining.done() and late.engine.weight_version == 0
+        held.go.set()
+        assert await update == 1
+        links["late"] = await joining
+        assert late.engine.weight_version == 1
+
+    in_fleet(test)
+
+
+def test_while_a_late_replica_loads_the_fleet_is_not_ready():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", None, "flush")
+        late = SimulatedMember(world, "")
+        held = await hold_prepare(late)
+        joining = asyncio.create_task(join(client, late))
+        await until(lambda: held.waits)
+        assert (await links["r0"].call("status")).problem == "r2 loads version 1"
+        held.go.set()
+        links["late"] = await joining
+        assert (await links["r0"].call("status")).problem is None
+
+    in_fleet(test)
+
+
+def test_a_dead_replica_is_counted_and_waited_for_no_longer():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[1])
+        update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits)
+        world.members[1].is_alive = False
+        assert await update == 1
+        status = await links["r0"].call("status")
+        assert [m.tag for m in status.members] == ["r0"] and status.deaths == 1
+        assert await links["r0"].call("ask", "r1", "health", 1.0, {}) is None
+
+    in_fleet(test)
+
+
+def test_a_replica_that_leaves_is_no_death():
+    async def test(world, client, links):
+        for member in world.members:
+            member.operations = None  # not asked again
+        client.coordinator._members["r1"].is_leaving = True
+        world.members[1].is_alive = False
+        await until(lambda: list(client.coordinator._members) == ["r0"])
+        assert client.coordinator._deaths == 0
+
+    in_fleet(test)
+
+
+def test_a_coordinator_without_replicas_ends_after_a_time(monkeypatch):
+    monkeypatch.setattr(module, "ABANDONED_S", 0.05)
+
+    async def test(world, client, links):
+        ended = []
+        client.coordinator._on_abandoned = lambda: ended.append(True)
+        world.members[0].is_alive = False
+        await until(lambda: list(client.coordinator._members) == ["r1"])
+        await asyncio.sleep(0.1)
+        assert not ended
+        world.members[1].is_alive = False
+        await until(lambda: ended)
+
+    in_fleet(test)
+
+
+def test_a_flush_holds_all_replicas_and_needs_all_of_them_idle():
+    async def test(world, client, links):
+        assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+        flushed = []
+        for member, link in zip(world.members, links.values(), strict=True):
+            operations = dict(link._operations)
+            operations["is_idle"] = lambda member=member: idle(member.tag == "r0")
+
+            async def flush(drafts, member=member):
+                flushed.append(member.tag)
+
+            operations["flush"] = flush
+            link._operations = operations
+        refusal = await links["r0"].call("flush", drafts=False)
+        assert (refusal.code, refusal.message) == (
+            "requests_running",
+            "requests run on r1; try again when they have ended",
+        )
+        assert flushed == [] and not any(member.engine.held for member in world.members)
+
+    async def idle(value):
+        return value
+
+    in_fleet(test)
+
+
+def test_without_a_coordinator_calls_fail_and_the_next_one_learns_everything():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", 4, "flush")
+        client.die()
+        with pytest.raises(CoordinatorLost):
+            await links["r0"].call("status")
+        client.start(was_restarted=True)
+        await until(lambda: not client.coordinator._is_recovering)
+        status = await links["r0"].call("status")
+        assert ([m.tag for m in status.members], status.version, status.problem) == (["r0", "r1"], 4, None)
+        assert await links["r0"].call("update", "b", None, "flush") == 5
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        assert late.tag == "r2" and str(late.engine.path) == "b"
+
+    in_fleet(test)
+
+
+def test_a_coordinator_that_dies_during_the_load_leaves_the_old_weights_and_nothing_prepared():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[0])
+        update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits and world.members[1].engine.prepared is not None)
+        client.die()
+        update.cancel()
+        client.start(was_restarted=True)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert client.coordinator._is_recovering, "r0 still loads, and tells nothing before it has ended"
+        refusal = await links["r1"].call("update", "b", None, "flush")
+        assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
+        assert "waits for the replicas" in (await links["r1"].call("status")).problem
+        held.go.set()
+        await until(lambda: not client.coordinator._is_recovering)
+        assert all((m.engine.weight_version, m.engine.prepared) == (0, None) for m in world.members)
+        assert await links["r1"].call("update", "b", None, "flush") == 1
+
+    in_fleet(test)
+
+
+def test_a_split_is_healed_to_the_highest_version():
+    async def test(world, client, links):
+        client.die()
+        await world.members[1].weights.load("b", 2)
+        client.start(was_restarted=True)
+        await until(lambda: client.coordinator is not None and not client.coordinator._is_recovering)
+        assert [(m.engine.weight_version, str(m.engine.path)) for m in world.members] == [(2, "b"), (2, "b")]
+        assert (await links["r0"].call("status")).version == 2
+
+    in_fleet(test)
+
+
+def test_a_member_that_comes_back_late_is_healed_by_itself():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", None, "flush")
+        links["r1"]._loop_task.cancel()  # cut off
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: not client.coordinator._is_recovering)
+        assert await links["r0"].call("update", "b", None, "flush") == 2
+        assert world.members[1].engine.weight_version == 1
+        links["r1"].start()
+        await until(lambda: world.members[1].engine.weight_version == 2)
+        assert str(world.members[1].engine.path) == "b" and world.evicted == []
+
+    in_fleet(test)
+
+
+def test_a_pause_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
+    async def test(world, client, links):
+        await links["r0"].call("set_pause", "in_place")
+        for member in world.members:
+            member.engine.paused = "in_place"
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: not client.coordinator._is_recovering)
+        joined = await client.call(
+            "join", None, await world.members[0].weights.report(), [world.members[0]], timeout_s=5
+        )
+        assert joined.pause == "in_place"
+
+    in_fleet(test)
+
+
+def test_an_error_of_an_operation_is_a_sentence_and_ends_nothing(caplog):
+    async def test(world, client, links):
+        async def broken():
+            raise RuntimeError("secret")
+
+        links["r1"]._operations = {**links["r1"]._operations, "abort": lambda rid: broken()}
+        answers = await links["r0"].call("ask_all", "abort", 1.0, {"rid": None})
+        assert answers["r0"].value == 0 and answers["r1"].refusal.code == "internal_error"
+        assert "secret" not in answers["r1"].refusal.message
+        answers = await links["r0"].call("ask_all", "dance", 1.0, {})
+        assert "has no operation dance" in answers["r0"].refusal.message
+        assert await links["r0"].call("update", "a", None, "flush") == 1
+
+    in_fleet(test)
+
+
+def test_an_answer_that_does_not_come_is_a_timeout_of_that_replica_alone():
+    async def test(world, client, links):
+        links["r1"]._loop_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await links["r1"]._loop_task
+        answers = await links["r0"].call("ask_all", "health", 0.5, {})
+        assert answers["r0"].value["state"] == "serving"
+        assert (answers["r1"].refusal.status, answers["r1"].refusal.code) == (504, "replica_timeout")
+        assert [m.state for m in (await links["r0"].call("status")).members] == ["serving", "unreachable"]
+
+    in_fleet(test)
+
+
+class Held:
+    """The load of a member that waits until `go` is set."""
+
+    def __init__(self):
+        self.go, self.waits = asyncio.Event(), False
+
+
+async def hold_prepare(member):
+    held, prepare = Held(), member.weights._prepare
+    loop = asyncio.get_running_loop()
+
+    async def wait():
+        held.waits = True
+        await held.go.wait()
+
+    def slow(path, version):
+        asyncio.run_coroutine_threadsafe(wait(), loop).result(20)
+        prepare(path, version)
+
+    member.weights._prepare = slow
+    return held

@@ -1,0 +1,140 @@
+"""Parts of the gate: merged metrics, summed counts, ids, and how several refusals become one error."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from routed_experts.fleet.gate import _MADE_ID, RequestIds, _values, fleet_table, request_id_maker, sum_stats
+from routed_experts.fleet.link import Link
+from routed_experts.fleet.messages import Answer, Refusal
+from routed_experts.fleet.metrics_text import fleet_metrics, merge
+from routed_experts.server.app import TABLE
+from routed_experts.server.errors import ApiError
+
+TEXT = """# HELP x_total Things, with "quotes" and {braces}
+# TYPE x_total counter
+x_total 3.0
+# HELP y A gauge
+# TYPE y gauge
+y{state="a",text="b\\"c}d"} 1.5e-07
+y{state="b"} NaN
+# HELP h A histogram
+# TYPE h histogram
+h_bucket{le="0.1"} 1.0
+h_bucket{le="+Inf"} 2.0
+h_count 2.0
+h_sum 0.5
+"""
+
+
+def test_metrics_of_two_replicas_are_each_series_once_with_its_replica():
+    merged = merge({"r0": TEXT, "r1": TEXT.replace("3.0", "4.0") + "# HELP z New\n# TYPE z gauge\nz 1.0\n"})
+    families = {family.name: family for family in text_string_to_metric_families(merged)}
+    assert list(families) == ["x", "y", "h", "z"]
+    assert [(s.labels, s.value) for s in families["x"].samples] == [({"replica": "r0"}, 3.0), ({"replica": "r1"}, 4.0)]
+    assert families["y"].samples[0].labels == {"replica": "r0", "state": "a", "text": 'b"c}d'}
+    assert families["y"].samples[0].value == 1.5e-07 and len(families["h"].samples) == 8
+    assert merged.count("# TYPE y gauge") == merged.count("# HELP y A gauge") == 1
+
+
+def test_metrics_of_the_fleet_parse_and_count():
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(fleet_metrics(["serving", "paused", "serving"], 7, 2))
+    }
+    states = {s.labels["state"]: s.value for s in families["routed_experts_fleet_replicas"].samples}
+    assert states == {"serving": 2.0, "paused": 1.0}
+    assert families["routed_experts_fleet_weight_version"].samples[0].value == 7.0
+    assert families["routed_experts_replica_deaths"].samples[0].value == 2.0
+    assert 'state="serving"} 0' in fleet_metrics([], 0, 0)
+
+
+def counts(seed, windows):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 50, 2)
+    array = np.stack([np.full((3, 4), n) for n in tokens])  # top-4 of 4 experts: every token chooses all
+    return {
+        "counts": array.astype(np.int64),
+        "num_tokens": tokens.astype(np.int64),
+        "windows": np.stack([array] * windows).astype(np.int32) if windows else np.zeros((0, 2, 3, 4), np.int32),
+        "layer_ids": (1, 2, 3),
+        "top_k": 4,
+    }
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (1, 0), (3, 2)])
+def test_expert_counts_of_replicas_add_up(windows):
+    parts = [counts(seed, number) for seed, number in enumerate(windows)]
+    stats = sum_stats(parts)
+    assert (stats.counts == parts[0]["counts"] + parts[1]["counts"]).all()
+    assert (stats.num_tokens == parts[0]["num_tokens"] + parts[1]["num_tokens"]).all()
+    assert len(stats.windows) == max(windows)
+    newest = [part["windows"][-1] for part in parts if len(part["windows"])]
+    assert not newest or (stats.windows[-1] == sum(newest)).all()
+
+
+def test_counts_of_nobody_are_unavailable():
+    with pytest.raises(ApiError, match="no replica has answered") as caught:
+        sum_stats([])
+    assert caught.value.status == 503
+
+
+def refused(code, message="no", status=400):
+    return Answer(refusal=Refusal(status=status, code=code, message=message))
+
+
+def test_several_answers_are_one_or_a_list():
+    assert _values({"r0": Answer(1), "r1": Answer(2)}) == [1, 2]
+    with pytest.raises(ApiError) as caught:
+        _values({"r0": refused("a"), "r1": refused("a")})
+    assert (caught.value.status, caught.value.code) == (400, "a")
+    with pytest.raises(ApiError) as caught:
+        _values({"r0": Answer(1), "r1": refused("a", "it is ill"), "r2": refused("b", "it is late")})
+    assert (caught.value.status, caught.value.code) == (502, "replicas_disagree")
+    assert str(caught.value) == "not done on r1: it is ill; r2: it is late; done on r0; repeat the call"
+
+
+def test_every_id_that_a_replica_makes_names_it():
+    make = request_id_maker("r12")
+    for prefix in ("", "chatcmpl-", "cmpl-", "score-"):
+        assert _MADE_ID.fullmatch(prefix + make())[1] == "r12" and len(prefix + make()) <= 64
+    for other in ("r1", "mine-r1-7", "r1-" + "g" * 32, "x" * 64):
+        assert _MADE_ID.fullmatch(other) is None
+
+
+def test_the_table_of_a_fleet_has_the_routes_and_rights_of_the_servers():
+    link = Link(None, handle=None, report=None, operations={})
+    table = fleet_table(link, update_s=1.0)
+    keep = [(entry.path, entry.methods, entry.body, entry.admin, entry.query, entry.etag) for entry in table]
+    assert keep == [(entry.path, entry.methods, entry.body, entry.admin, entry.query, entry.etag) for entry in TABLE]
+    changed = {entry.path for entry, own in zip(table, TABLE, strict=True) if entry.handler is not own.handler}
+    assert changed >= {entry.path for entry in TABLE if entry.admin}, "what an admin changes concerns all replicas"
+    assert "/generate" not in changed and "/health/live" not in changed
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        (b"01234567-89ab-4cde-8f01-23456789abcd", False),  # as Serve makes them
+        (b"mine", True),
+        (b"0123456789abcdef0123456789abcdef", True),
+    ],
+)
+def test_an_id_that_serve_made_is_no_id_of_the_client(sent, kept):
+    seen, messages = [], []
+
+    async def app(scope, receive, send):
+        seen.extend(scope["headers"])
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"x-request-id", b"ours"), (b"a", b"b")]}
+        )
+
+    async def send(message):
+        messages.append(message)
+
+    scope = {"type": "http", "headers": [(b"host", b"x"), (b"x-request-id", sent)]}
+    asyncio.run(RequestIds(app)(scope, None, send))
+    assert ((b"x-request-id", sent) in seen) is kept and (b"host", b"x") in seen
+    assert messages[0]["headers"] == [(b"a", b"b")], "Serve adds its own"

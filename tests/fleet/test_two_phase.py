@@ -1,0 +1,269 @@
+"""The two phases of a weight update with every crash point: no request ever starts with older weights than one before
+it, and whatever dies, what is left serves one version. No Ray, no process, no clock."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from routed_experts.fleet import two_phase, weight_member
+from support.fleet_simulation import BAD, CoordinatorDied, World
+
+OLD, NEW = 0, 1
+
+
+@pytest.fixture(autouse=True)
+def inline_threads(monkeypatch):
+    """Threads of the standard library run at once, so that events have numbers."""
+
+    async def inline(function, *arguments, **keywords):
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(weight_member.asyncio, "to_thread", inline)
+
+
+async def update(world, path="new", version=NEW):
+    decided = []
+    try:
+        await two_phase.update(
+            world.living,
+            model_path=path,
+            version=version,
+            cache="flush",
+            prepare_s=1.0,
+            evict=world.evict,
+            on_decided=lambda: decided.append(version),
+        )
+    finally:
+        world.observe()
+    return decided
+
+
+async def heal(world):
+    found = await two_phase.heal(await world.reports(), world.living, prepare_s=1.0, evict=world.evict)
+    world.observe()
+    return found
+
+
+def num_events(**options):
+    world = World(**options)
+    asyncio.run(update(world))
+    return world.num_events
+
+
+EVENTS = num_events()
+
+
+def test_an_update_without_faults_moves_all_members_once():
+    world = World()
+    assert asyncio.run(update(world)) == [NEW]
+    assert EVENTS == 3 * 2 * 4, "prepare, hold, commit, release, before and after, of three members"
+    world.check_order()
+    world.check_whole(NEW)
+    assert {version for _, version in world.admissions} == {OLD, NEW} and world.evicted == []
+    assert all(timer.is_cancelled for member in world.members for timer in member.timers)
+
+
+@pytest.mark.parametrize("event", range(EVENTS))
+def test_a_member_may_die_at_every_event(event):
+    world = World(kill_at=event)
+    asyncio.run(update(world))
+    assert len(world.living) == 2 and world.evicted == []
+    world.check_order()
+    world.check_whole(NEW)
+
+
+@pytest.mark.parametrize("delivers_rest", [False, True])
+@pytest.mark.parametrize("event", range(EVENTS))
+def test_the_coordinator_may_die_at_every_event(event, delivers_rest):
+    """The next one heals what it finds: nothing has moved before the first swap, and everything does after it."""
+    world = World(end_coordinator_at=event, delivers_rest=delivers_rest)
+
+    async def run():
+        with pytest.raises(CoordinatorDied):
+            await update(world)
+        world.restart_coordinator()
+        served = [member.engine.weight_version for member in world.living]
+        version, path = await heal(world)
+        assert (version, path) == ((NEW, "new") if NEW in served else (OLD, None))
+        return version
+
+    version = asyncio.run(run())
+    assert len(world.living) == 3 and world.evicted == []
+    world.check_order()
+    world.check_whole(version)
+
+
+@pytest.mark.parametrize("event", range(EVENTS))
+def test_a_member_may_die_at_every_event_of_the_healing_after_every_death_of_the_coordinator(event):
+    for second in range(EVENTS):
+        world = World(end_coordinator_at=event)
+
+        async def run(world=world, second=second):
+            with pytest.raises(CoordinatorDied):
+                await update(world)
+            world.restart_coordinator()
+            world.kill_at = world.num_events + second
+            await heal(world)
+
+        asyncio.run(run())
+        world.check_order()
+        world.check_whole()
+
+
+@pytest.mark.parametrize("event", range(EVENTS))
+def test_a_second_coordinator_may_die_while_it_heals(event):
+    for second in range(EVENTS):
+        world = World(end_coordinator_at=event)
+
+        async def run(world=world, second=second):
+            with pytest.raises(CoordinatorDied):
+                await update(world)
+            world.restart_coordinator(end_at=world.num_events + second)
+            try:
+                await heal(world)
+            except CoordinatorDied:
+                world.restart_coordinator()
+                await heal(world)
+
+        asyncio.run(run())
+        assert len(world.living) == 3
+        world.check_order()
+        world.check_whole()
+
+
+@pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1, 2)])
+def test_one_refusal_leaves_all_with_the_old_weights_and_names_who(refusing):
+    world = World()
+    for number in refusing:
+        world.members[number].engine.refuses = True
+    with pytest.raises(two_phase.UpdateRefused) as caught:
+        asyncio.run(update(world, BAD))
+    assert str(caught.value) == "; ".join(f"r{number}: it does not like these weights" for number in refusing)
+    world.check_whole(OLD)
+    assert {version for _, version in world.admissions} == {OLD}
+    asyncio.run(update(world, "good"))
+    world.check_order()
+    world.check_whole(NEW)
+
+
+@pytest.mark.parametrize("phase", ["prepare", "hold"])
+def test_a_member_that_is_late_before_the_swap_stops_the_update(phase):
+    world = World()
+    late = world.members[1]
+    call = late.call
+
+    async def slow(operation, **arguments):
+        if operation == phase:
+            raise TimeoutError
+        return await call(operation, **arguments)
+
+    late.call = slow
+    with pytest.raises(two_phase.UpdateRefused, match=r"r1 has not (loaded|held)"):
+        asyncio.run(update(world))
+    world.check_whole(OLD)
+    assert {version for _, version in world.admissions} == {OLD} and world.evicted == []
+
+
+@pytest.mark.parametrize("fault", ["late", "refuses"])
+def test_a_member_that_does_not_swap_is_evicted_before_another_opens(fault):
+    """Alone, it would start requests with old weights after others have started some with new ones."""
+    world = World()
+    stuck = world.members[1]
+    call = stuck.call
+
+    async def wrong(operation, **arguments):
+        if operation == "commit":
+            if fault == "late":
+                raise TimeoutError
+            await stuck.weights.release()  # its hold was over: it has dropped what was prepared, and serves
+            world.observe()
+        return await call(operation, **arguments)
+
+    stuck.call = wrong
+    asyncio.run(update(world))
+    assert [tag for tag, _ in world.evicted] == ["r1"] and not stuck.is_alive
+    world.check_order()
+    world.check_whole(NEW)
+
+
+def test_members_that_hear_nothing_open_by_themselves_the_old_before_the_new():
+    """The coordinator dies between two swaps and nobody restarts it: requests are held for a bounded time."""
+    world = World(end_coordinator_at=EVENTS // 2 + 3)  # the first has swapped
+
+    async def run():
+        with pytest.raises(CoordinatorDied):
+            await update(world)
+        assert sorted(member.engine.weight_version for member in world.members) == [OLD, OLD, NEW]
+        assert all(member.engine.held for member in world.members)
+        due = {member.engine.weight_version: member.timers[-1].seconds for member in world.members}
+        assert due[OLD] < two_phase.COMMIT_S < due[NEW]
+        for member in world.members:
+            await member.silence()
+        assert not any(member.engine.held or member.engine.prepared for member in world.members)
+        world.restart_coordinator()
+        assert await heal(world) == (NEW, "new")  # and one that comes later still brings them together
+
+    asyncio.run(run())
+    world.check_whole(NEW)
+
+
+def test_a_clock_that_is_due_during_the_swap_opens_nothing():
+    """It would start requests before all others have swapped."""
+    world = World(1)
+    (member,) = world.members
+    swap = member.engine.commit_weights
+
+    def swap_late(version, *, cache):
+        member.timers[-1].call()
+        swap(version, cache=cache)
+
+    member.engine.commit_weights = swap_late
+
+    async def run():
+        await member.weights.prepare("new", NEW)
+        await member.weights.hold()
+        await member.weights.commit(NEW, "flush")
+        await member.weights._opening
+        assert member.engine.held and not member.timers[-1].is_cancelled
+        await member.weights.release()
+
+    asyncio.run(run())
+    assert all(timer.is_cancelled for timer in member.timers) and not member.engine.held
+
+
+def test_a_new_version_of_the_same_weights_takes_the_same_way():
+    world = World()
+    asyncio.run(update(world))
+    asyncio.run(update(world, None, 7))
+    world.check_order()
+    world.check_whole(7)
+    reports = asyncio.run(world.reports())
+    assert {(report.version, report.model_path) for report in reports.values()} == {(7, "new")}
+
+
+def test_operations_may_be_repeated():
+    world = World(1)
+    (member,) = world.members
+
+    async def run():
+        for _ in range(2):
+            await member.weights.prepare("new", NEW)
+        for _ in range(2):
+            await member.weights.hold()
+        for _ in range(2):
+            await member.weights.commit(NEW, "flush")
+        await member.weights.prepare("new", NEW)  # it serves them
+        for _ in range(2):
+            await member.weights.release()
+        return await member.weights.report()
+
+    report = asyncio.run(run())
+    assert dataclasses.asdict(report) == {
+        "version": NEW,
+        "model_path": "new",
+        "prepared": None,
+        "prepared_path": None,
+        "held": False,
+        "pause": None,
+    }
