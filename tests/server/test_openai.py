@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 
+from routed_experts import extract_routed_experts_from_meta_info
 from support.engines import letter_bias
 from support.http_server import parse_error, stream
 

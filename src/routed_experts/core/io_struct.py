@@ -13,7 +13,6 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
 
-
 AnySamplingParams = SamplingParams | Mapping[str, object]
 
 

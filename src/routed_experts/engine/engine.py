@@ -286,8 +286,8 @@ class Engine:
         routed_experts_stream: bool | None = None,
         routed_experts_include_last: bool | None = None,
     ) -> Result | Iterator[dict[str, object]]:
-        """Generate for one prompt (returns a dict) or many (a list of dicts, in order; n > 1 gives n a prompt). What may
-        be a sequence then has one value a prompt. Equal prompts with the same seed have the same answer.
+        """Generate for one prompt (returns a dict) or many (a list of dicts, in order; n > 1 gives n a prompt). What
+        may be a sequence then has one value a prompt. Equal prompts with the same seed have the same answer.
 
         Each dict holds `text`, `output_ids` and `meta_info`. With `stream` it returns an iterator of cumulative dicts;
         closing it aborts. With `return_routed_experts`, meta_info holds `routed_experts` for the S-1 tokens that were

@@ -10,7 +10,7 @@ import msgspec
 class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options for returned routed experts, on every route that generates."""
 
-    routed_experts_start_len: int | None = None
+    routed_experts_start_len: int | list[int] | None = None
     routed_experts_prompt_start: int | None = None
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None

@@ -59,7 +59,8 @@ class InputProcessor:
         length, and is cut to what fits; `routing` replaces unset routing options; `stream_interval_s` is the least time
         between two outputs of a stream. Raises InvalidRequestError or a subclass, and QueueFullError."""
         prompts = list(self._prompts(request))
-        calls = split_by_prompt(request, len(prompts))
+        is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
+        calls = split_by_prompt(request, len(prompts), is_batch=is_batch)
         params = [_sampling_params(call) for call in calls]
         counts = [1 if own.n is None else int(own.n) for own in params]
         self._check_num_requests(counts)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 
@@ -28,13 +29,17 @@ _OF_ROWS = (
 )
 
 
-def split_by_prompt(request: GenerateReqInput, num_prompts: int) -> list[GenerateReqInput]:
-    """The call as each of its prompts sees it, without lists in the fields of PER_PROMPT. Raises InvalidRequestError
-    for a list of another length, and for a request id that occurs twice."""
+def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bool) -> list[GenerateReqInput]:
+    """The call as each of its prompts sees it, without lists in the fields of PER_PROMPT. `is_batch`: prompts are a
+    list, too. Raises InvalidRequestError for a list of another length, or beside a single prompt, and for a request id
+    that occurs twice."""
     lists: dict[str, Sequence[Any]] = {}
     for name in PER_PROMPT:
         value = getattr(request, name)
         if isinstance(value, list | tuple):
+            if not is_batch:
+                text = f"{PARAM}={short_repr(cast('object', value))} is a list, and the prompt is not; give one value"
+                raise InvalidRequestError(text, param=name)
             lists[name] = cast("Sequence[Any]", value)
             if len(lists[name]) != num_prompts:
                 text = f"{PARAM} has {len(lists[name])} values for {num_prompts} prompts"
