@@ -99,7 +99,7 @@ class Replica:
                 await operations.pause(joined.pause)
         except RoutedExpertsError as error:
             with contextlib.suppress(CoordinatorLost):
-                await client.call("failed", to_refusal(error), isinstance(error, MachineError), timeout_s=10.0)
+                await client.call("failed", to_refusal(error), isinstance(error, MachineError), timeout_s=30.0)
             raise
         table = fleet_table(link, update_s=settings.weight_update_timeout)
         app, self._middleware = make_app(

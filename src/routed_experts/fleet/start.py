@@ -28,6 +28,7 @@ from routed_experts.server.limits import ServerSettings
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 SHUTDOWN_MARGIN_S = 5.0
 _WATCH_S = 1.0
+_REASON_TRIES = 10
 _CALL_S = 10.0
 _SERVE_LOGS = MappingProxyType({"enable_access_log": False, "log_level": "WARNING"})  # a line a request is the server's
 _PROXY_S, _PROXY_RETRY_S = 60.0, 0.2
@@ -253,6 +254,10 @@ class Fleet:
                 raise MachineError(f"{text}; raise it, or look into Ray's logs")
         self._raise_failure(self._coordinator)
         if failed:
+            pause = threading.Event()
+            for _ in range(_REASON_TRIES):  # what a replica tells the coordinator may come after Serve's own error
+                pause.wait(_WATCH_S)
+                self._raise_failure(self._coordinator)
             text = " ".join(str(failed[0]).split())[:300]
             raise MachineError(f"the replicas did not start ({text}); look into Ray's logs") from failed[0]
         return True
