@@ -257,8 +257,14 @@ class Engine:
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
             num_ranks=args.dp_size,
+            no_grammar=None if group is None else "its followers sample before the mask of a step is known",
         )
-        self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
+        self.input_processor = InputProcessor(
+            limits,
+            self._tokenizer,
+            random_seed=args.random_seed,
+            before_grammar=components.core.runner.compile_masked,
+        )
         self._rollouts = RolloutControl(context, self.input_processor)
         self.compiles.start_serving()
 

@@ -107,6 +107,10 @@ class Tokenizer:
         """Characters of the longest token as the vocabulary writes it; those of a byte-level one are bytes."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
+    def to_json(self) -> str:
+        """The tokenizer as its tokenizer.json has it."""
+        return self._backend.to_str()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text; ids beyond the vocabulary (a padded embedding) have no text."""
         for token_id in token_ids:
