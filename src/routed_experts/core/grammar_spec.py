@@ -18,7 +18,7 @@ from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, InvalidRequestError
 
 MAX_GRAMMAR_CHARS = 1 << 18  # of a schema as compact JSON, of a regular expression, of a grammar
-MAX_GRAMMAR_DEPTH = 64  # nested objects and lists of a schema, open brackets of a regular expression or grammar
+MAX_GRAMMAR_DEPTH = 48  # nested objects and lists of a schema, open brackets of a regular expression or grammar
 MAX_CHOICES_TEXT = 4096  # of a list of choices
 JSON, REGEX, GRAMMAR, CHOICE = "json", "regex", "grammar", "choice"
 KINDS = (JSON, REGEX, GRAMMAR, CHOICE, "json_object")
@@ -146,7 +146,7 @@ class GrammarSpec:
         if schema is None:
             text = 'lacks json_schema.schema; send {"type": "json_schema", "json_schema": {"name": .., "schema": ..}}'
             _refuse(param, text)
-        return GrammarSpec.json_schema(schema, param=f"{param}.json_schema.schema")
+        return GrammarSpec.json_schema(schema, param=param)
 
 
 class GrammarState(Protocol):

@@ -240,6 +240,17 @@ class SamplingParams:
         )
 
 
+def asks_for_grammar(params: object) -> bool:
+    """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output.
+    Malformed ones do not: they are refused where they are read."""
+    if isinstance(params, SamplingParams):
+        return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
+    if isinstance(params, Mapping):
+        names = (*GRAMMAR_FIELDS, *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS))
+        return any(params.get(name) is not None for name in names)
+    return isinstance(params, list | tuple) and any(map(asks_for_grammar, params))
+
+
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
