@@ -34,15 +34,15 @@ LIMITS = {
 class LLCompiledGrammar:
     """A CompiledGrammar: a matcher at its start, which each sequence copies."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], *, forces: bool) -> None:
-        self._matcher, self._eos_token_ids, self._forces = matcher, eos_token_ids, forces
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self._eos_token_ids = matcher, eos_token_ids
         self._lock = threading.Lock()
 
     def start(self) -> LLGrammarState:
         """The state of a new sequence."""
         with self._lock:
             matcher = self._matcher.deep_copy()
-        return LLGrammarState(matcher, self._eos_token_ids, forces=self._forces)
+        return LLGrammarState(matcher, self._eos_token_ids)
 
 
 class GrammarCompiler:
@@ -89,7 +89,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._vocabulary, _source_of(llguidance, spec), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(spec, matcher.get_error())
-        compiled = LLCompiledGrammar(matcher, self._eos_token_ids, forces=self._vocabulary.is_canonical)
+        compiled = LLCompiledGrammar(matcher, self._eos_token_ids)
         error = _first_mask_error(compiled, self._vocab_size)
         if error is not None:
             raise _refusal(spec, error)

@@ -9,10 +9,10 @@ _MAX_ERROR_CHARS = 300
 
 
 class LLGrammarState:
-    """A GrammarState. `forces` False: no text is forced, as it is not known how the tokenizer would split it."""
+    """A GrammarState."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], *, forces: bool) -> None:
-        self._matcher, self._eos_token_ids, self._forces = matcher, eos_token_ids, forces
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self._eos_token_ids = matcher, eos_token_ids
         self._is_complete, self._error = False, _error_of(matcher)
         self._end_words = _bits(eos_token_ids)
 
@@ -37,7 +37,7 @@ class LLGrammarState:
 
     def forced_tokens(self) -> tuple[int, ...]:
         """The tokens that follow whatever is sampled; empty where there is a choice."""
-        if not self._forces or self._is_complete or self._error is not None:
+        if self._is_complete or self._error is not None:
             return ()
         tokens = self._matcher.compute_ff_tokens()
         if not tokens:

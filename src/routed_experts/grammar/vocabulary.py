@@ -1,19 +1,17 @@
 """The vocabulary of a model as llguidance needs it: the bytes of every token, the end tokens, a tokeniser of text.
 
-llguidance reads the tokenizer's own JSON where it can: byte-level ones, and those with a byte fallback. Then it also
-knows which tokens the text would be split into, and forced text is fed as these. Of any other tokenizer it gets the
-bytes of each token, and nothing is forced. Special tokens are never text: a schema that names "<|end|>" means its
-characters. Ids that only the padding of the model's vocabulary has, or that the model lacks, may never follow. Dims: V
-vocabulary of the model."""
+llguidance could read a tokenizer.json itself, but then takes text that spells a special token for that token, and a
+schema with the text "<|im_end|>" cannot be followed. So it gets each token's bytes, as streams decode them, and text
+is split by the checkpoint's own tokenizer without its special tokens: forced text is fed as a prompt with this text
+would be. Text that the tokenizer changes (normalises) is split into the longest tokens instead. Ids that only the
+padding of the model's vocabulary has, or that the model lacks, may never follow. Dims: V vocabulary of the model."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.installation import import_optional
 
-logger = logging.getLogger(__name__)
 PURPOSE = "structured output"
 
 
@@ -25,8 +23,8 @@ class VocabularySource(Protocol):
         """Ids are below it."""
         ...
 
-    def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it."""
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of running text, in which special tokens that are spelled out stay text."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -51,14 +49,8 @@ def build_vocabulary(source: VocabularySource, vocab_size: int, eos_token_ids: S
     if not ends:
         text = f"{PARAM} needs a model with an end token, and this one names none; set eos_token_id in its config.json"
         raise InvalidRequestError(text, param="structured_outputs", code="grammar_unsupported")
-    if source.vocab_size <= vocab_size:
-        try:
-            return llguidance.LLTokenizer(source.to_json(), n_vocab=vocab_size, eos_token=ends)
-        except Exception as error:  # the library raises ValueError, and may panic, for a tokenizer that it cannot read
-            logger.info("llguidance takes this tokenizer by its tokens; nothing is forced: %s", error)
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_TokenList(source, vocab_size, ends)), n_vocab=vocab_size, eos_token=ends
-    )
+    tokens = llguidance.TokenizerWrapper(_TokenList(source, vocab_size, ends))
+    return llguidance.LLTokenizer(tokens, n_vocab=vocab_size, eos_token=ends)
 
 
 class _TokenList:
@@ -67,28 +59,33 @@ class _TokenList:
     def __init__(self, source: VocabularySource, vocab_size: int, ends: Sequence[int]) -> None:
         known = min(source.vocab_size, vocab_size)
         self.eos_token_id, self.bos_token_id = ends[0], None
-        self.special_token_ids = sorted({*filter(source.is_special, range(known)), *ends})
-        special = set(self.special_token_ids)
-        texts = [b"" if token in special else source.token_bytes(token) for token in range(known)]
-        texts += [b""] * (vocab_size - known)
-        for token in special:
-            texts[token] = b"\xff<%d>" % token  # no UTF-8: no text has it
+        special = {*filter(source.is_special, range(known)), *ends}
+        self.special_token_ids = sorted(special)
+        texts = [source.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
         self.tokens = texts
-        self._longest = max(map(len, texts))
+        self._source = source
         self._ids = {text: token for token, text in enumerate(texts) if text and token not in special}
+        self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Split text into the longest tokens. Tokenizers differ from this; so nothing is forced."""
-        data = text.encode() if isinstance(text, str) else text
+    def __call__(self, text: str) -> list[int]:
+        """Ids of running text."""
+        if not isinstance(text, str):
+            raise TypeError("text, not bytes: so the wrapper is told which of them it may send")
+        data = text.encode()
+        ids = self._source.encode_plain(text)
+        if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        return self._split(data)
+
+    def _split(self, data: bytes) -> list[int]:
+        """Split text into the longest tokens, up to a byte that no token has."""
         ids: list[int] = []
         at = 0
         while at < len(data):
-            for size in range(min(self._longest, len(data) - at), 0, -1):
-                token = self._ids.get(data[at : at + size])
-                if token is not None:
-                    ids.append(token)
-                    at += size
-                    break
-            else:
-                at += 1  # no token has this byte
+            longest = min(self._longest, len(data) - at)
+            size = next((size for size in range(longest, 0, -1) if data[at : at + size] in self._ids), None)
+            if size is None:
+                break
+            ids.append(self._ids[data[at : at + size]])
+            at += size
         return ids
