@@ -336,7 +336,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
         def fall(*_):
             raise MemoryError("the device is out of memory at 0x7f00deadbeef in /root/secret/file.py")
 
-        opened.components.core.ranks[0].schedule = fall
+        opened.components.core.ranks[0].choose = fall
         response = http.post("/generate", json={"text": "a"})
         error = parse_error(response, 503)
         assert error["code"] == "engine_dead" and "0x7f00" not in error["message"] and "/root" not in error["message"]
