@@ -255,7 +255,12 @@ def test_ids_of_a_chat_prompt_stand_where_vllm_has_them(engine, server):
     assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None, "null, as clients of vLLM expect"
     plain = completion(server)["choices"][0]
     assert plain["prompt_token_ids"] is plain["token_ids"] is plain["prompt_logprobs"] is None
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "return_token_ids": True}
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     for path, fields in (
         ("/v1/chat/completions", body),
         ("/v1/completions", {**body, "messages": None, "prompt": "a"}),
