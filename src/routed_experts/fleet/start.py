@@ -169,7 +169,7 @@ class Fleet:
         proxy = next((member.details["proxy"] for member in status.members if "proxy" in member.details), "?")
         self._on_phase("replicas", f"{len(status.members)} of {settings.num_replicas}")
         url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-        return Ready(url, f"{len(status.members)} replicas · weight version {status.version} · {proxy}")
+        return Ready(url, f"{len(status.members)} replicas · weight version {status.version.label} · {proxy}")
 
     def wait(self) -> bool:
         """Wait for `stop`; False where the fleet has ended without it."""

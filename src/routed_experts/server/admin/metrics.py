@@ -168,8 +168,12 @@ class _EngineCollector(Collector):
         yield _by_label(CounterMetricFamily, "compilations", "Programs compiled by this process", "phase", programs)
         phases = {phase.name: phase.seconds for phase in self._engine.phases}
         yield _by_label(GaugeMetricFamily, "startup_seconds", "Time of start-up by phase", "phase", phases)
-        version = {str(stats.weight_version): 1}
-        yield _by_label(GaugeMetricFamily, "weight_version_info", "Served weights", "weight_version", version)
+        version = {stats.weight_version: 1}
+        yield _by_label(
+            GaugeMetricFamily, "weight_version_info", "Label of the served weights", "weight_version", version
+        )
+        text = "Updates of the weights, or of their label; rows have this count"
+        yield GaugeMetricFamily("weight_update_count", text, value=float(stats.update_count))
         for name, value in _compat_gauges(self._compat, stats, usage).items():
             yield GaugeMetricFamily(name, "The same value under the name of the other server", value=float(value))
 
