@@ -135,8 +135,8 @@ class Coordinator:
             tag = f"r{self._next_tag}"
             self._next_tag += 1
             self._add(tag, handle[0])
-            if self._version.update_count == 0 and not self._syncing:
-                self._version = report.version  # all replicas start with the same weights
+            if self._version.update_count == report.version.update_count == 0:
+                self._version = report.version  # all replicas start with the same weights, under one label
             if report.version.update_count != self._version.update_count:
                 self._syncing.add(tag)
             return self._joined(tag)

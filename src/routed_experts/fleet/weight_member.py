@@ -98,10 +98,10 @@ class WeightMember:
         have another version. Raises what the engine raises."""
         async with self._lock:
             served = self._engine.weight_version
-            if self._prepared == (version, model_path) or served == version:
+            if self._prepared == (version, model_path) or served.update_count == version.update_count:
                 return
             await self._drop()
-            if version.update_count <= served.update_count:
+            if version.update_count < served.update_count:
                 text = f"update {version.update_count} is not after the served one, update {served.update_count}"
                 raise WeightsMismatchError(f"{text}; restart this replica", param="weight_version")
             if model_path is not None:

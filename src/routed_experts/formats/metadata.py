@@ -62,7 +62,7 @@ class RoutedExpertsMetadata:
     router: str | None
     sha256: str | None
     valid: str | None = None
-    version_labels: Mapping[int, str] = MappingProxyType({})
+    version_labels: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
 
     def __post_init__(self) -> None:
         num_rows, num_columns, num_slots = self.shape
