@@ -168,10 +168,11 @@ def _text(name: str, value: object) -> None:
 
 
 def _label(name: str, value: object) -> None:
-    try:
-        to_label(value, param=name)
-    except InvalidRequestError as error:
-        raise ConfigError(str(error)) from error
+    if isinstance(value, str | int):  # an integer of 5,000 digits has no text
+        try:
+            to_label(value, param=name)
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from error
     _text(name, value)
 
 
