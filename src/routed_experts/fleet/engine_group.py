@@ -182,8 +182,8 @@ class EngineGroup:
     ) -> list[dict[str, Any]]:
         """Generate for prompts of token ids, which are dealt out evenly; n > 1 gives n results a prompt, in order.
         `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and `meta_info`; with
-        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids` and
-        `version_spans`."""
+        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
+        `version_spans` and `version_labels` (the label of each count)."""
         parts = _deal(input_ids, len(self.actors))
         calls = [
             actor.generate.remote(part, sampling_params, options)
@@ -374,4 +374,5 @@ def _rows(record: RoutedExperts | None) -> dict[str, Any]:
         "start": record.start,
         "layer_ids": record.layer_ids,
         "version_spans": record.version_spans,
+        "version_labels": record.labels,
     }
