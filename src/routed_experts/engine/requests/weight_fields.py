@@ -3,7 +3,7 @@
 SGLang's fields have labels: `weight_version`, and `weight_versions` and `prefill_weight_versions` by span. Ours have
 the engine's counts beside them: `update_count`, and `version_spans` with the label of each count."""
 
-from routed_experts.core.weight_version import WeightRun, WeightVersion, cut_runs, labelled_spans, to_labels, to_spans
+from routed_experts.core.weight_version import WeightRun, cut_runs, labelled_spans, to_labels, to_spans
 from routed_experts.engine.requests.sequence_state import SequenceState
 
 
@@ -13,30 +13,22 @@ def output_runs(state: SequenceState, num_tokens: int) -> tuple[WeightRun, ...]:
     return cut_runs(state.weight_runs(), before, before + num_tokens) if num_tokens else ()
 
 
-def last_version(state: SequenceState, num_tokens: int) -> WeightVersion:
-    """The weights that sampled the last of the first `num_tokens` output tokens; of none the served ones."""
-    last = state.last
-    if not last.weight_changes:
-        return last.weight_version
-    runs = output_runs(state, num_tokens)
-    return runs[-1].version if runs else last.weight_version
-
-
 def weight_fields(state: SequenceState, *, num_tokens: int, is_last: bool) -> dict[str, object]:
     """The fields of an answer of `num_tokens` output tokens so far. `is_last`: with those that concern the prompt, and
     with counts by span. `weight_versions` begin at the first output token, the other spans at the first of the
     prompt."""
-    version = last_version(state, num_tokens)
-    spans = labelled_spans(output_runs(state, num_tokens)) if state.last.weight_changes else []
+    out = state.last
+    version, spans = out.weight_version, list[dict[str, object]]()
+    if out.weight_changes and (runs := output_runs(state, num_tokens)):
+        version, spans = runs[-1].version, labelled_spans(runs)
     fields: dict[str, object] = {
         "weight_version": version.label,
         "weight_versions": spans or [{"version": version.label, "start": 0, "end": num_tokens}],
         "update_count": version.update_count,
     }
     if is_last:
-        prompt = state.last.prompt_tokens
         runs = cut_runs(state.weight_runs(), 0, _num_told(state, num_tokens))
-        fields["prefill_weight_versions"] = labelled_spans(cut_runs(runs, 0, prompt))
+        fields["prefill_weight_versions"] = labelled_spans(cut_runs(runs, 0, out.prompt_tokens))
         fields["version_spans"] = [list(span) for span in to_spans(runs)]
         fields["version_labels"] = {str(count): label for count, label in to_labels(run.version for run in runs)}
     return fields
