@@ -162,11 +162,10 @@ def serve(settings: Settings) -> Engine:
 
 
 def push(engine: Engine, state: Any) -> int:
-    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine is given
-    them."""
-    version = int(str(engine.get_server_info()["weight_version"])) + 1
-    engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), version=version, donate=True)
-    return version
+    """Serve these weights from the next step on; returns the engine's count of the update, which their rows have. The
+    cast makes new arrays: the engine is given them."""
+    served = engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), donate=True)
+    return served.update_count
 
 
 class Trainer:

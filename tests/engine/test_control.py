@@ -23,6 +23,7 @@ from routed_experts import (
     UpdateInProgressError,
     WeightsMismatchError,
 )
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.loading.checkpoint import save
 from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread, open_engine
@@ -202,7 +203,8 @@ def test_weights_in_every_form_serve_the_next_request(engine, form):
     result = ask(engine, PROMPT[:20], 8)
     assert continues(build_oracle(seed), PROMPT[:20], result["output_ids"])
     assert result["meta_info"]["weight_version"] == str(version)
-    assert record_from_meta_info(result).version_spans == ((0, 27, version),)
+    record = record_from_meta_info(result)
+    assert record.version_spans == ((0, 27, version),) and record.labels == {version: str(version)}
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_a_version_set_meanwhile_waits_for_its_promised_weights(engine):
 
     def rename():
         try:
-            engine.update_weight_version(version)
+            return engine.update_weight_version(version)
         finally:
             renamed.set()
 
@@ -308,9 +310,8 @@ def test_a_version_set_meanwhile_waits_for_its_promised_weights(engine):
         update = pool.submit(engine.update_weights, slow, version=version, donate=True)
         assert started.wait(30)
         late = pool.submit(rename)
-        assert update.result() is None
-        with pytest.raises(WeightsMismatchError, match=rf"version={version} must be an integer above {version}"):
-            late.result()
+        assert update.result().update_count == version
+        assert late.result() == WeightVersion(label=str(version), update_count=version + 1), "second, of the same label"
     assert continues(build_oracle(34), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
 
 
@@ -335,7 +336,7 @@ def test_a_second_update_meanwhile_is_refused_and_changes_nothing(engine, tmp_pa
                 second(tmp_path, version=version + 1)
             assert (caught.value.status, caught.value.code) == (409, "update_in_progress")
         refused.set()
-        assert update.result(30) is None
+        assert update.result(30).update_count == version
     assert ask(engine, PROMPT[:20], 3)["meta_info"]["weight_version"] == str(version)
     engine.update_weights(slow, version=version + 1)
     assert continues(build_oracle(35), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
@@ -377,7 +378,7 @@ def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
     engine.pause(mode="in_place")
     engine.update_weights(build_model(tiny_config(), oracle.tensors), version=next_version(engine))
     out = engine.score(tokens)
-    assert out.weight_version == next_version(engine) - 1
+    assert (out.weight_version, out.update_count) == (str(out.update_count), next_version(engine) - 1)
     expected = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]
     np.testing.assert_allclose(out.logprobs, expected, atol=1e-4)
 

@@ -16,6 +16,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import QueueFullError
 from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.loop.core import EngineCore, PauseMode
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.scheduling.data_ranks import DataRanks
@@ -31,6 +32,10 @@ def expected_row(tokens):
     """The routed experts of the last of these tokens: four ids that depend on all of them."""
     value = next_token([*tokens, 5])
     return [(value * factor + 3) % SPEC.num_experts for factor in (1, 7, 11, 13)]
+
+
+def next_version(core):
+    return WeightVersion(update_count=core.weight_version.update_count + 1)
 
 
 class RankDevices:
@@ -209,7 +214,7 @@ def happen(ranks, kind, pick):
     elif kind == "flush":
         core.flush_cache()
     elif kind in ("keep", "update"):
-        core.update_weights(None, version=ranks.devices.weight_version + 1, cache="keep" if kind == "keep" else "flush")
+        core.update_weights(None, version=next_version(core), cache="keep" if kind == "keep" else "flush")
     elif kind.startswith("pause"):
         core.pause(PauseMode.RETRACT if "retract" in kind else PauseMode.IN_PLACE)
         assert not core.has_work or core._finished
@@ -344,7 +349,7 @@ def test_weights_of_another_version_share_no_prefix_in_any_rank():
     ranks.add(*(dataclasses.replace(source(text, rid=f"old{n}"), data_parallel_rank=n) for n in (0, 1)))
     ranks.step()
     ranks.core.drain()
-    ranks.core.update_weights(None, version=1, cache="keep")
+    ranks.core.update_weights(None, version=next_version(ranks.core), cache="keep")
     assert [scheduler.weight_version for scheduler in ranks.core.ranks] == [1, 1]
     ranks.run()
     warm_up(ranks, text)
@@ -384,7 +389,7 @@ def test_a_pause_holds_every_rank():
     core.resume()
     ranks.step()
     take(core.drain())
-    core.update_weights(None, version=1, cache="flush")
+    core.update_weights(None, version=next_version(core), cache="flush")
     assert not core.ranks.running, "each rank computes its prompts again"
     ranks.run()
     for rid in ranks.reqs:

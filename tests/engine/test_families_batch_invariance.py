@@ -15,6 +15,7 @@ import pytest
 from engine.test_exactness_grid import exact_outputs
 from oracles.driver import Bench, request
 from oracles.families import CASES, VOCAB_SIZE, Oracle
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.score import Scorer
 from routed_experts.models.model_folder import ModelFolder
 
@@ -81,7 +82,7 @@ def test_a_score_is_its_rollout_and_so_is_a_replay_of_its_rows(served):
     sequences = [np.array([*prompt, *output.tokens], np.int32) for prompt, output in zip(PROMPTS, outputs, strict=True)]
     args = dataclasses.replace(bench.args, chunked_prefill_size=13)
     scorer = Scorer(args, bench.assembly.buckets, bench.runner, lambda start: start())
-    weights = lambda: (bench.runner.state, bench.runner.weight_version)  # noqa: E731
+    weights = lambda: (bench.runner.state, WeightVersion(update_count=bench.runner.weight_version))  # noqa: E731
     live, forced = scorer.run(sequences, None, weights), scorer.run(sequences, records, weights)
     assert sum(output.prompt_logprobs is not None for output in outputs) > 1
     for prompt, output, record, scored, again in zip(PROMPTS, outputs, records, live, forced, strict=True):

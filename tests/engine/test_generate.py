@@ -26,6 +26,11 @@ META_KEYS = {
     "cached_tokens",
     "e2e_latency",
     "weight_version",
+    "weight_versions",
+    "prefill_weight_versions",
+    "update_count",
+    "version_spans",
+    "version_labels",
     "logprobs_mode",
 }
 
@@ -158,7 +163,7 @@ def test_the_answer_has_exactly_its_keys(engine):
     assert set(meta) == META_KEYS
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(engine.tokenizer.encode("the cat")), 4)
-    assert meta["weight_version"] == "0" and meta["logprobs_mode"] == "processed" and meta["e2e_latency"] > 0
+    assert meta["weight_version"] == "default" and meta["logprobs_mode"] == "processed" and meta["e2e_latency"] > 0
     assert result["text"] == engine.tokenizer.decode(result["output_ids"])
 
 

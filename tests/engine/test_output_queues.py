@@ -5,6 +5,7 @@ import dataclasses
 import threading
 
 from routed_experts.core.io_struct import Logprobs, TokenIDOut
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.requests.output_queues import AsyncOutputQueue, LoopNotifier, ThreadOutputQueue
 
 OUTPUT = TokenIDOut(
@@ -15,7 +16,7 @@ OUTPUT = TokenIDOut(
     prompt_tokens=1,
     completion_tokens=0,
     cached_tokens=0,
-    weight_version=0,
+    weight_version=WeightVersion(),
     finish_reason=None,
     return_routed_experts=False,
     routed_experts=None,

@@ -40,7 +40,7 @@ def left_whole(engine):
 
 def ask(engine, max_tokens=6):
     result = engine.generate(input_ids=PROMPT, sampling_params=GREEDY | {"max_tokens": max_tokens})
-    return result["output_ids"], int(result["meta_info"]["weight_version"])
+    return result["output_ids"], result["meta_info"]["update_count"]
 
 
 def is_of(seed, output_ids):
@@ -53,9 +53,9 @@ def is_of(seed, output_ids):
 
 
 def test_prepared_weights_serve_from_their_commit_on_and_not_before(engine, folders):
-    version = engine.stats().weight_version + 1
+    version = engine.stats().update_count + 1
     engine.prepare_weights(folders[51], version=version)
-    assert engine.prepared_version == version
+    assert engine.prepared_version == str(version)
     tokens, served = ask(engine)
     assert served == version - 1 and is_of(0, tokens) and not is_of(51, tokens)
     engine.score(PROMPT)  # prepared weights are in nobody's way
@@ -67,24 +67,24 @@ def test_prepared_weights_serve_from_their_commit_on_and_not_before(engine, fold
 
 
 def test_dropped_weights_never_serve_and_their_version_may_come_again(engine, folders):
-    version = engine.stats().weight_version + 1
+    version = engine.stats().update_count + 1
     for _ in range(2):
         engine.prepare_weights(folders[51], version=version)
         engine.drop_weights()
         engine.drop_weights()
     tokens, served = ask(engine)
     assert served == version - 1 and is_of(0, tokens)
-    with pytest.raises(InvalidRequestError, match=f"version={version} cannot be committed: none are prepared"):
+    with pytest.raises(InvalidRequestError, match=f"version='{version}' cannot be committed: none are prepared"):
         engine.commit_weights(version)
 
 
 def test_a_refused_folder_prepares_nothing(engine, folders, tmp_path):
-    version = engine.stats().weight_version + 1
+    version = engine.stats().update_count + 1
     other = write_tiny_checkpoint(tmp_path / "other", tokenizer=False, num_experts_per_tok=2)
     for folder, wrong, error in (
         (other, version, WeightsMismatchError),
         (tmp_path / "nowhere", version, CheckpointError),
-        (folders[51], version - 1, WeightsMismatchError),
+        (folders[51], "x" * 257, InvalidRequestError),
     ):
         with pytest.raises(error):
             engine.prepare_weights(folder, version=wrong)
@@ -93,9 +93,9 @@ def test_a_refused_folder_prepares_nothing(engine, folders, tmp_path):
 
 
 def test_while_weights_are_prepared_nothing_else_replaces_or_moves_them(engine, folders):
-    version = engine.stats().weight_version + 1
+    version = engine.stats().update_count + 1
     engine.prepare_weights(folders[51], version=version)
-    refused = f"while weights of version {version} are prepared; call commit_weights or drop_weights first"
+    refused = f"while weights of version '{version}' are prepared; call commit_weights or drop_weights first"
     for operation in (
         lambda: engine.prepare_weights(folders[51], version=version + 1),
         lambda: engine.update_weights_from_disk(folders[51], version=version),
@@ -105,11 +105,13 @@ def test_while_weights_are_prepared_nothing_else_replaces_or_moves_them(engine, 
     ):
         with pytest.raises(InvalidRequestError, match=refused):
             operation()
-    with pytest.raises(InvalidRequestError, match=f"version={version + 1} cannot be committed: version {version} is"):
+    with pytest.raises(
+        InvalidRequestError, match=f"version='{version + 1}' cannot be committed: those of label '{version}' are"
+    ):
         engine.commit_weights(version + 1)
     with pytest.raises(InvalidRequestError, match="cache='half' is unknown"):
         engine.commit_weights(version, cache="half")
-    assert engine.prepared_version == version and ask(engine)[1] == version - 1
+    assert engine.prepared_version == str(version) and ask(engine)[1] == version - 1
 
 
 def test_a_hold_lets_started_requests_end_and_queues_new_ones(engine):
@@ -137,7 +139,7 @@ def test_a_hold_holds_scores_too(engine):
     assert thread.is_alive() and not scores
     engine.open_admission()
     thread.join(30)
-    assert scores[0].weight_version == engine.stats().weight_version
+    assert scores[0].update_count == engine.stats().update_count
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["hold", "open", "pause", "resume"])))

@@ -162,10 +162,15 @@ def test_new_weights_are_served_by_all_processes_or_by_none(pair, folder, tmp_pa
     ):
         pair.leader.call("update_weights", path=str(broken), version=1)
     assert pair.leader.call("generate", prompts=PROMPTS, params=GREEDY, **ROWS)[0]["tokens"] == old[0]["tokens"]
-    assert pair.both("update_weights", path=str(other), version=1) == (1, 1)
+    assert [list(told) for told in pair.both("update_weights", path=str(other), version="step-1")] == [
+        ["step-1", 1]
+    ] * 2
     new = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
     assert new[1]["tokens"] != old[1]["tokens"]
-    assert pair.both("set_version", version=5) == (5, 5)
+    for count, label in enumerate(("step-1", "5", "step-1"), start=2):  # the same one again, another, and back
+        assert [list(told) for told in pair.both("set_version", version=label)] == [[label, count]] * 2
+    answer = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)[0]
+    assert answer["version"] == "step-1"
 
 
 def test_what_takes_arrays_of_one_process_is_refused_by_name(pair):

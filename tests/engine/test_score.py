@@ -67,7 +67,7 @@ def test_live_scores_and_rows_are_the_oracles(engine):
             and out.logprobs.shape == (len(tokens) - 1,)
         )
         assert (record.num_rows, record.start, record.num_tokens, record.valid) == (len(tokens), 0, len(tokens), None)
-        assert record.version_spans == ((0, len(tokens), out.weight_version),)
+        assert record.version_spans == ((0, len(tokens), out.update_count),)
         np.testing.assert_allclose(out.logprobs, token_logprobs(ORACLE.run(tokens, record.ids), tokens), atol=1e-4)
 
 

@@ -29,7 +29,8 @@ def test_requests_pages_and_rows_are_counted(engine_factory):
         assert after.capture_rows - before.capture_rows == 4 * (20 + 8 - 1) and after.capture_missing_rows == 0
         assert after.num_steps > during.num_steps > before.num_steps
         assert after.free_pages + after.cached_pages == after.total_pages and after.cached_pages > 0
-        assert (after.weight_version, after.placement, dict(after.resident_hits)) == (0, None, {})
+        assert (after.weight_version, after.update_count) == ("default", 0)
+        assert (after.placement, dict(after.resident_hits)) == (None, {})
         with pytest.raises(dataclasses.FrozenInstanceError):
             after.running = 1
 

@@ -9,6 +9,7 @@ import pytest
 
 from oracles.driver import assert_all_faithful, request
 from oracles.testbeds import random_prompt, tiny_testbed
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.loop import core, request_table
 
 
@@ -98,7 +99,7 @@ def test_many_streams_at_a_time_are_sent_less_often(clock, others, stream, waiti
     for added in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:
         book.add(added, None)
     book.mark_scheduled([req, *running])
-    book.make_output(req, record=None, error=None, weight_version=0)
+    book.make_output(req, record=None, error=None, weight_version=WeightVersion())
     assert (
         next(now for now in itertools.count(clock.now) if book.should_emit(req, now))
         == (clock.now // (2 * times) + 1) * 2 * times

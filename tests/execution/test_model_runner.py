@@ -334,7 +334,7 @@ def test_a_version_that_does_not_rise_is_refused(step):
     runner = compiled()
     with pytest.raises(WeightsMismatchError, match=f"must be an integer above {runner.weight_version}") as caught:
         runner.update_weights(runner.state, version=runner.weight_version + step)
-    assert caught.value.param == "version"
+    assert caught.value.param == "update_count"
 
 
 @pytest.mark.parametrize("version", [True, 1e9, "9", None, 2**31, 1_720_000_000_000])
@@ -343,4 +343,4 @@ def test_a_version_that_rows_cannot_keep_is_refused(version):
     served = runner.weight_version
     with pytest.raises(WeightsMismatchError, match="and at most 2147483647") as caught:
         runner.update_weights(runner.state, version=version)
-    assert (caught.value.param, runner.weight_version) == ("version", served)
+    assert (caught.value.param, runner.weight_version) == ("update_count", served)

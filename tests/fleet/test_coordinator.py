@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
@@ -16,6 +17,10 @@ def short_times(monkeypatch):
     monkeypatch.setattr(module, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(module, "REJOIN_S", 1.0)
     monkeypatch.setattr("routed_experts.fleet.link.RETRY_S", 0.01)
+
+
+def version(count, label):
+    return WeightVersion(label=label, update_count=count)
 
 
 def in_fleet(test, num_members=2):
@@ -30,20 +35,27 @@ def test_members_get_tags_and_the_status_lists_them():
     async def test(world, client, links):
         assert list(links) == ["r0", "r1"]
         status = await links["r0"].call("status")
-        assert [(m.tag, m.state, m.version) for m in status.members] == [("r0", "serving", 0), ("r1", "serving", 0)]
-        assert (status.version, status.problem, status.deaths, status.num_replicas) == (0, None, 0, 2)
+        assert [(m.tag, m.state, m.version) for m in status.members] == [
+            ("r0", "serving", version(0, "first")),
+            ("r1", "serving", version(0, "first")),
+        ]
+        assert (status.version, status.problem, status.deaths, status.num_replicas) == (version(0, "first"), None, 0, 2)
 
     in_fleet(test)
 
 
-def test_an_update_reaches_all_and_the_next_one_has_the_next_version():
+def test_every_update_has_the_next_count_under_any_label():
+    """Labels repeat, come back and stay; with weights and without. All replicas have the same count."""
+
     async def test(world, client, links):
-        assert await links["r0"].call("update", "a", None, "flush") == 1
-        assert await links["r1"].call("update", "b", 5, "flush") == 5
-        assert {m.engine.weight_version for m in world.members} == {5}
-        refusal = await links["r0"].call("update", "c", 5, "flush")
-        assert (refusal.status, refusal.code, refusal.param) == (400, "weights_mismatch", "weight_version")
-        assert "must be above the served version 5" in refusal.message
+        labels = (("a", None), ("b", "step-5"), ("c", "step-5"), (None, "step-5"), ("a", "first"), (None, "0"))
+        expected = ("first", "step-5", "step-5", "step-5", "first", "0")
+        for count, ((path, label), told) in enumerate(zip(labels, expected, strict=True), start=1):
+            assert await links[f"r{count % 2}"].call("update", path, label, "flush") == version(count, told)
+            assert {m.engine.weight_version for m in world.members} == {version(count, told)}
+        assert {str(m.engine.path) for m in world.members} == {"a"}
+        status = await links["r0"].call("status")
+        assert status.version == version(6, "0") and status.problem is None
 
     in_fleet(test)
 
@@ -57,7 +69,7 @@ def test_a_refused_update_names_the_replica_and_changes_nothing():
             "refused by r1: it does not like these weights; the old weights serve on in all replicas"
         )
         status = await links["r0"].call("status")
-        assert status.version == 0 and {m.version for m in status.members} == {0}
+        assert {status.version, *(m.version for m in status.members)} == {version(0, "first")}
 
     in_fleet(test)
 
@@ -70,20 +82,22 @@ def test_a_second_update_meanwhile_is_refused_and_the_first_one_ends():
         refusal = await links["r1"].call("update", "b", None, "flush")
         assert isinstance(refusal, Refusal) and (refusal.status, refusal.code) == (409, "update_in_progress")
         held.go.set()
-        assert await first == 1
-        assert await links["r1"].call("update", "b", None, "flush") == 2
+        assert (await first).update_count == 1
+        assert (await links["r1"].call("update", "b", None, "flush")).update_count == 2
 
     in_fleet(test)
 
 
 def test_a_replica_that_starts_later_has_the_weights_of_the_fleet_before_it_serves():
     async def test(world, client, links):
-        await links["r0"].call("update", "a", 3, "flush")
+        for label in ("x", "y", "step-3"):
+            await links["r0"].call("update", "a", label, "flush")
         late = SimulatedMember(world, "")
         links["late"] = await join(client, late)
-        assert (late.tag, late.engine.weight_version, str(late.engine.path)) == ("r2", 3, "a")
-        assert await links["r0"].call("update", "b", None, "flush") == 4
-        assert late.engine.weight_version == 4
+        assert (late.tag, str(late.engine.path)) == ("r2", "a")
+        assert late.engine.weight_version == version(3, "step-3"), "of the fleet, not its own first update"
+        assert await links["r0"].call("update", "b", None, "flush") == version(4, "step-3")
+        assert late.engine.weight_version == version(4, "step-3")
 
     in_fleet(test)
 
@@ -97,11 +111,11 @@ def test_a_replica_that_starts_during_an_update_waits_for_it():
         joining = asyncio.create_task(join(client, late))
         for _ in range(50):
             await asyncio.sleep(0)
-        assert not joining.done() and late.engine.weight_version == 0
+        assert not joining.done() and late.engine.count == 0
         held.go.set()
-        assert await update == 1
+        assert (await update).update_count == 1
         links["late"] = await joining
-        assert late.engine.weight_version == 1
+        assert late.engine.count == 1
 
     in_fleet(test)
 
@@ -113,7 +127,7 @@ def test_while_a_late_replica_loads_the_fleet_is_not_ready():
         held = await hold_prepare(late)
         joining = asyncio.create_task(join(client, late))
         await until(lambda: held.waits)
-        assert (await links["r0"].call("status")).problem == "r2 loads version 1"
+        assert (await links["r0"].call("status")).problem == "r2 loads version 'first' (update 1)"
         held.go.set()
         links["late"] = await joining
         assert (await links["r0"].call("status")).problem is None
@@ -127,7 +141,7 @@ def test_a_dead_replica_is_counted_and_waited_for_no_longer():
         update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
         await until(lambda: held.waits)
         world.members[1].is_alive = False
-        assert await update == 1
+        assert (await update).update_count == 1
         status = await links["r0"].call("status")
         assert [m.tag for m in status.members] == ["r0"] and status.deaths == 1
         assert await links["r0"].call("ask", "r1", "health", 1.0, {}) is None
@@ -191,15 +205,16 @@ def test_a_flush_holds_all_replicas_and_needs_all_of_them_idle():
 
 def test_without_a_coordinator_calls_fail_and_the_next_one_learns_everything():
     async def test(world, client, links):
-        await links["r0"].call("update", "a", 4, "flush")
+        await links["r0"].call("update", "a", "four", "flush")
         client.die()
         with pytest.raises(CoordinatorLost):
             await links["r0"].call("status")
         client.start(was_restarted=True)
         await until(lambda: not client.coordinator._is_recovering)
         status = await links["r0"].call("status")
-        assert ([m.tag for m in status.members], status.version, status.problem) == (["r0", "r1"], 4, None)
-        assert await links["r0"].call("update", "b", None, "flush") == 5
+        assert ([m.tag for m in status.members], status.problem) == (["r0", "r1"], None)
+        assert status.version == version(1, "four")
+        assert await links["r0"].call("update", "b", None, "flush") == version(2, "four")
         late = SimulatedMember(world, "")
         links["late"] = await join(client, late)
         assert late.tag == "r2" and str(late.engine.path) == "b"
@@ -223,8 +238,8 @@ def test_a_coordinator_that_dies_during_the_load_leaves_the_old_weights_and_noth
         assert "waits for the replicas" in (await links["r1"].call("status")).problem
         held.go.set()
         await until(lambda: not client.coordinator._is_recovering)
-        assert all((m.engine.weight_version, m.engine.prepared) == (0, None) for m in world.members)
-        assert await links["r1"].call("update", "b", None, "flush") == 1
+        assert all((m.engine.count, m.engine.prepared) == (0, None) for m in world.members)
+        assert (await links["r1"].call("update", "b", None, "flush")).update_count == 1
 
     in_fleet(test)
 
@@ -232,11 +247,11 @@ def test_a_coordinator_that_dies_during_the_load_leaves_the_old_weights_and_noth
 def test_a_split_is_healed_to_the_highest_version():
     async def test(world, client, links):
         client.die()
-        await world.members[1].weights.load("b", 2)
+        await world.members[1].weights.load("b", version(2, "two"))
         client.start(was_restarted=True)
         await until(lambda: client.coordinator is not None and not client.coordinator._is_recovering)
-        assert [(m.engine.weight_version, str(m.engine.path)) for m in world.members] == [(2, "b"), (2, "b")]
-        assert (await links["r0"].call("status")).version == 2
+        assert [(m.engine.weight_version, str(m.engine.path)) for m in world.members] == [(version(2, "two"), "b")] * 2
+        assert (await links["r0"].call("status")).version == version(2, "two")
 
     in_fleet(test)
 
@@ -248,10 +263,10 @@ def test_a_member_that_comes_back_late_is_healed_by_itself():
         client.die()
         client.start(was_restarted=True)
         await until(lambda: not client.coordinator._is_recovering)
-        assert await links["r0"].call("update", "b", None, "flush") == 2
-        assert world.members[1].engine.weight_version == 1
+        assert (await links["r0"].call("update", "b", None, "flush")).update_count == 2
+        assert world.members[1].engine.count == 1
         links["r1"].start()
-        await until(lambda: world.members[1].engine.weight_version == 2)
+        await until(lambda: world.members[1].engine.count == 2)
         assert str(world.members[1].engine.path) == "b" and world.evicted == []
 
     in_fleet(test)
@@ -284,7 +299,7 @@ def test_an_error_of_an_operation_is_a_sentence_and_ends_nothing(caplog):
         assert "secret" not in answers["r1"].refusal.message
         answers = await links["r0"].call("ask_all", "dance", 1.0, {})
         assert "has no operation dance" in answers["r0"].refusal.message
-        assert await links["r0"].call("update", "a", None, "flush") == 1
+        assert (await links["r0"].call("update", "a", None, "flush")).update_count == 1
 
     in_fleet(test)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import two_phase, weight_member
 from support.fleet_simulation import BAD, CoordinatorDied, World
 
@@ -22,13 +23,17 @@ def inline_threads(monkeypatch):
     monkeypatch.setattr(weight_member.asyncio, "to_thread", inline)
 
 
+def numbered(count, label=None):
+    return WeightVersion(label=f"w{count}" if label is None else label, update_count=count)
+
+
 async def update(world, path="new", version=NEW):
     decided = []
     try:
         await two_phase.update(
             world.living,
             model_path=path,
-            version=version,
+            version=numbered(version),
             cache="flush",
             prepare_s=1.0,
             evict=world.evict,
@@ -40,9 +45,9 @@ async def update(world, path="new", version=NEW):
 
 
 async def heal(world):
-    found = await two_phase.heal(await world.reports(), world.living, prepare_s=1.0, evict=world.evict)
+    version, path = await two_phase.heal(await world.reports(), world.living, prepare_s=1.0, evict=world.evict)
     world.observe()
-    return found
+    return version.update_count, path
 
 
 def num_events(**options):
@@ -83,7 +88,7 @@ def test_the_coordinator_may_die_at_every_event(event, delivers_rest):
         with pytest.raises(CoordinatorDied):
             await update(world)
         world.restart_coordinator()
-        served = [member.engine.weight_version for member in world.living]
+        served = [member.engine.count for member in world.living]
         version, path = await heal(world)
         assert (version, path) == ((NEW, "new") if NEW in served else (OLD, None))
         return version
@@ -194,9 +199,9 @@ def test_members_that_hear_nothing_open_by_themselves_the_old_before_the_new():
     async def run():
         with pytest.raises(CoordinatorDied):
             await update(world)
-        assert sorted(member.engine.weight_version for member in world.members) == [OLD, OLD, NEW]
+        assert sorted(member.engine.count for member in world.members) == [OLD, OLD, NEW]
         assert all(member.engine.held for member in world.members)
-        due = {member.engine.weight_version: member.timers[-1].seconds for member in world.members}
+        due = {member.engine.count: member.timers[-1].seconds for member in world.members}
         assert due[OLD] < two_phase.COMMIT_S < due[NEW]
         for member in world.members:
             await member.silence()
@@ -214,14 +219,14 @@ def test_a_clock_that_is_due_during_the_swap_opens_nothing():
     (member,) = world.members
     swap = member.engine.commit_weights
 
-    def swap_late(version, *, cache):
+    def swap_late(*, cache):
         member.timers[-1].call()
-        swap(version, cache=cache)
+        swap(cache=cache)
 
     member.engine.commit_weights = swap_late
 
     async def run():
-        await member.weights.prepare("new", NEW)
+        await member.weights.prepare("new", numbered(NEW))
         await member.weights.hold()
         await member.weights.commit(NEW, "flush")
         await member.weights._opening
@@ -239,7 +244,24 @@ def test_a_new_version_of_the_same_weights_takes_the_same_way():
     world.check_order()
     world.check_whole(7)
     reports = asyncio.run(world.reports())
-    assert {(report.version, report.model_path) for report in reports.values()} == {(7, "new")}
+    assert {(report.version, report.model_path) for report in reports.values()} == {(numbered(7), "new")}
+
+
+def test_an_update_under_the_label_that_is_served_is_another_update():
+    """Operations are known by their count: a label that repeats is not taken for an operation that does."""
+    world = World(1)
+    (member,) = world.members
+
+    async def run():
+        for count, path in ((1, "one"), (2, "two"), (3, None)):
+            await member.weights.prepare(path, numbered(count, "same"))
+            await member.weights.commit(count, "flush")
+            assert member.engine.weight_version == numbered(count, "same")
+        assert str(member.engine.path) == "two"
+        answer = await member.call("prepare", timeout_s=1.0, model_path="old", version=numbered(2, "other"))
+        assert answer.refusal.message == "update 2 is not after the served one, update 3; restart this replica"
+
+    asyncio.run(run())
 
 
 def test_operations_may_be_repeated():
@@ -248,19 +270,19 @@ def test_operations_may_be_repeated():
 
     async def run():
         for _ in range(2):
-            await member.weights.prepare("new", NEW)
+            await member.weights.prepare("new", numbered(NEW))
         for _ in range(2):
             await member.weights.hold()
         for _ in range(2):
             await member.weights.commit(NEW, "flush")
-        await member.weights.prepare("new", NEW)  # it serves them
+        await member.weights.prepare("new", numbered(NEW))  # it serves them
         for _ in range(2):
             await member.weights.release()
         return await member.weights.report()
 
     report = asyncio.run(run())
     assert dataclasses.asdict(report) == {
-        "version": NEW,
+        "version": {"label": "w1", "update_count": NEW},
         "model_path": "new",
         "prepared": None,
         "prepared_path": None,

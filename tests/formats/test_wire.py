@@ -14,7 +14,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
 from routed_experts.formats.archive import decode_record, encode_record
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
-from routed_experts.formats.metadata import to_metadata
+from routed_experts.formats.metadata import RoutedExpertsMetadata, to_metadata
 from routed_experts.formats.wire import encode_as_lists, encode_meta_info, encode_routed_experts, npy_bytes
 
 # Typed from the description of the wire (section 5), not from this code.
@@ -293,6 +293,55 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
         short = {name: value for name, value in int32["routed_experts_info"].items() if name != key}
         with pytest.raises(RoutingFormatError, match=key):
             extract_routed_experts_from_meta_info({"meta_info": int32 | {"routed_experts_info": short}})
+
+
+LABELS = ((0, "default"), (3, "größer \N{FOX FACE}"), (4, "default"))
+
+
+def labelled(**changes):
+    """Weights of two updates, and the label of one that made no row here."""
+    return example(version_spans=((2, 3, 0), (3, 4, 3)), version_labels=LABELS, **changes)
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list", "npy file", "safetensors"])
+def test_every_form_keeps_the_labels_of_the_counts_in_its_spans(form):
+    record = labelled()
+    if form == "list":
+        again = record_from_response(listed(record))
+    elif form == "npy file":
+        info = json.loads(json.dumps(to_metadata(record, payload_format="ref").to_json()))
+        again = record_from_npy(npy_bytes(record.ids), info)
+    elif form == "safetensors":
+        again = decode_record(encode_record(record))
+    else:
+        again = record_from_meta_info({"meta_info": encode_routed_experts(record, payload_format=form, layers="all")})
+    assert again == record and again.labels == record.labels == {0: "default", 3: "größer \N{FOX FACE}"}
+    assert again[3:].labels == {3: "größer \N{FOX FACE}"}
+
+
+def test_a_sidecar_without_labels_is_read_as_before_and_labels_are_names_alone():
+    info = to_metadata(example(), payload_format="int32", layers="all").to_json()
+    assert "version_labels" not in info and RoutedExpertsMetadata.from_json(info).version_labels == {}
+    renamed = labelled(), example(version_spans=((2, 3, 0), (3, 4, 3)))
+    assert renamed[0] == renamed[1], "the same rows of the same updates"
+    assert labelled() != example(version_labels=LABELS), "other updates, under the same labels"
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ([["0", "a"]], "an object of labels by count"),
+        ({"-1": "a"}, "holds '-1': 'a'; expected \"count\": text of at most 256"),
+        ({"0" * 11: "a"}, "holds '00000000000': 'a'"),
+        ({"\u0663": "a"}, 'expected "count"'),
+        ({"0": 4}, "holds '0': 4;"),
+        ({"0": "x" * 257}, r"holds '0': 'x+'\.\.\. \(257 characters\)"),
+    ],
+)
+def test_labels_that_are_none_are_refused(labels, told):
+    int32 = encode_routed_experts(labelled(), payload_format="int32", layers="all")
+    with pytest.raises(RoutingFormatError, match=told):
+        record_from_meta_info(changed(int32, version_labels=labels))
 
 
 def test_a_payload_without_sidecar_is_raw_int32_and_nothing_else():

@@ -17,6 +17,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.core.weight_version import WeightVersion, weight_runs
 from routed_experts.engine.build.backends import BackendEntry
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
@@ -225,7 +226,7 @@ class Drive:
         """Run later steps with other weights; returns their version."""
         self.drain()
         version = self.bench.runner.weight_version + 1
-        self.core.update_weights(state, version=version, cache=cache)
+        self.core.update_weights(state, version=WeightVersion(label=f"w{version}", update_count=version), cache=cache)
         return version
 
     def steps(self, count):
@@ -276,6 +277,7 @@ def assert_faithful(drive, rid):
     req, output = drive.reqs[rid], drive.outputs[rid]
     assert output.end is not None and output.end.error is None, (rid, output.end)
     assert output.tokens == req.output_ids.tolist()
+    assert_weights_told(drive, rid)
     if not (req.source.return_routed_experts and req.num_output):
         assert output.end.routed_experts is None
         return
@@ -291,6 +293,18 @@ def assert_faithful(drive, rid):
     versions = [drive.log.forwards[forward][1] for forward, _ in passes]
     record_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
     assert record_versions == versions, rid
+
+
+def assert_weights_told(drive, rid):
+    """The output of a request names the weights of every pass that fed one of its tokens first, with rows or without:
+    it is told by the updates that the request met, and here compared with the log of all passes."""
+    end, req = drive.outputs[rid].end, drive.reqs[rid]
+    if req.num_output:
+        assert end.num_fed in (req.num_known - 1, req.num_known), rid
+    runs = weight_runs(end.weight_changes, end.weight_version, end.num_fed)
+    told = [run.version.update_count for run in runs for _ in range(run.start, run.end)]
+    passes = [drive.log.rows[rid][position] for position in range(end.num_fed)]
+    assert told == [drive.log.forwards[forward][1] for forward, _ in passes], rid
 
 
 def assert_all_faithful(drive):

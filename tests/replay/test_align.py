@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from replay.records import SPEC, random_record
-from routed_experts import RoutingAlignmentError
+from routed_experts import InvalidRequestError, RoutingAlignmentError
 from routed_experts.core.record_validation import repeated_rows
 from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes, record_from_npy
@@ -181,6 +181,26 @@ def test_rows_of_weights_that_the_batch_does_not_allow_are_refused():
         RoutingAlignmentError, match=r"sample 0, row 0: rows 0 to 3 were routed by weight version 7; .*\[8\]"
     ):
         align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(8,))
+
+
+def test_weights_are_allowed_by_count_or_by_label():
+    """A label allows all updates under it, a count one of them. A number is never a label."""
+    labels = ((7, "step-4"), (8, "step-4"), (9, "9"))
+    samples = [Sample(changed(version_spans=((0, 4, 7), (4, 9, 8)), version_labels=labels), 10)]
+
+    def laid_out(versions):
+        return align(samples, layout="pad_right", seq_len=12, spec=SPEC, versions=versions).valid.sum()
+
+    assert laid_out(("step-4",)) == laid_out({7, "step-4"}) == laid_out([8, 7]) == 9
+    for versions, told in (
+        ((8,), "7 \\('step-4'\\).*\\[8\\]"),
+        (("step-5", 8), "batch allows"),
+        (("7", "8"), "batch allows"),
+    ):
+        with pytest.raises(RoutingAlignmentError, match=told):
+            laid_out(versions)
+    with pytest.raises(InvalidRequestError, match="versions='step-4' is one label; give a list"):
+        laid_out("step-4")
 
 
 def test_another_router_is_refused_and_a_hash_routed_layer_may_repeat():

@@ -66,6 +66,9 @@ def test_the_row_that_a_turn_lacks_comes_from_the_next_prefill():
     assert merged.valid is None and merged.num_rows == 19
     np.testing.assert_array_equal(merged.ids, np.concatenate([first.ids, second.ids]))
     assert merged.version_spans == ((0, 11, 4), (11, 19, 5))
+    named = [dataclasses.replace(part, version_labels=((4, "four"), (5, "five"))) for part in (first, second)]
+    assert merge_turns([(tokens[:12], named[0]), (tokens, named[1])], tokens).labels == {4: "four", 5: "five"}
+    assert merged.labels == {}
 
 
 def test_an_edited_history_loses_exactly_the_rows_after_the_change():

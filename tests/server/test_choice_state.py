@@ -7,6 +7,7 @@ import pytest
 
 from oracles.driver import request
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.server.openai.completions import TextFormat
 from routed_experts.server.openai.handler import ChoiceState, LogprobOptions
@@ -22,7 +23,7 @@ def output(num_tokens=1, *, finish_reason=None, exact=True):
         prompt_tokens=3,
         completion_tokens=num_tokens,
         cached_tokens=0,
-        weight_version=0,
+        weight_version=WeightVersion(),
         finish_reason=finish_reason,
         return_routed_experts=False,
         routed_experts=None,

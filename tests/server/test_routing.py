@@ -69,14 +69,14 @@ def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
     for choice, expected in enumerate(records):
         record = record_from_response(whole, choice)
         assert np.array_equal(record.ids, expected[:, 1:]), (form, layers, choice)
-        assert whole["choices"][choice]["meta_info"]["weight_version"] == "0"
+        assert whole["choices"][choice]["meta_info"]["weight_version"] == "default"
         assert (record.num_rows, record.num_tokens) == (record.num_prompt_tokens + 6, record.num_prompt_tokens + 7)
     assert not np.array_equal(records[0], records[1]), "the choices must differ for this to say anything"
 
 
 def test_int32_is_where_rl_frameworks_look(server, records):
     meta = server.post("/v1/completions", {**SAMPLED, "return_routed_experts": True}).json()["choices"][0]["meta_info"]
-    assert meta["weight_version"] == "0" and meta["routed_experts_start_len"] == 0
+    assert meta["weight_version"] == "default" and meta["routed_experts_start_len"] == 0
     users_own = np.frombuffer(base64.b64decode(meta["routed_experts"].encode()), np.int32).reshape(-1, L, K)
     assert np.array_equal(users_own, records[0])
 

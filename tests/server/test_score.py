@@ -32,7 +32,11 @@ def test_scores_are_the_engines(engine, server):
         assert np.array_equal(np.asarray(entry["logprobs"], np.float32), output.logprobs)
         assert entry["meta_info"] == {
             "prompt_tokens": output.token_ids.size,
-            "weight_version": str(output.weight_version),
+            "weight_version": "default",
+            "update_count": 0,
+            "prefill_weight_versions": [{"version": "default", "start": 0, "end": output.token_ids.size}],
+            "version_spans": [[0, output.token_ids.size, 0]],
+            "version_labels": {"0": "default"},
         }
     assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == response["data"][0]["logprobs"], (
         "one sequence needs no list"
@@ -164,18 +168,22 @@ def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
         body = {"input_ids": TOKENS * 4, "sampling_params": {"max_new_tokens": 2}, "return_routed_experts": True}
         for _ in range(2):
             old = server.post("/generate", body).json()["meta_info"]
-        assert old["cached_tokens"] and old["weight_version"] == "0"
-        response = server.post("/update_weight_version", {"new_version": "12"}).json()
-        assert response["success"] is True and server.client.get("/get_weight_version").json() == {
-            "weight_version": "12"
-        }
+        assert old["cached_tokens"] and old["weight_version"] == "default"
+        response = server.post("/update_weight_version", {"new_version": "step-12"}).json()
+        served = {"weight_version": "step-12", "update_count": 1}
+        assert response == {"success": True, "message": "updated", "new_version": "step-12", **served}
+        assert server.client.get("/get_weight_version").json() == served
         new = server.post("/generate", body).json()["meta_info"]
-        assert new["cached_tokens"] == 0 and new["weight_version"] == "12"
-        assert [span[2] for span in new["routed_experts_info"]["version_spans"]] == [12]
+        assert new["cached_tokens"] == 0 and new["weight_version"] == "step-12"
+        assert [span[2] for span in new["routed_experts_info"]["version_spans"]] == [1]
         assert new["routed_experts"][:40] == old["routed_experts"][:40], "the weights are the same"
-        for wrong in ("step-3", "12", 11, -1, 2**31, 10**400, True, None, [13]):
+        for wrong in ("x" * 257, 10**400, True, None, [13], 1.5, {"a": "b"}):
             error = parse_error(server.post("/update_weight_version", {"new_version": wrong}), 400)
             assert error["param"] in ("new_version", None), wrong
+        assert server.client.get("/get_weight_version").json() == served, "a refused label is no update"
         assert (
-            server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).status_code == 200
+            server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).json()[
+                "new_version"
+            ]
+            == "13"
         )

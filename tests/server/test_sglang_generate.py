@@ -196,7 +196,7 @@ def test_what_slime_checks_on_a_response(engine, server):
         assert [item[1] for item in meta["output_token_logprobs"]] == output["output_ids"]
         flat = np.frombuffer(base64.b64decode(meta["routed_experts"].encode("ascii")), dtype=np.int32)
         assert flat.size == (len(tokens) - 1 - start) * L * K
-        assert meta["routed_experts_start_len"] == start and meta["weight_version"] == "0"
+        assert meta["routed_experts_start_len"] == start and meta["weight_version"] == "default"
         assert meta["finish_reason"]["type"] in ("stop", "length", "abort")
         assert meta["prompt_tokens"] == len(ids) and isinstance(meta["cached_tokens"], int)
 
@@ -205,7 +205,7 @@ def test_how_slime_controls_a_server(server):
     assert server.client.get("/health_generate").status_code == 200
     server.wait_idle()
     assert server.client.get("/flush_cache").json()["success"] is True
-    assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
+    assert server.client.get("/get_weight_version").json() == {"weight_version": "default", "update_count": 0}
     assert server.post("/abort_request", {"abort_all": True}).json()["aborted"] == 0
     assert server.post("/abort_request", {"rid": "nobody"}).json()["aborted"] == 0
     assert server.client.get("/get_model_info").json()["is_generation"] is True
@@ -430,18 +430,22 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
         assert (
             "<path>" in parse_error(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
         )
-        assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
+        assert server.client.get("/get_weight_version").json() == {"weight_version": "default", "update_count": 0}
         assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
-        output = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
-        assert output["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
+        output = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "step-7"}).json()
+        served = {"weight_version": "step-7", "update_count": 1}
+        assert output == {"success": True, "message": "updated", **served}
+        assert server.client.get("/get_weight_version").json() == served
         new = server.post(
             "/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}
         ).json()
-        assert new["meta_info"]["weight_version"] == "7" and new["text"] != old["text"]
-        assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [7]
+        assert new["meta_info"]["weight_version"] == "step-7" and new["text"] != old["text"]
+        assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [1]
+        assert new["meta_info"]["routed_experts_info"]["version_labels"] == {"1": "step-7"}
         assert parse_error(
-            server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400
+            server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x" * 257}), 400
         )
+        assert server.client.get("/get_weight_version").json() == served
     with running(None) as server:
         assert parse_error(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
 

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import ray
 
-from routed_experts import ConfigError, ReplicaLostError, ServerArgs, WeightsMismatchError
+from routed_experts import ConfigError, InvalidRequestError, ReplicaLostError, ServerArgs, WeightsMismatchError
 from routed_experts.fleet.engine_group import EngineGroup, processes
 from routed_experts.fleet.start import application
 from support.process_groups import Stopwatch
@@ -46,9 +46,9 @@ def main(spec):
     with_follower = EngineGroup.create(two, processes(2), placement_group=placement_group, bundle_indices=[1, 2])
     alone = with_follower.generate(PROMPTS[:2], GREEDY, return_routed_experts=True)
     assert [result["routed_experts"].shape for result in alone] == [(9, 1, 4)] * 2
-    with_follower.prepare_weights(f"{folder}/w1", version=1)
-    with_follower.commit_weights(1)
-    assert [stats["weight_version"] for stats in with_follower.stats()] == [1]
+    with_follower.prepare_weights(f"{folder}/w1", version="step-1")
+    with_follower.commit_weights("step-1")
+    assert [(stats["weight_version"], stats["update_count"]) for stats in with_follower.stats()] == [("step-1", 1)]
     with_follower.shutdown()
     bound = application({"model_path": f"{folder}/w0", "num_replicas": 2, "nnodes": 2, "tp_size": 2})
     assert type(bound).__name__ == "Application", "what `serve deploy` and KubeRay import"
@@ -88,12 +88,21 @@ def check_weights(group, folder):
     error = raised(WeightsMismatchError, lambda: group.prepare_weights(f"{folder}/other", version=1))
     assert "engine 0: " in str(error) and "engine 1: " in str(error)
     group.prepare_weights(f"{folder}/w1", version=1)
-    assert [stats["prepared_version"] for stats in group.stats()] == [1, 1]
+    assert [stats["prepared_version"] for stats in group.stats()] == ["1", "1"]
     assert [r["output_ids"] for r in group.generate(PROMPTS, GREEDY)] == [r["output_ids"] for r in before]
     group.commit_weights(1)
     after = group.generate(PROMPTS, GREEDY)
     assert {result["meta_info"]["weight_version"] for result in after} == {"1"}
     assert [r["output_ids"] for r in after] != [r["output_ids"] for r in before]
+    error = raised(InvalidRequestError, lambda: group.prepare_weights(f"{folder}/w1", version="x" * 257))
+    assert "has 257 characters, above 256" in str(error)
+    group.update_weight_version("1")  # the same label again: another update, on all engines
+    assert [(stats["weight_version"], stats["update_count"]) for stats in group.stats()] == [("1", 2)] * 2
+    again = group.generate(PROMPTS, GREEDY, return_routed_experts=True)
+    assert [r["output_ids"] for r in again] == [r["output_ids"] for r in after]
+    assert {result["version_spans"] for result in again} == {((0, 9, 2),)}
+    (score,) = group.score([PROMPTS[0]])
+    assert (score["weight_version"], score["update_count"]) == ("1", 2)
 
 
 def check_memory(group):
@@ -112,7 +121,7 @@ def check_death(group):
     watch = Stopwatch()
     error = raised(ReplicaLostError, lambda: group.generate(PROMPTS, GREEDY))
     assert error.code == "replica_lost" and watch.seconds < 10
-    assert ray.get(group.actors[0].stats.remote())["weight_version"] == 1, "the other one is not touched"
+    assert ray.get(group.actors[0].stats.remote())["update_count"] == 2, "the other one is not touched"
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from routed_experts.formats.meta_info import record_from_meta_info
 
 @dataclasses.dataclass(frozen=True)
 class Met:
-    """One request. `failure`: the exception, or the status of an error; `spans`: versions of its rows."""
+    """One request. `failure`: the exception, or the status of an error; `spans`: counts of the weights of its rows;
+    `labels`: theirs."""
 
     sent: float
     ended: float
     failure: object
     spans: tuple[tuple[int, int, int], ...]
+    labels: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def first_version(self):
@@ -68,6 +70,11 @@ class Load:
             promised = [version for version, returned in updates if returned <= met.sent]
             assert not promised or max(promised) <= met.first_version, (met, promised)
 
+    def check_labels(self, expected):
+        """`expected`: labels by count. Each of these counts was met, and always under its label."""
+        told = {(count, label) for met in self.met for count, label in met.labels.items()}
+        assert {pair for pair in told if pair[0] in expected} == set(expected.items()), told
+
     def _run(self, seed):
         rng = np.random.default_rng(seed)
         with self._fleet.client() as client:
@@ -78,16 +85,17 @@ class Load:
                     "return_routed_experts": True,
                 }
                 sent = time.monotonic()
-                failure, spans = None, ()
+                failure, spans, labels = None, (), {}
                 try:
                     response = client.post("/generate", json=body)
                     failure = None if response.status_code == 200 else (response.status_code, response.text[:200])
                     if failure is None:
-                        spans = record_from_meta_info(response.json()).version_spans
+                        record = record_from_meta_info(response.json())
+                        spans, labels = record.version_spans, record.labels
                 except httpx.HTTPError as error:
                     failure = error
                 with self._lock:
-                    self.met.append(Met(sent, time.monotonic(), failure, spans))
+                    self.met.append(Met(sent, time.monotonic(), failure, spans, labels))
                 if failure is not None:
                     with contextlib.suppress(httpx.HTTPError):
                         client.get("/health/live")

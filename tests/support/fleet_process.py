@@ -21,7 +21,7 @@ FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=t
 SIZES = ["--page-size", "4", "--max-total-tokens", "4096", "--precompile-bs-paddings", "16"]
 SIZES += ["--precompile-token-paddings", "64"]
 CACHE = tempfile.TemporaryDirectory(prefix="programs-")  # of this run: its engines compile the same programs
-READY = re.compile(r"ready in ([\d.]+) s · (\d+) replicas · weight version (\d+) · ([\w ]+) · (http://[\w.:]+)\n")
+READY = re.compile(r"ready in ([\d.]+) s · (\d+) replicas · weight version '([^']*)' · ([\w ]+) · (http://[\w.:]+)\n")
 REPLICA, COORDINATOR, FOLLOWER = "ray::ServeReplica:", "ray::CoordinatorActor", "ray::FollowerActor"
 START_S, END_S = 180, 60
 KEY, ADMIN = "a-key-of-users", "a-key-of-admins"

@@ -10,6 +10,7 @@ import itertools
 from pathlib import Path
 
 from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.coordinator import Coordinator
 from routed_experts.fleet.link import Link, run_operation
 from routed_experts.fleet.messages import CoordinatorLost, MemberGone, Task
@@ -36,27 +37,30 @@ class VersionEngine:
     """An engine that is only a version."""
 
     def __init__(self):
-        self.weight_version, self.prepared, self.held, self.paused = 0, None, False, None
+        self.weight_version, self.prepared, self.held, self.paused = WeightVersion(label="first"), None, False, None
         self.path = None
         self.refuses = False
 
-    def prepare_weights(self, path, *, version):
+    @property
+    def count(self):
+        return self.weight_version.update_count
+
+    def prepare_weights(self, path, *, version, update_count):
         if self.refuses and path == Path(BAD):
             raise WeightsMismatchError("it does not like these weights", param="model_path")
         assert self.prepared is None, "an engine has one pair of weights beside the served ones"
-        self.prepared = version, path
+        self.prepared = WeightVersion(label=version, update_count=update_count), path
 
-    def commit_weights(self, version, *, cache):
-        assert self.prepared is not None and self.prepared[0] == version
-        assert version > self.weight_version
+    def commit_weights(self, *, cache):
+        assert self.prepared is not None and self.prepared[0].update_count > self.count
         (self.weight_version, self.path), self.prepared = self.prepared, None
 
     def drop_weights(self):
         self.prepared = None
 
-    def update_weight_version(self, version):
-        assert version > self.weight_version and self.prepared is None
-        self.weight_version = version
+    def update_weight_version(self, version, *, update_count):
+        assert update_count > self.count and self.prepared is None
+        self.weight_version = WeightVersion(label=version, update_count=update_count)
 
     def hold_admission(self):
         self.held = True
@@ -94,9 +98,7 @@ class World:
             raise CoordinatorDied
 
     def observe(self):
-        self.admissions += [
-            (member.tag, member.engine.weight_version) for member in self.living if not member.engine.held
-        ]
+        self.admissions += [(member.tag, member.engine.count) for member in self.living if not member.engine.held]
 
     async def evict(self, member, reason):
         self.evicted.append((member.tag, reason))
@@ -113,10 +115,11 @@ class World:
 
     def check_whole(self, version=None):
         """At the end: one version, nothing held, nothing left over."""
-        states = {(m.engine.weight_version, m.engine.held, m.engine.prepared) for m in self.living}
+        states = {(m.engine.count, m.engine.held, m.engine.prepared) for m in self.living}
         assert states <= {(v, False, None) for _, v in self.admissions[-1:]} or not self.living, states
         if version is not None:
-            assert {m.engine.weight_version for m in self.living} <= {version}
+            assert {m.engine.count for m in self.living} <= {version}
+            assert len({m.engine.weight_version for m in self.living}) <= 1, "one label a count"
 
 
 class SimulatedMember:
@@ -246,7 +249,7 @@ async def join(client, member):
     link = Link(client, handle=member, report=member.weights.report, operations=member.operations())
     joined = await link.join(5.0)
     member.tag = joined.tag
-    if joined.version != member.engine.weight_version:
+    if joined.version.update_count != member.engine.count:
         await member.weights.load(joined.model_path, joined.version)
         await link.call("synced", joined.tag)
     link.start()

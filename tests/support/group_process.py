@@ -305,7 +305,7 @@ def release_and_resume(engine):
 
 def update_weights(engine, path, version):
     engine.update_weights_from_disk(path, version=version)
-    return engine.stats().weight_version
+    return dataclasses.astuple(engine.get_weight_version())
 
 
 def update_in_memory(engine):
@@ -318,7 +318,7 @@ def resume_with_state(engine):
 
 def set_version(engine, version):
     engine.update_weight_version(version)
-    return engine.stats().weight_version
+    return dataclasses.astuple(engine.get_weight_version())
 
 
 def move_experts(engine, seed):

@@ -13,6 +13,7 @@ from routed_experts.core.grammar_spec import CompiledGrammar
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
+from routed_experts.core.weight_version import WeightVersion
 
 AnySamplingParams = SamplingParams | Mapping[str, object]
 
@@ -123,7 +124,8 @@ class TokenIDOut:
     added a layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no
     capacities. `queue_s`: seconds from acceptance to the first step, None for a request that never ran. `speculative`:
     what became of its drafts so far; None where the engine drafts nothing. `dp_rank`: its data rank; None where the
-    engine has one."""
+    engine has one. `weight_version`: of the weights that are served; `num_fed`: tokens that were fed so far, and
+    `weight_changes` say by which weights: see `weight_runs`."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -132,7 +134,7 @@ class TokenIDOut:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    weight_version: int
+    weight_version: WeightVersion
     finish_reason: FinishReason | None
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
@@ -143,6 +145,8 @@ class TokenIDOut:
     queue_s: float | None = None
     speculative: SpeculativeCounts | None = None
     dp_rank: int | None = None
+    weight_changes: tuple[tuple[int, WeightVersion], ...] = ()
+    num_fed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

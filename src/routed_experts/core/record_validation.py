@@ -9,7 +9,8 @@ from jaxtyping import Bool, Int, UInt
 
 from routed_experts.core.errors import RoutingFormatError
 
-VersionSpans = tuple[tuple[int, int, int], ...]  # (lo, hi, weight version) of tokens [lo, hi), absolute
+VersionSpans = tuple[tuple[int, int, int], ...]  # (lo, hi, count of the weights' update) of tokens [lo, hi), absolute
+VersionLabels = tuple[tuple[int, str], ...]  # (count, label) of updates of the weights
 
 # Ids compared at a time: they fit a core's own cache, with the room that the comparison needs.
 _BLOCK_IDS = 1 << 17

@@ -14,15 +14,22 @@ from jaxtyping import Bool, Float32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import VersionSpans, check_id_range, check_version_spans, repeated_rows
+from routed_experts.core.record_validation import (
+    VersionLabels,
+    VersionSpans,
+    check_id_range,
+    check_version_spans,
+    repeated_rows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedExperts:
     """Routing of tokens [start, start + R) of a sequence of num_tokens, of which num_prompt_tokens are the prompt.
 
-    `valid` None means that every row is known; `version_spans` hold (lo, hi, weight version) in absolute token
-    indices."""
+    `valid` None means that every row is known; `version_spans` hold (lo, hi, count of the weights' update) in
+    absolute token indices, and `version_labels` (count, label) of counts that may occur there. Labels are names: two
+    records that differ in them alone are equal."""
 
     ids: UInt[np.ndarray, "R M K"]
     start: int
@@ -35,6 +42,7 @@ class RoutedExperts:
     valid: Bool[np.ndarray, " R"] | None = None
     weights: Float32[np.ndarray, "R M K"] | None = None
     router: str | None = None
+    version_labels: VersionLabels = ()
 
     def __post_init__(self) -> None:
         self._check_arrays()
@@ -53,6 +61,7 @@ class RoutedExperts:
         num_prompt_tokens: int,
         version_spans: VersionSpans,
         valid: Bool[np.ndarray, " R"] | None = None,
+        version_labels: VersionLabels = (),
     ) -> "RoutedExperts":
         """Build the record of a sequence whose model has this routing."""
         return RoutedExperts(
@@ -66,6 +75,7 @@ class RoutedExperts:
             version_spans=version_spans,
             valid=valid,
             router=spec.router,
+            version_labels=version_labels,
         )
 
     @property
@@ -77,6 +87,12 @@ class RoutedExperts:
     def top_k(self) -> int:
         """K."""
         return self.ids.shape[2]
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """The labels of the weights in `version_spans`, by count; of counts without a known label none."""
+        counts = {count for _, _, count in self.version_spans}
+        return {count: label for count, label in self.version_labels if count in counts}
 
     @property
     def known(self) -> Bool[np.ndarray, " R"]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.weight_version import INITIAL_LABEL, to_label
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
@@ -67,6 +68,7 @@ class ServerArgs:
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False
     skip_tokenizer_init: bool = False
+    weight_version: str = INITIAL_LABEL  # label of the weights that it starts with
 
     def __post_init__(self) -> None:
         """Check every field once: its type and range, then how fields fit together."""
@@ -165,6 +167,15 @@ def _text(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} must be text")
 
 
+def _label(name: str, value: object) -> None:
+    if isinstance(value, str | int):  # an integer of 5,000 digits has no text
+        try:
+            to_label(value, param=name)
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from error
+    _text(name, value)
+
+
 def _switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be True or False")
@@ -210,5 +221,6 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "logprobs_mode": _check_choice(LOGPROBS_MODES),
         "deterministic": _switch,
         "skip_tokenizer_init": _switch,
+        "weight_version": _label,
     }
 )

@@ -33,6 +33,7 @@ from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams, asks_for_grammar
 from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.build.group_start import join_group
@@ -140,6 +141,7 @@ class Engine:
         logprobs_mode: Literal["processed", "raw"] = "processed",
         deterministic: bool = False,
         skip_tokenizer_init: bool = False,
+        weight_version: str | int = INITIAL_LABEL,
     ) -> None:
         """Build the engine: load, plan memory, allocate and compile.
 
@@ -180,6 +182,7 @@ class Engine:
             logprobs_mode=logprobs_mode,
             deterministic=deterministic,
             skip_tokenizer_init=skip_tokenizer_init,
+            weight_version=int_as_text(weight_version),
         )
         flat = {
             "algorithm": speculative_algorithm,
@@ -464,15 +467,19 @@ class Engine:
         outputs = self._scores.score(token_ids, routed=routed, return_routed_experts=return_routed_experts)
         return outputs if is_nested(token_ids) else outputs[0]
 
-    def update_weights(self, state: Weights, *, version: int, cache: str = "flush", donate: bool = False) -> None:
+    def update_weights(
+        self, state: Weights, *, version: str | int | None = None, cache: str = "flush", donate: bool = False
+    ) -> WeightVersion:
         """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled.
 
         `state` is an nnx.State, a module, or (nested or dotted) names to arrays. Arrays that are already where the
-        served ones are, are taken without a copy, so do not donate them afterwards. `version` must rise. Running
-        requests prefill again with `cache="flush"` and keep their pages with "keep". Written rows stay, and their
-        `version_spans` name the weights that made them. No new request matches old pages. Raises WeightsMismatchError
-        naming the first arrays that differ; then nothing has changed. Raises UpdateInProgressError during another
-        update.
+        served ones are, are taken without a copy, so do not donate them afterwards. `version` is the label of the new
+        weights: any text of at most 256 characters, or an integer, which may repeat or go back; None keeps the label.
+        The count of updates rises by one. Running requests prefill again with `cache="flush"` and keep their pages with
+        "keep". Written rows stay, and their `version_spans` have the counts of the weights that made them. No new
+        request matches old pages. Raises WeightsMismatchError naming the first arrays that differ, InvalidRequestError
+        for a label that is none; then nothing has changed. Raises UpdateInProgressError during another update. Returns
+        the label and the count of the update.
 
         With `donate=True` the engine owns the arrays from now on, also if the caller still refers to them: one that was
         copied to where it is served is deleted at once, and one that is served is deleted when other weights replace it
@@ -481,40 +488,50 @@ class Engine:
 
         With experts= the host holds the old and the new store during it, the accelerator one table: residents are
         written into it between two steps, one after another. A copy that fails leaves the old weights served, under the
-        old version."""
-        self._weights.update(state, version=version, cache=cache, donate=donate)
+        old label and count."""
+        return self._weights.update(state, version=version, cache=cache, donate=donate)
 
-    def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
+    def update_weights_from_disk(
+        self, path: str | Path, *, version: str | int | None = None, cache: str = "flush"
+    ) -> WeightVersion:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
         go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
-        is damaged, UpdateInProgressError during another update."""
-        self._weights.update_from_disk(path, version=version, cache=cache)
+        is damaged, UpdateInProgressError during another update. Returns as `update_weights`."""
+        return self._weights.update_from_disk(path, version=version, cache=cache)
 
-    def prepare_weights(self, path: str | Path, *, version: int) -> None:
+    def prepare_weights(
+        self, path: str | Path, *, version: str | int | None = None, update_count: int | None = None
+    ) -> None:
         """First half of `update_weights_from_disk`: load and check a checkpoint beside the served weights, while
         requests go on. The device holds both then. Until `commit_weights` or `drop_weights`, operations that move,
-        release or replace weights raise InvalidRequestError. Raises WeightsMismatchError and CheckpointError as
-        `update_weights_from_disk`; then nothing is prepared."""
-        self._weights.prepare(path, version=version)
+        release or replace weights raise InvalidRequestError. `version` as for `update_weights`. `update_count`: the
+        count that the update gets, above the served one, where several engines share one; None: the next. Raises
+        WeightsMismatchError and CheckpointError as `update_weights_from_disk`; then nothing is prepared."""
+        self._weights.prepare(path, version=version, update_count=update_count)
 
-    def commit_weights(self, version: int, *, cache: str = "flush") -> None:
-        """Second half: swap to the prepared weights between two steps. `cache` as for `update_weights`. Raises
-        InvalidRequestError where no weights of this version are prepared."""
-        self._weights.commit(version=version, cache=cache)
+    def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> WeightVersion:
+        """Second half: swap to the prepared weights between two steps. `cache` and result as for `update_weights`.
+        Raises InvalidRequestError where no weights of this label (None: of any) are prepared."""
+        return self._weights.commit(version=version, cache=cache)
 
     def drop_weights(self) -> None:
         """Free the prepared weights; the served ones stay. Without any nothing happens."""
         self._weights.drop()
 
     @property
-    def prepared_version(self) -> int | None:
-        """The version of the prepared weights, or None."""
+    def prepared_version(self) -> str | None:
+        """The label of the prepared weights, or None."""
         return self._weights.prepared_version
 
-    def update_weight_version(self, version: int) -> None:
-        """Give the served weights another version, which must rise. Rows written from now on bear it. Running requests
-        keep their pages, and no new request matches pages of the old version. Raises WeightsMismatchError."""
-        self._weights.update_version(version)
+    def update_weight_version(self, version: str | int, *, update_count: int | None = None) -> WeightVersion:
+        """Give the served weights another label, or the same one again. It counts as an update: rows written from now
+        on have the next count. Running requests keep their pages, and no new request matches pages of the old count.
+        `update_count` as for `prepare_weights`. Returns the label and the count. Raises InvalidRequestError."""
+        return self._weights.update_version(version, update_count=update_count)
+
+    def get_weight_version(self) -> WeightVersion:
+        """The label of the served weights, and how many updates of weights or label there have been."""
+        return self.components.core.weight_version
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps.
@@ -524,12 +541,12 @@ class Engine:
         and on an engine with experts=."""
         self._memory.release(tags)
 
-    def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
+    def resume_memory_occupation(self, state: Weights | None = None, *, version: str | int | None = None) -> None:
         """Allocate all that was released, with an empty pool, and continue with the queue.
 
-        Released weights come from `state`, as `update_weights` takes it, under a `version` that rises, or have come by
-        `update_weights` meanwhile. Without a release nothing happens. Raises InvalidRequestError where weights are
-        missing, or one of `state` and `version`; WeightsMismatchError as `update_weights`. Then all stays released."""
+        Released weights come from `state` under the label `version`, both as `update_weights` takes them, or have come
+        by `update_weights` meanwhile. Without a release nothing happens. Raises InvalidRequestError where weights are
+        missing, or a `version` has no `state`; WeightsMismatchError as `update_weights`. Then all stays released."""
         self._memory.resume(state, version)
 
     @property
@@ -653,7 +670,8 @@ class Engine:
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.request_table.accepted,
             "requests_finished": dict(core.request_table.finished),
-            "weight_version": str(core.runner.weight_version),
+            "weight_version": core.weight_version.label,
+            "update_count": core.weight_version.update_count,
             **({} if self.components.group is None else self.components.group.info()),
         }
 

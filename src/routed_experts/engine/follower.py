@@ -23,6 +23,7 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.core.weight_version import INITIAL_LABEL, int_as_text
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_follower
 from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.score import ScoreInputs, ScorePrograms
@@ -204,6 +205,7 @@ def follow(
     logprobs_mode: Literal["processed", "raw"] = "processed",
     deterministic: bool = False,
     skip_tokenizer_init: bool = False,
+    weight_version: str | int = INITIAL_LABEL,
 ) -> None:
     """Run this process's part of an engine of several processes, until process 0 ends it.
 
@@ -236,6 +238,7 @@ def follow(
         logprobs_mode=logprobs_mode,
         deterministic=deterministic,
         skip_tokenizer_init=skip_tokenizer_init,
+        weight_version=int_as_text(weight_version),
     )
     plan = PlacementConfig.create(placement)
     clock = PhaseClock(on_phase)

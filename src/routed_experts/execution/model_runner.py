@@ -356,7 +356,7 @@ class ModelRunner:
             self._owned = _free_unserved(self._owned, [])
 
     def check_version(self, version: int) -> None:
-        """Raise WeightsMismatchError unless `version` is an integer above the served one."""
+        """Raise WeightsMismatchError unless `version`, a count of updates, is an integer above the served one."""
         if (
             isinstance(version, bool)
             or not isinstance(version, int)
@@ -365,7 +365,8 @@ class ModelRunner:
             expected = (
                 f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
             )
-            raise WeightsMismatchError(f"version={version!r} must be {expected}; count updates", param="version")
+            text = f"update_count={version!r} must be {expected}; leave it out for the next one"
+            raise WeightsMismatchError(text, param="update_count")
 
     def allocate_pool(self) -> None:
         """Allocate an empty pool; no step may be in flight."""

@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import two_phase
 from routed_experts.fleet.messages import (
     Answer,
@@ -110,7 +112,7 @@ class Coordinator:
         self._reports: dict[str, Report] = {}  # of members that join again
         self._tasks: set[asyncio.Task[None]] = set()
         self._task_ids, self._next_tag = itertools.count(), 0
-        self._version = 0
+        self._version = WeightVersion()  # until a replica joins, which tells its label
         self._path: str | None = None
         self._pause: str | None = None
         self._deaths = 0
@@ -133,7 +135,9 @@ class Coordinator:
             tag = f"r{self._next_tag}"
             self._next_tag += 1
             self._add(tag, handle[0])
-            if report.version != self._version:
+            if self._version.update_count == report.version.update_count == 0:
+                self._version = report.version  # all replicas start with the same weights, under one label
+            if report.version.update_count != self._version.update_count:
                 self._syncing.add(tag)
             return self._joined(tag)
 
@@ -180,20 +184,20 @@ class Coordinator:
         self._pause = pause
 
     async def update(
-        self, model_path: str | None, version: int | None, cache: str, *, abort_first: bool = False
-    ) -> int | Refusal:
-        """Bring every replica to other weights, in two phases; `model_path` None: to another version of the same ones.
-        Returns the version, which is the next one for None."""
+        self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool = False
+    ) -> WeightVersion | Refusal:
+        """Bring every replica to other weights, in two phases; `model_path` None: to another label of the same ones.
+        Returns their version, of the next count; `label` None keeps the present one."""
         if self._is_recovering:
             return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
         if self._lock.locked():
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            version = self._version + 1 if version is None else version
-            if version <= self._version:
-                text = f"weight_version={version} must be above the served version {self._version}; count updates"
-                return Refusal(status=400, code="weights_mismatch", message=text, param="weight_version")
+            served = self._version
+            version = WeightVersion(
+                label=served.label if label is None else label, update_count=served.update_count + 1
+            )
             members = list(self._members.values())
             if not members:
                 return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
@@ -298,7 +302,8 @@ class Coordinator:
             )
             self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
             self._is_recovering = False
-            logger.info("the coordinator is back: %d replicas serve version %d", len(members), self._version)
+            served = _told(self._version)
+            logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
     async def _heal(self, reports: Mapping[str, Report]) -> None:
         """Bring members that came late to the version of the fleet."""
@@ -308,8 +313,9 @@ class Coordinator:
                 if member is None:
                     continue
                 self._syncing.add(tag)
-                if report.version > self._version:
-                    await self._evict(member, f"it serves version {report.version}, and the fleet {self._version}")
+                if report.version.update_count > self._version.update_count:
+                    served = _told(self._version)
+                    await self._evict(member, f"it serves version {_told(report.version)}, and the fleet {served}")
                     continue
                 fleet = Report(
                     version=self._version,
@@ -326,10 +332,10 @@ class Coordinator:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
-            return f"{', '.join(sorted(self._syncing))} loads version {self._version}"
-        versions = {status.version for status in found if status.version is not None}
+            return f"{', '.join(sorted(self._syncing))} loads version {_told(self._version)}"
+        versions = {status.version.update_count: status.version for status in found if status.version is not None}
         if len(versions) > 1:
-            return f"replicas serve versions {', '.join(map(str, sorted(versions)))}"
+            return f"replicas serve versions {', '.join(_told(versions[count]) for count in sorted(versions))}"
         return None
 
     async def _ask_all(
@@ -395,6 +401,10 @@ class Coordinator:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the coordinator failed", exc_info=error)
+
+
+def _told(version: WeightVersion) -> str:
+    return f"{short_repr(version.label)} (update {version.update_count})"
 
 
 def _status(tag: str, answer: Answer | None) -> MemberStatus:

@@ -13,6 +13,7 @@ from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, InvalidRequestError, ReplicaLostError, WeightsMismatchError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.weight_version import to_label
 from routed_experts.fleet.follower_actor import start_followers
 from routed_experts.fleet.ray_runtime import import_ray
 from routed_experts.fleet.settings import FleetSettings
@@ -65,22 +66,27 @@ class EngineActor:
                 "token_ids": output.token_ids,
                 "logprobs": output.logprobs,
                 "weight_version": output.weight_version,
+                "update_count": output.update_count,
                 **_rows(output.routed_experts),
             }
             for output in outputs
         ]
 
-    def prepare_weights(self, path: str, version: int) -> None:
+    def prepare_weights(self, path: str, version: str | int | None) -> None:
         """`Engine.prepare_weights`."""
         self._engine.prepare_weights(path, version=version)
 
-    def commit_weights(self, version: int, cache: str) -> None:
+    def commit_weights(self, version: str | int | None, cache: str) -> None:
         """`Engine.commit_weights`."""
         self._engine.commit_weights(version, cache=cache)
 
     def drop_weights(self) -> None:
         """`Engine.drop_weights`."""
         self._engine.drop_weights()
+
+    def update_weight_version(self, version: str | int) -> None:
+        """`Engine.update_weight_version`."""
+        self._engine.update_weight_version(version)
 
     def set_held(self, is_held: bool) -> None:
         """Hold admission, or open it."""
@@ -105,9 +111,10 @@ class EngineActor:
     def stats(self) -> dict[str, object]:
         """`Engine.stats` as a dict, with what is prepared, paused and released."""
         stats = self._engine.stats()
-        names = ("running", "waiting", "accepted", "num_steps", "weight_version", "free_pages", "total_pages")
+        names = ("running", "waiting", "accepted", "num_steps", "weight_version", "update_count", "free_pages")
         return {
             **{name: getattr(stats, name) for name in names},
+            "total_pages": stats.total_pages,
             "finished": dict(stats.finished),
             "prepared_version": self._engine.prepared_version,
             "paused": self._engine.paused,
@@ -175,8 +182,8 @@ class EngineGroup:
     ) -> list[dict[str, Any]]:
         """Generate for prompts of token ids, which are dealt out evenly; n > 1 gives n results a prompt, in order.
         `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and `meta_info`; with
-        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids` and
-        `version_spans`."""
+        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
+        `version_spans` and `version_labels` (the label of each count)."""
         parts = _deal(input_ids, len(self.actors))
         calls = [
             actor.generate.remote(part, sampling_params, options)
@@ -193,7 +200,7 @@ class EngineGroup:
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
         """Score sequences, which are dealt out evenly: `token_ids` (int32 [S]), `logprobs` (float32 [S-1]),
-        `weight_version`, and the rows as in `generate`."""
+        `weight_version` (label), `update_count`, and the rows as in `generate`."""
         ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
         calls = [
             actor.score.remote(part, None if rows is None else rows[index], return_routed_experts)
@@ -202,9 +209,11 @@ class EngineGroup:
         ]
         return [result for results in self._get(calls) for result in results]
 
-    def prepare_weights(self, path: str | Path, *, version: int) -> None:
-        """Load and check a checkpoint on all engines beside what they serve. Raises WeightsMismatchError naming those
-        that refuse; then nothing is prepared on any."""
+    def prepare_weights(self, path: str | Path, *, version: str | int | None = None) -> None:
+        """Load and check a checkpoint on all engines beside what they serve. `version` is its label; None keeps the
+        served one. Raises InvalidRequestError for a label that is none, and WeightsMismatchError naming engines that
+        refuse; then nothing is prepared on any."""
+        version = None if version is None else to_label(version, param="version")
         outcomes = self._outcomes("prepare_weights", str(path), version)
         refused = [f"engine {index}: {outcome}" for index, outcome in outcomes.items() if outcome is not None]
         if refused:
@@ -212,12 +221,21 @@ class EngineGroup:
             self._raise_lost(outcomes)
             raise WeightsMismatchError(f"{'; '.join(refused)}; the old weights serve on in all engines", param="path")
 
-    def commit_weights(self, version: int, *, cache: str = "flush") -> None:
+    def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> None:
         """Swap to the prepared weights on all engines; no request starts with old weights after one has started with
         new ones."""
         self._all("set_held", True)
         try:
             self._all("commit_weights", version, cache)
+        finally:
+            self._outcomes("set_held", False)
+
+    def update_weight_version(self, version: str | int) -> None:
+        """Give the served weights of all engines another label, or the same one again; it counts as an update."""
+        label = to_label(version, param="version")
+        self._all("set_held", True)
+        try:
+            self._all("update_weight_version", label)
         finally:
             self._outcomes("set_held", False)
 
@@ -356,4 +374,5 @@ def _rows(record: RoutedExperts | None) -> dict[str, Any]:
         "start": record.start,
         "layer_ids": record.layer_ids,
         "version_spans": record.version_spans,
+        "version_labels": record.labels,
     }

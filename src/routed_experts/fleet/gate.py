@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
 from routed_experts.fleet.operations import from_answer
 from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
 from routed_experts.server.admin import info_routes
-from routed_experts.server.admin.control_routes import folder_under_root, parse_drafts, parse_version
+from routed_experts.server.admin.control_routes import folder_under_root, parse_drafts, parse_label
 from routed_experts.server.app import TABLE, Entry, Handler
 from routed_experts.server.body import json_response, read_body
 from routed_experts.server.errors import ApiError, unavailable
@@ -163,7 +164,7 @@ class Gate:
 
     async def weight_version(self, request: Request, server: ServerState) -> Response:
         """Say which weights the fleet serves."""
-        return json_response({"weight_version": str((await self._status()).version)})
+        return json_response((await self._status()).version.to_json())
 
     async def metrics(self, request: Request, server: ServerState) -> Response:
         """Prometheus text of all replicas, each series with the label replica."""
@@ -175,7 +176,9 @@ class Gate:
             for tag, answer in (await self._ask_all("route", leave_out_self=True, call=call)).items():
                 if answer.refusal is None:
                     texts[tag] = answer.value.body.decode()
-            extra = fleet_metrics([member.state for member in status.members], status.version, status.deaths)
+            extra = fleet_metrics(
+                [member.state for member in status.members], status.version.update_count, status.deaths
+            )
         except ApiError as error:  # without a coordinator there are the metrics of this replica
             extra = f"# {error}\n"
         return Response(merge(texts) + extra, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -246,19 +249,17 @@ class Gate:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
         fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
         await asyncio.to_thread(folder_under_root, server.settings.weights_root, fields.model_path)
-        version = await self._version(fields.weight_version, param="weight_version")
+        label = parse_label(fields.weight_version, param="weight_version")
         cache = "keep" if fields.flush_cache is False else "flush"
-        version = await self._update(fields.model_path, version, cache)
-        return json_response({"success": True, "message": "updated", "weight_version": str(version)})
+        version = await self._update(fields.model_path, label, cache)
+        return json_response({"success": True, "message": "updated", **version.to_json()})
 
     async def update_weight_version(self, request: Request, server: ServerState) -> Response:
-        """Set the version of the weights of all replicas."""
+        """Set the label of the weights of all replicas; also the same one again, which counts as an update."""
         fields = (await read_body(request, UpdateWeightVersionRequest, server.settings)).value
-        version = await self._version(fields.new_version, param="new_version")
-        version = await self._update(None, version, "keep", abort_first=fields.abort_all_requests is not False)
-        return json_response(
-            {"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)}
-        )
+        label = parse_label(fields.new_version, param="new_version")
+        version = await self._update(None, label, "keep", abort_first=fields.abort_all_requests is not False)
+        return json_response({"success": True, "message": "updated", "new_version": version.label, **version.to_json()})
 
     async def _of_owner(self, request: Request, local: Callable[[], Awaitable[Response]]) -> Response:
         """Answer from this replica, else from the one whose tag is in the id, else from any other that has the rows."""
@@ -300,21 +301,18 @@ class Gate:
             loads += [{**load, "replica": tag} for load in msgspec.json.decode(answer.body)["loads"]]
         return loads
 
-    async def _version(self, value: int | str | None, *, param: str) -> int | None:
-        if value is None:
-            return None
-        return parse_version(value, served=(await self._status()).version, param=param)
-
-    async def _update(self, model_path: str | None, version: int | None, cache: str, **more: Any) -> int:
+    async def _update(self, model_path: str | None, label: str | None, cache: str, **more: Any) -> WeightVersion:
         timeout_s = self._update_s + HOLD_S + 3 * COMMIT_S
-        result: int | Refusal = await self._call("update", model_path, version, cache, timeout_s=timeout_s, **more)
+        result: WeightVersion | Refusal = await self._call(
+            "update", model_path, label, cache, timeout_s=timeout_s, **more
+        )
         return _checked(result)
 
     async def _with_replicas(self, response: Response, *, version: bool = False) -> Response:
         status, body = await self._status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
         body["replicas"] = _replicas(status)
         if version:
-            body["weight_version"] = str(status.version)
+            body |= status.version.to_json()
         return json_response(body)
 
     async def _status(self) -> FleetStatus:
@@ -395,7 +393,8 @@ def _replicas(status: FleetStatus) -> list[dict[str, object]]:
         {
             "replica": member.tag,
             "state": member.state,
-            "weight_version": None if member.version is None else str(member.version),
+            "weight_version": None if member.version is None else member.version.label,
+            "update_count": None if member.version is None else member.version.update_count,
             **member.details,
         }
         for member in status.members
@@ -406,7 +405,7 @@ def _probe_response(status: FleetStatus, code: int) -> Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if code == 503 else None
     body: dict[str, object] = {
         "state": "serving" if code == 200 else "unavailable",
-        "weight_version": str(status.version),
+        **status.version.to_json(),
         "num_replicas": status.num_replicas,
         "replicas": _replicas(status),
     }

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from routed_experts.core.weight_version import WeightVersion
+
 
 class MemberGone(Exception):
     """A replica has died, or left, before it answered."""
@@ -46,9 +48,9 @@ class Answer:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The weights and the admission of a replica. `model_path`: of the served weights, as the update named it; None:
-    those of the start. `prepared`, `prepared_path`: of weights that are loaded beside them."""
+    those of the start. `prepared`, `prepared_path`: of weights that are loaded beside them, by their count."""
 
-    version: int
+    version: WeightVersion
     model_path: str | None
     prepared: int | None
     prepared_path: str | None
@@ -63,7 +65,7 @@ class Joined:
 
     tag: str
     instance: str
-    version: int
+    version: WeightVersion
     model_path: str | None
     pause: str | None
 
@@ -97,7 +99,7 @@ class MemberStatus:
 
     tag: str
     state: str
-    version: int | None
+    version: WeightVersion | None
     details: Mapping[str, Any]
 
 
@@ -107,6 +109,6 @@ class FleetStatus:
 
     members: tuple[MemberStatus, ...]
     num_replicas: int
-    version: int
+    version: WeightVersion
     problem: str | None
     deaths: int

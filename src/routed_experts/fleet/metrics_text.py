@@ -23,13 +23,18 @@ def merge(texts: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for family, head in heads.items() for line in (*head, *samples.get(family, ())))
 
 
-def fleet_metrics(states: Sequence[str], version: int, deaths: int) -> str:
+def fleet_metrics(states: Sequence[str], update_count: int, deaths: int) -> str:
     """The metrics of the fleet itself. `states`: of the replicas."""
     lines = ["# HELP routed_experts_fleet_replicas Replicas by state", "# TYPE routed_experts_fleet_replicas gauge"]
     for state in sorted({"serving", *states}):
         lines.append(f'routed_experts_fleet_replicas{{state="{state}"}} {states.count(state)}')
     for name, text, kind, value in (
-        ("fleet_weight_version", "The version of the weights that all replicas serve", "gauge", version),
+        (
+            "fleet_weight_version",
+            "Updates of the weights that all replicas serve, or of their label",
+            "gauge",
+            update_count,
+        ),
         ("replica_deaths_total", "Replicas that have died", "counter", deaths),
     ):
         full = f"routed_experts_{name}"

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.engine import Engine
 from routed_experts.fleet.messages import RouteAnswer, RouteCall
@@ -35,9 +36,9 @@ class EngineWeights:
         self.hold_admission, self.open_admission = engine.hold_admission, engine.open_admission
 
     @property
-    def weight_version(self) -> int:
+    def weight_version(self) -> WeightVersion:
         """The served version."""
-        return self._engine.stats().weight_version
+        return self._engine.get_weight_version()
 
     @property
     def paused(self) -> str | None:
@@ -133,7 +134,7 @@ class Operations:
         health = self._server.health()
         return {
             "state": health.state,
-            "version": self._engine.engine.stats().weight_version,
+            "version": self._engine.engine.get_weight_version(),
             "running": health.running,
             "waiting": health.waiting,
             "last_step_age_s": health.last_step_age_s,

@@ -97,7 +97,7 @@ class Replica:
                 operations=operations.by_name(),
             )
             joined = await link.join(settings.weight_update_timeout)
-            if joined.version != engine.stats().weight_version:
+            if joined.version.update_count != engine.get_weight_version().update_count:
                 await weights.load(joined.model_path, joined.version)
                 await link.call("synced", joined.tag)
             if joined.pause is not None:
@@ -114,7 +114,7 @@ class Replica:
         freeze_gc()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch_engine, args=(loop,), name="watch", daemon=True).start()
-        logger.info("replica %s serves version %d", joined.tag, joined.version)
+        logger.info("replica %s serves update %d of the weights", joined.tag, joined.version.update_count)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

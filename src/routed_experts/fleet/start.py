@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
@@ -169,7 +170,8 @@ class Fleet:
         proxy = next((member.details["proxy"] for member in status.members if "proxy" in member.details), "?")
         self._on_phase("replicas", f"{len(status.members)} of {settings.num_replicas}")
         url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-        return Ready(url, f"{len(status.members)} replicas · weight version {status.version} · {proxy}")
+        label = short_repr(status.version.label)
+        return Ready(url, f"{len(status.members)} replicas · weight version {label} · {proxy}")
 
     def wait(self) -> bool:
         """Wait for `stop`; False where the fleet has ended without it."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.messages import Answer, MemberGone, Report
 
 HOLD_S = 10.0  # in which every replica holds its requests, else none of them swaps
@@ -43,7 +44,7 @@ async def update(
     members: Sequence[Member],
     *,
     model_path: str | None,
-    version: int,
+    version: WeightVersion,
     cache: str,
     prepare_s: float,
     evict: Evict,
@@ -65,27 +66,27 @@ async def update(
         raise UpdateRefused("; ".join(refused))
     members = _alive(members, answers)
     on_decided()
-    answers = await _ask(members, "commit", timeout_s=COMMIT_S, version=version, cache=cache)
+    answers = await _ask(members, "commit", timeout_s=COMMIT_S, update_count=version.update_count, cache=cache)
     await _evict_refusing(members, answers, evict)
     await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
 
 
 async def heal(
     reports: Mapping[str, Report], members: Sequence[Member], *, prepare_s: float, evict: Evict
-) -> tuple[int, str | None]:
-    """Bring members that a coordinator left in any state to one version: the highest that one of them serves. Returns
-    it with its path."""
+) -> tuple[WeightVersion, str | None]:
+    """Bring members that a coordinator left in any state to one version: of the highest count that one of them serves.
+    Returns it with its path."""
     if not reports:
-        return 0, None
-    newest = max(reports.values(), key=lambda report: report.version)
-    version, path = newest.version, newest.model_path
-    behind = [member for member in members if reports[member.tag].version < version]
+        return WeightVersion(), None
+    newest = max(reports.values(), key=lambda report: report.version.update_count)
+    version, path, count = newest.version, newest.model_path, newest.version.update_count
+    behind = [member for member in members if reports[member.tag].version.update_count < count]
     if behind:
         held = await _ask(members, "hold", timeout_s=HOLD_S)
         members = _alive(members, held)
         behind = [member for member in behind if member in members]
         answers = await _ask(behind, "prepare", timeout_s=prepare_s, model_path=path, version=version)
-        answers |= await _ask(_ready(behind, answers), "commit", timeout_s=COMMIT_S, version=version, cache="flush")
+        answers |= await _ask(_ready(behind, answers), "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
         await _evict_refusing(behind, answers, evict)
         members = [member for member in members if member not in behind or member in _ready(behind, answers)]
     await _ask(members, "release", timeout_s=COMMIT_S)

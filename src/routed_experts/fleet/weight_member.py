@@ -1,6 +1,7 @@
 """WeightMember: the weights and the admission of one replica, as the coordinator changes them.
 
 Operations run one after another, each in a thread. All are idempotent: a coordinator that was restarted repeats them.
+An update is known by its count, which all replicas share; labels may repeat.
 Event loop only."""
 
 import asyncio
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.messages import Report
 from routed_experts.fleet.two_phase import OPEN_NEW_S, OPEN_OLD_S
 
@@ -20,7 +22,7 @@ class WeightedEngine(Protocol):
     """What an engine offers for it."""
 
     @property
-    def weight_version(self) -> int:
+    def weight_version(self) -> WeightVersion:
         """The served version."""
         ...
 
@@ -29,11 +31,11 @@ class WeightedEngine(Protocol):
         """The mode of the present pause."""
         ...
 
-    def prepare_weights(self, path: str | Path, *, version: int) -> None:
+    def prepare_weights(self, path: str | Path, *, version: str, update_count: int) -> None:
         """Load and check beside the served weights."""
         ...
 
-    def commit_weights(self, version: int, *, cache: str) -> None:
+    def commit_weights(self, version: str | None = None, *, cache: str) -> object:
         """Swap to the prepared weights."""
         ...
 
@@ -41,8 +43,8 @@ class WeightedEngine(Protocol):
         """Free the prepared weights."""
         ...
 
-    def update_weight_version(self, version: int) -> None:
-        """Give the served weights another version."""
+    def update_weight_version(self, version: str, *, update_count: int) -> object:
+        """Give the served weights another label and count."""
         ...
 
     def hold_admission(self) -> None:
@@ -68,7 +70,7 @@ class WeightMember:
         self._engine, self._find_folder, self._call_later = engine, find_folder, call_later
         self._lock = asyncio.Lock()
         self._path: str | None = None  # of the served weights
-        self._prepared: tuple[int, str | None] | None = None  # version and path
+        self._prepared: tuple[WeightVersion, str | None] | None = None  # and the path
         self._held = self._is_new = False  # is_new: swapped since the hold began
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -80,28 +82,28 @@ class WeightMember:
             return Report(
                 version=self._engine.weight_version,
                 model_path=self._path,
-                prepared=version,
+                prepared=None if version is None else version.update_count,
                 prepared_path=path,
                 held=self._held,
                 pause=self._engine.paused,
             )
 
-    async def load(self, model_path: str | None, version: int) -> None:
+    async def load(self, model_path: str | None, version: WeightVersion) -> None:
         """Serve these weights now: of a replica that starts later than an update."""
         await self.prepare(model_path, version)
-        await self.commit(version, "flush")
+        await self.commit(version.update_count, "flush")
 
-    async def prepare(self, model_path: str | None, version: int) -> None:
+    async def prepare(self, model_path: str | None, version: WeightVersion) -> None:
         """Load and check weights beside the served ones; `model_path` None: none are loaded, and the served ones will
         have another version. Raises what the engine raises."""
         async with self._lock:
             served = self._engine.weight_version
-            if self._prepared == (version, model_path) or served == version:
+            if self._prepared == (version, model_path) or served.update_count == version.update_count:
                 return
             await self._drop()
-            if version < served:
-                text = f"version={version} is not above the served version {served}; count updates"
-                raise WeightsMismatchError(text, param="weight_version")
+            if version.update_count < served.update_count:
+                text = f"update {version.update_count} is not after the served one, update {served.update_count}"
+                raise WeightsMismatchError(f"{text}; restart this replica", param="weight_version")
             if model_path is not None:
                 await asyncio.to_thread(self._prepare, model_path, version)
             self._prepared = version, model_path
@@ -114,17 +116,17 @@ class WeightMember:
                 self._held, self._is_new = True, False
             self._open_in(OPEN_OLD_S)
 
-    async def commit(self, version: int, cache: str) -> None:
-        """Swap to the prepared weights. Raises WeightsMismatchError where these are not prepared."""
+    async def commit(self, update_count: int, cache: str) -> None:
+        """Swap to the prepared weights of this count. Raises WeightsMismatchError where these are not prepared."""
         async with self._lock:
-            if self._engine.weight_version != version:
-                if self._prepared is None or self._prepared[0] != version:
-                    raise WeightsMismatchError(f"version={version} is not prepared here", param="weight_version")
-                _, path = self._prepared
+            if self._engine.weight_version.update_count != update_count:
+                if self._prepared is None or self._prepared[0].update_count != update_count:
+                    raise WeightsMismatchError(f"update {update_count} is not prepared here", param="weight_version")
+                version, path = self._prepared
                 if path is None:
-                    await asyncio.to_thread(self._engine.update_weight_version, version)
+                    await asyncio.to_thread(self._relabel, version)
                 else:
-                    await asyncio.to_thread(self._commit, version, cache)
+                    await asyncio.to_thread(self._commit, cache)
                     self._path = path
                 self._prepared = None
             if self._held:
@@ -150,11 +152,15 @@ class WeightMember:
             await asyncio.to_thread(self._engine.drop_weights)
             self._prepared = None
 
-    def _prepare(self, model_path: str, version: int) -> None:
-        self._engine.prepare_weights(self._find_folder(model_path), version=version)
+    def _prepare(self, model_path: str, version: WeightVersion) -> None:
+        folder = self._find_folder(model_path)
+        self._engine.prepare_weights(folder, version=version.label, update_count=version.update_count)
 
-    def _commit(self, version: int, cache: str) -> None:
-        self._engine.commit_weights(version, cache=cache)
+    def _commit(self, cache: str) -> None:
+        self._engine.commit_weights(cache=cache)
+
+    def _relabel(self, version: WeightVersion) -> None:
+        self._engine.update_weight_version(version.label, update_count=version.update_count)
 
     def _open_in(self, seconds: float) -> None:
         if self._timer is not None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import VersionSpans, check_id_range, repeated_rows
+from routed_experts.core.record_validation import VersionLabels, VersionSpans, check_id_range, repeated_rows
 from routed_experts.core.routed_experts import RoutedExperts
 
 Missing = Literal["error", "gate"]
@@ -23,13 +23,15 @@ Columns = Literal["all", "moe", "either"]  # hidden layers, MoE layers
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInfo:
     """The facts that an array of ids does not carry: its model's routing (`config.capture_spec`), the length of the
-    sequence and of its prompt, the token of row 0, and the weight version of all rows, or the versions' spans."""
+    sequence and of its prompt, the token of row 0, and the weight version of all rows, or the versions' spans;
+    versions are counts of updates, of which some have labels."""
 
     spec: CaptureSpec
     num_tokens: int
     num_prompt_tokens: int
     start: int = 0
     version: int | VersionSpans = 0
+    version_labels: VersionLabels = ()
 
     @staticmethod
     def from_record(record: RoutedExperts) -> "SequenceInfo":
@@ -47,6 +49,7 @@ class SequenceInfo:
             num_prompt_tokens=record.num_prompt_tokens,
             start=record.start,
             version=record.version_spans,
+            version_labels=record.version_labels,
         )
 
 
@@ -178,6 +181,7 @@ def to_record(
         num_prompt_tokens=info.num_prompt_tokens,
         version_spans=spans,
         valid=None if known.all() else known,
+        version_labels=info.version_labels,
     )
 
 

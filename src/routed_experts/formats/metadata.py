@@ -1,6 +1,7 @@
 """`routed_experts_info`: the metadata that says what a payload of routed experts means, and its record.
 
-Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid` when rows are missing);
+Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid` when rows are missing, and
+`version_labels` when labels are known);
 from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, rows of the prompt).
 Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
@@ -15,13 +16,16 @@ import numpy as np
 from jaxtyping import Bool, Float32, UInt
 
 from routed_experts.core.capture_spec import MAX_NUM_EXPERTS
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.weight_version import MAX_LABEL_CHARS
 
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
+_MAX_COUNT_DIGITS = 10  # counts are int32
 
 PayloadFormat = Literal["int32", "npy", "list", "ref"]
 PayloadLayers = Literal["all", "moe"]
@@ -30,7 +34,8 @@ PayloadLayers = Literal["all", "moe"]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExpertsMetadata:
     """The metadata of one payload; fields are the keys of the JSON object, in their order. `valid` is base64 of packed
-    bits (little-endian), present when missing_rows > 0."""
+    bits (little-endian), present when missing_rows > 0. `version_labels`: of the counts in `version_spans`, by
+    count, present when any is known."""
 
     schema: str = SCHEMA
     format: PayloadFormat
@@ -57,6 +62,7 @@ class RoutedExpertsMetadata:
     router: str | None
     sha256: str | None
     valid: str | None = None
+    version_labels: Mapping[int, str] = dataclasses.field(default_factory=dict[int, str])
 
     def __post_init__(self) -> None:
         num_rows, num_columns, num_slots = self.shape
@@ -81,8 +87,10 @@ class RoutedExpertsMetadata:
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, in the order of the wire description."""
         fields = {field.name: _to_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        if self.valid is None:
-            del fields["valid"]
+        fields["version_labels"] = {str(count): label for count, label in self.version_labels.items()}
+        for name in ("valid", "version_labels"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
     def unpack_valid(self) -> Bool[np.ndarray, " R"] | None:
@@ -116,7 +124,7 @@ class RoutedExpertsMetadata:
         for key, parse in _PARSERS.items():
             if key in read:
                 fields[key] = parse(key, read[key])
-            elif key != "valid":
+            elif key not in ("valid", "version_labels"):
                 text = f"routed_experts_info has no key {key!r}; expected every key of schema {SCHEMA}"
                 raise RoutingFormatError(text)
         return RoutedExpertsMetadata(**fields)
@@ -156,6 +164,7 @@ def to_record(
         valid=valid,
         weights=weights,
         router=metadata.router,
+        version_labels=tuple(metadata.version_labels.items()),
     )
     check_id_range(
         ids, start=record.start, layer_ids=record.layer_ids, num_experts=record.num_experts, known=record.known
@@ -198,6 +207,7 @@ def to_metadata(
         router=record.router,
         sha256=ids_sha256(record),
         valid=base64.b64encode(packed).decode() if packed is not None and num_missing else None,
+        version_labels=record.labels,
     )
 
 
@@ -286,6 +296,20 @@ def _spans(key: str, value: object) -> tuple[tuple[int, ...], ...]:
     return triples
 
 
+def _labels(key: str, value: object) -> dict[int, str]:
+    if not isinstance(value, Mapping):
+        _refuse(key, value, "an object of labels by count")
+    labels: dict[int, str] = {}
+    for count, label in cast("Mapping[object, object]", value).items():
+        is_count = isinstance(count, str) and count.isascii() and count.isdecimal() and len(count) <= _MAX_COUNT_DIGITS
+        if not is_count or not isinstance(label, str) or len(label) > MAX_LABEL_CHARS:
+            pair = f"{short_repr(count)}: {short_repr(label)}"
+            expected = f'"count": text of at most {MAX_LABEL_CHARS} characters'
+            raise RoutingFormatError(f"routed_experts_info.{key} holds {pair}; expected {expected}")
+        labels[int(cast("str", count))] = label
+    return labels
+
+
 _Parser = Callable[[str, object], object]  # key and its value in the JSON object; raises RoutingFormatError
 _PARSERS: Mapping[str, _Parser] = MappingProxyType(  # of every field but schema, order and ids, which are constants
     {
@@ -305,5 +329,6 @@ _PARSERS: Mapping[str, _Parser] = MappingProxyType(  # of every field but schema
         "missing_rows": _int,
         "weights": _optional_text("float32"),
         **dict.fromkeys(("router", "sha256", "valid"), _optional_text()),
+        "version_labels": _labels,
     }
 )

@@ -53,7 +53,7 @@ def align(
     spec: CaptureSpec,
     prompt_width: int | None = None,
     zigzag: int = 1,
-    versions: Collection[int] | None = None,
+    versions: Collection[int | str] | None = None,
     repeats_in_layers: Collection[int] = (),
     weights: bool = False,
 ) -> RoutedBatch:
@@ -61,9 +61,9 @@ def align(
 
     `spec` is the model's `config.capture_spec`. A column is valid where its record holds the row and marks it valid;
     tokens before a record's start, and the last token of a generated sequence, are neither valid nor pad. `zigzag` =
-    c permutes columns by `zigzag_order`, for context parallelism. `versions`: weight versions that rows may have; None
-    allows any. `repeats_in_layers`: hash-routed layers. `weights` lays out recorded combine weights too. Raises
-    RoutingAlignmentError naming sample, row and layer of a mismatch."""
+    c permutes columns by `zigzag_order`, for context parallelism. `versions`: the weights that rows may come from, by
+    count of updates or by label; None allows any. `repeats_in_layers`: hash-routed layers. `weights` lays out recorded
+    combine weights too. Raises RoutingAlignmentError naming sample, row and layer of a mismatch."""
     spans = _spans(samples, layout, seq_len, prompt_width)
     order = zigzag_order(seq_len, zigzag)
     num_rows = 1 if layout == "packed" else len(samples)

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
 from routed_experts.core.record_validation import repeated_rows
 from routed_experts.core.routed_experts import RoutedExperts
 
@@ -20,13 +21,13 @@ def check_record(
     *,
     sample: int,
     num_tokens: int,
-    versions: Collection[int] | None = None,
+    versions: Collection[int | str] | None = None,
     repeats_in_layers: Collection[int] = (),
 ) -> None:
     """Raise RoutingAlignmentError unless the record holds rows of this model for a sequence of `num_tokens`.
 
-    `versions`: weight versions that the batch allows; None allows any. `repeats_in_layers`: hidden-layer indices of
-    hash-routed layers, where a row may name an expert twice."""
+    `versions`: the weights that the batch allows, by count of updates or by label; None allows any.
+    `repeats_in_layers`: hidden-layer indices of hash-routed layers, where a row may name an expert twice."""
     if not isinstance(record, RoutedExperts):
         raise RoutingAlignmentError(
             f"sample {sample}: record is a {type(record).__name__}; give a RoutedExperts, or None for no rows"
@@ -41,15 +42,26 @@ def check_record(
             f"{num_tokens - record.start} (score); "
             "cut both alike"
         )
-    other_spans = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
-    if other_spans:
-        low, high, version = other_spans[0]
-        raise RoutingAlignmentError(
-            f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {version}; this "
-            "batch allows "
-            f"{sorted(versions or ())}; drop the sample, or allow the version"
-        )
+    _check_versions(record, versions, sample)
     _check_ids(record, spec, record.known, sample, repeats_in_layers)
+
+
+def _check_versions(record: RoutedExperts, versions: Collection[int | str] | None, sample: int) -> None:
+    if versions is None:
+        return
+    if isinstance(versions, str):
+        text = f"versions={short_repr(versions)} is one label; give a list of counts or labels, also for one"
+        raise InvalidRequestError(text, param="versions")
+    labels = record.labels
+    for low, high, count in record.version_spans:
+        label = labels.get(count)
+        if count in versions or (label is not None and label in versions):
+            continue
+        name = "" if label is None else f" ({short_repr(label)})"
+        raise RoutingAlignmentError(
+            f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {count}{name}; this "
+            f"batch allows {sorted(versions, key=str)}; drop the sample, or allow the version"
+        )
 
 
 def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:

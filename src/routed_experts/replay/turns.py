@@ -39,6 +39,7 @@ def merge_turns(
     ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
     weights = None if any(record.weights is None for _, record in turns) else np.zeros(ids.shape, np.float32)
     valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
+    labels: dict[int, str] = {}
     for (_, record), end in zip(turns, usable, strict=True):
         part = record[:end]
         to = slice(part.start - start, part.start - start + part.num_rows)
@@ -47,6 +48,7 @@ def merge_turns(
         if weights is not None and part.weights is not None:
             weights[to][new] = part.weights[new]
         valid[to] |= new
+        labels = part.labels | labels
     return RoutedExperts(
         ids=ids,
         start=start,
@@ -59,6 +61,7 @@ def merge_turns(
         valid=None if valid.all() else valid,
         weights=weights,
         router=first.router,
+        version_labels=tuple(sorted(labels.items())),
     )
 
 

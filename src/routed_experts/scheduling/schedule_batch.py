@@ -21,6 +21,7 @@ from routed_experts.core.grammar_spec import GrammarState
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.core.speculative_stats import SpeculativeCounts
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.memory.prefix_cache import PrefixNode
 
 NO_TOKENS: Int32[np.ndarray, " 0"] = np.zeros(0, np.int32)
@@ -56,6 +57,8 @@ class Req:
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0
+        self.most_fed = 0  # tokens that it had fed when it was last retracted, or before
+        self.weight_changes: tuple[tuple[int, WeightVersion], ...] = ()  # see `weight_runs`
         self.is_prefilled = False  # its whole prompt has been committed once
         self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
@@ -69,6 +72,11 @@ class Req:
     def num_output(self) -> int:
         """Generated tokens that the host knows."""
         return self.num_known - self.prompt_len
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that were fed at least once, or came with pages of the prefix cache."""
+        return max(self.most_fed, self.num_committed, self.num_known - 1 if self.num_output else 0)
 
     @property
     def output_ids(self) -> Int32[np.ndarray, " G"]:
@@ -117,6 +125,12 @@ class Req:
         if self.num_known + self.num_pending + num_forced >= self.min_stop_len:
             return sampling.logit_bias
         return (*sampling.logit_bias, *((token, -np.inf) for token in sorted(self.source.stop_token_ids)))
+
+    def note_update(self, version: WeightVersion) -> None:
+        """Note that other weights replace these: they feed what has not been fed yet. No step may be in flight."""
+        num_fed = self.num_fed
+        if num_fed > (self.weight_changes[-1][0] if self.weight_changes else 0):
+            self.weight_changes = (*self.weight_changes, (num_fed, version))
 
     def finish(self, reason: FinishReason) -> None:
         """Finish this request; it keeps its pages until it is released."""

@@ -314,6 +314,7 @@ class Scheduler:
         self.running.remove(req)
         self.pages.release(req, self.namespace(req), cache=False)
         req.saved_rows, req.state = saved, ReqState.WAITING
+        req.most_fed = req.num_fed
         req.num_dispatched = req.num_committed = 0
         req.forced = NO_TOKENS
         self.waiting.appendleft(req)

@@ -175,8 +175,9 @@ class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_field
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /update_weights_from_disk. `model_path` is below --weights-root; `weight_version` is a number above the
-    served one, and that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
+    """POST /update_weights_from_disk. `model_path` is below --weights-root; `weight_version` is any text of at most 256
+    characters, or an integer; without it the label stays. `flush_cache` false lets running requests keep their
+    pages."""
 
     model_path: str
     weight_version: int | str | None = None
@@ -184,8 +185,8 @@ class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /update_weight_version. `new_version` is a number above the served one; running requests are aborted first
-    unless `abort_all_requests` is false."""
+    """POST /update_weight_version. `new_version` is any text of at most 256 characters, or an integer; also the served
+    one. Running requests are aborted first unless `abort_all_requests` is false."""
 
     new_version: int | str
     abort_all_requests: bool | None = None

@@ -20,7 +20,7 @@ MADE_ID = re.compile(r"(r\d+)-[0-9a-f]{32}")
 
 
 def version_of(client):
-    return int(client.get("/get_weight_version").json()["weight_version"])
+    return client.get("/get_weight_version").json()["update_count"]
 
 
 def update(admin, folder, **more):
@@ -53,9 +53,10 @@ def test_updates_under_load_never_mix_versions_and_fail_no_request(fleet, admin)
     returned, committed = [], {first}
     with Load(fleet) as load:
         load.wait_for(30)
-        for number in range(4):
+        for number, label in enumerate(("step-1", "step-1", 0, "step-1")):  # repeats, and goes back
             version = first + 1 + number
-            assert update(admin, f"w{1 + number % 2}").json()["weight_version"] == str(version)
+            answer = update(admin, f"w{1 + number % 2}", weight_version=label).json()
+            assert (answer["weight_version"], answer["update_count"]) == (str(label), version)
             returned.append((version, time.monotonic()))
             committed.add(version)
             load.wait_for(25)
@@ -65,16 +66,18 @@ def test_updates_under_load_never_mix_versions_and_fail_no_request(fleet, admin)
             assert version_of(admin) == version
             load.wait_for(25)
         assert (
-            admin.post(
-                "/update_weight_version", json={"new_version": first + 9, "abort_all_requests": False}
-            ).status_code
-            == 200
+            admin.post("/update_weight_version", json={"new_version": "step-1", "abort_all_requests": False}).json()[
+                "update_count"
+            ]
+            == first + 5
         )
-        returned.append((first + 9, time.monotonic()))
+        returned.append((first + 5, time.monotonic()))
         load.wait_for(20)
     assert len(load.met) >= 250 and load.failures() == []
-    load.check_versions({*committed, first + 9}, returned)
-    parse_error(update(admin, "w1", weight_version=first), 400)
+    load.check_versions({*committed, first + 5}, returned)
+    load.check_labels({first + 1: "step-1", first + 2: "step-1", first + 3: "0", first + 5: "step-1"})
+    error = parse_error(update(admin, "w1", weight_version="x" * 257), 400)
+    assert error["param"] == "weight_version" and version_of(admin) == first + 5
     parse_error(update(admin, "../w1"), 400)
     parse_error(update(admin, "nowhere"), 400)
 
@@ -94,7 +97,8 @@ def test_one_of_two_updates_at_once_is_refused(fleet, admin):
 
 
 def test_the_death_of_the_coordinator_costs_no_request(fleet, admin):
-    assert update(admin, "w2").status_code == 200
+    label = "before the death"
+    assert update(admin, "w2", weight_version=label).status_code == 200
     version = version_of(admin)
     with Load(fleet) as load:
         load.wait_for(10)
@@ -104,8 +108,9 @@ def test_the_death_of_the_coordinator_costs_no_request(fleet, admin):
         assert admin.get("/health").status_code == 200 and admin.get("/metrics").status_code == 200
         load.wait_for(20)
         body = wait_whole(admin)
-        assert body["weight_version"] == str(version)
-        assert update(admin, "w1").json()["weight_version"] == str(version + 1)
+        assert body["update_count"] == version and body["weight_version"] == label
+        answer = update(admin, "w1").json()
+        assert (answer["weight_version"], answer["update_count"]) == (label, version + 1)
         load.wait_for(10)
     assert load.failures() == []
     load.check_versions({version, version + 1})
@@ -125,7 +130,7 @@ def test_a_coordinator_that_dies_in_an_update_leaves_one_version(fleet, admin, d
         caller.join(60)
         load.wait_for(10)
         body = wait_whole(admin)
-        version = int(body["weight_version"])
+        version = body["update_count"]
         assert version in (first, first + 1)
         assert answers[0].status_code in (200, 503)
         if answers[0].status_code == 200:
@@ -197,7 +202,8 @@ def test_the_death_of_a_replica_costs_its_requests_alone_and_nothing_cut_looks_w
     body = wait_whole(admin)
     print(f"whole again {time.monotonic() - killed:.1f} s after the kill")
     tags = {replica["replica"] for replica in body["replicas"]}
-    assert {replica["weight_version"] for replica in body["replicas"]} == {str(version)}, "the new one has the weights"
+    assert {replica["update_count"] for replica in body["replicas"]} == {version}, "the new one has the weights"
+    assert {replica["weight_version"] for replica in body["replicas"]} == {body["weight_version"]}, "and their label"
     assert deaths(admin) == before + 1
     gone = (kept.keys() - tags).pop()
     with fleet.client() as client:
@@ -225,8 +231,8 @@ def test_a_replica_that_dies_in_an_update_is_out_and_comes_back_with_the_new_wei
         kill(REPLICA, fleet)
         caller.join(60)
         body = wait_whole(admin)
-        version = int(body["weight_version"])
-        assert {replica["weight_version"] for replica in body["replicas"]} == {str(version)}
+        version = body["update_count"]
+        assert {replica["update_count"] for replica in body["replicas"]} == {version}
         load.wait_for(10)
     assert version == first + 1 or answers[0] != 200
     load.check_versions({first, first + 1})

@@ -143,13 +143,16 @@ def test_a_fleet_beside_a_fleet_is_refused(fleet, cluster, folders):
 def test_weights_move_in_every_process_of_every_replica(fleet, admin):
     with Load(fleet, num_threads=4) as load:
         load.wait_for(5)
-        response = admin.post("/update_weights_from_disk", json={"model_path": "w1"})
+        response = admin.post("/update_weights_from_disk", json={"model_path": "w1", "weight_version": "step-7"})
         assert response.status_code == 200, response.text
         load.wait_for(10)
         refused = admin.post("/update_weights_from_disk", json={"model_path": "other"})
         assert refused.status_code == 400 and "process 0" in refused.json()["error"]["message"]
         load.wait_for(5)
-    assert load.failures() == [] and admin.get("/get_weight_version").json() == {"weight_version": "1"}
+    assert load.failures() == [] and admin.get("/get_weight_version").json() == {
+        "weight_version": "step-7",
+        "update_count": 1,
+    }
     load.check_versions({0, 1})
 
 
@@ -204,8 +207,8 @@ def test_the_death_of_a_follower_ends_its_replica_alone_and_both_come_back(fleet
             assert failed or not any("[DONE]" in line for line in lines), "an error event, or no end at all"
     assert 0 < whole_ones < 8, whole_ones
     wait_until(lambda: whole(admin), seconds=90)
-    versions = {entry["weight_version"] for entry in admin.get("/ready").json()["replicas"]}
-    assert versions == {"1"} and len(actors(FOLLOWER, fleet.root_pid)) == 2
+    versions = {(entry["weight_version"], entry["update_count"]) for entry in admin.get("/ready").json()["replicas"]}
+    assert versions == {("step-7", 1)} and len(actors(FOLLOWER, fleet.root_pid)) == 2
 
 
 def test_sigterm_drains_the_fleet_and_ends_everything(fleet, admin):

@@ -496,6 +496,7 @@ def _new_core(
         after_step=after_step if callbacks else updater,
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
         speculation=speculation,
+        weight_label=args.weight_version,
     )
 
 

@@ -25,7 +25,8 @@ from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.loading.checkpoint import Checkpoint
 
-_OWN_FIELDS = ("model_path", "tokenizer_path", "revision")  # each process has its own folders, of equal contents
+# Each process has its own folders, of equal contents; process 0 alone tells the label of the weights.
+_OWN_FIELDS = ("model_path", "tokenizer_path", "revision", "weight_version")
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",

@@ -54,7 +54,7 @@ def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_si
     record, tokens = out.routed_experts, np.concatenate([prompt, np.array(out.new_token_ids, np.int32)])
     assert record is not None, "rows were requested"
     for forced in (record, dataclasses.replace(record, ids=np.roll(record.ids, 1, axis=0))):
-        (scored,) = scorer.run([tokens], [forced], lambda: (core.runner.state, core.runner.weight_version))
+        (scored,) = scorer.run([tokens], [forced], lambda: (core.runner.state, core.weight_version))
         assert scored.routed_experts is not None, "rows are recorded"
         differs = (scored.routed_experts.ids[: record.num_rows] != forced.ids).any(axis=(1, 2))
         if differs.any():

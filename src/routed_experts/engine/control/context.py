@@ -9,7 +9,9 @@ from typing import Any
 
 from flax import nnx
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import ServedModel
@@ -31,7 +33,7 @@ def _new_set_event() -> threading.Event:
 class PreparedWeights:
     """Weights that are loaded and checked beside the served ones, and the version under which they may replace them."""
 
-    version: int
+    version: WeightVersion
     state: nnx.State[Any, Any]
 
 
@@ -86,6 +88,14 @@ class EngineContext:
         with self.weights_lock, self.scorer.lock:
             yield
 
+    def next_version(self, label: str | None, update_count: int | None = None) -> WeightVersion:
+        """The version of the update that follows, under this label (None: the served one) and count (None: the next);
+        under `weights_lock`. Raises WeightsMismatchError for a count that does not rise."""
+        served = self.core.weight_version
+        count = served.update_count + 1 if update_count is None else update_count
+        self.core.runner.check_version(count)
+        return WeightVersion(label=served.label if label is None else label, update_count=count)
+
     def check_one_process(self, operation: str, otherwise: str) -> None:
         """Raise ConfigError where the engine has several processes, which cannot be given arrays of this one."""
         group = self.components.group
@@ -96,7 +106,8 @@ class EngineContext:
     def check_not_prepared(self, operation: str) -> None:
         """Raise InvalidRequestError where new weights are prepared; under `weights_lock`."""
         if self.prepared.weights is not None:
-            text = f"{operation} while weights of version {self.prepared.weights.version} are prepared"
+            label = short_repr(self.prepared.weights.version.label)
+            text = f"{operation} while weights of version {label} are prepared"
             raise InvalidRequestError(f"{text}; call commit_weights or drop_weights first", param="version")
 
     def check_not_released(self, operation: str) -> None:

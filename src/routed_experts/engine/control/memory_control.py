@@ -10,6 +10,7 @@ from flax import nnx
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.weights import Weights, to_state
 
@@ -44,22 +45,23 @@ class MemoryControl:
             self._context.check_not_prepared("release_memory_occupation")
             self._context.thread.run_drained(lambda: core.release_memory(chosen))
 
-    def resume(self, state: Weights | None, version: int | None) -> None:
+    def resume(self, state: Weights | None, version: object) -> None:
         """`Engine.resume_memory_occupation`."""
         core = self._context.core
         if state is not None:
             self._context.check_one_process("resume_memory_occupation(state)", "call update_weights_from_disk first")
-        if (state is None) != (version is None):
-            text = "state and version belong together: weights and their version number"
+        label = None if version is None else to_label(version, param="version")
+        if state is None and label is not None:
+            text = f"version={short_repr(label)} without state: it is the label of weights that are given; leave it out"
             raise InvalidRequestError(text, param="version")
 
-        def resume(arrays: nnx.State[Any, Any] | None) -> None:
+        def resume(arrays: nnx.State[Any, Any] | None, new: WeightVersion) -> None:
             if not core.released:
                 return
-            if arrays is not None and version is not None:
-                core.update_weights(arrays, version=version, cache="flush")
+            if arrays is not None:
+                core.update_weights(arrays, version=new, cache="flush")
             if "weights" in core.released:
-                text = "the weights were released; give state= and version=, or call update_weights first"
+                text = "the weights were released; give state=, or call update_weights first"
                 raise InvalidRequestError(text, param="state")
             core.resume_memory()
 
@@ -68,4 +70,5 @@ class MemoryControl:
                 self._context.check_not_prepared("resume_memory_occupation(state)")
             served = self._context.served_model
             arrays = None if state is None else served.device_put(to_state(state, served.arrays))
-            self._context.thread.run_drained(lambda: resume(arrays))
+            new = self._context.next_version(label)
+            self._context.thread.run_drained(lambda: resume(arrays, new))

@@ -26,6 +26,7 @@ from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.weight_version import WeightVersion, to_labels
 from routed_experts.execution.forward_batch import BatchShape, concatenate, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_runner import OffloadRunner
@@ -52,12 +53,14 @@ from routed_experts.scheduling.scheduler import Scheduler
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
     """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or
-    bias. `routed_experts` has a row for each of the S tokens; None where none are recorded."""
+    bias. `routed_experts` has a row for each of the S tokens; None where none are recorded.
+    `weight_version` is the label of the weights, `update_count` the engine's count of their update."""
 
     token_ids: Int32[np.ndarray, " S"]
     logprobs: Float32[np.ndarray, " S-1"]
     routed_experts: RoutedExperts | None
-    weight_version: int
+    weight_version: str
+    update_count: int
 
 
 class Scorer:
@@ -80,7 +83,7 @@ class Scorer:
         self,
         sequences: Sequence[Int32[np.ndarray, " S"]],
         routed: Sequence[RoutedExperts | None] | None,
-        get_weights: Callable[[], tuple[nnx.State[Any, Any], int]],
+        get_weights: Callable[[], tuple[nnx.State[Any, Any], WeightVersion]],
     ) -> list[ScoreOutput]:
         """Score checked sequences, in order, with the weights and version served when its turn comes. Valid rows of
         `routed` are executed; other tokens are routed live."""
@@ -379,7 +382,7 @@ def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | No
     )
 
 
-def _output(request: _ScoreRequest, spec: ProgramSpec, version: int) -> ScoreOutput:
+def _output(request: _ScoreRequest, spec: ProgramSpec, version: WeightVersion) -> ScoreOutput:
     req, record = request.req, None
     if spec.capture is not None:
         capture = spec.capture
@@ -390,7 +393,14 @@ def _output(request: _ScoreRequest, spec: ProgramSpec, version: int) -> ScoreOut
             start=0,
             num_tokens=req.prompt_len,
             num_prompt_tokens=req.prompt_len,
-            version_spans=((0, req.prompt_len, version),),
+            version_spans=((0, req.prompt_len, version.update_count),),
+            version_labels=to_labels([version]),
         )
     logprobs = np.array([req.input_logprobs[position][0] for position in range(1, req.prompt_len)], np.float32)
-    return ScoreOutput(token_ids=req.source.input_ids, logprobs=logprobs, routed_experts=record, weight_version=version)
+    return ScoreOutput(
+        token_ids=req.source.input_ids,
+        logprobs=logprobs,
+        routed_experts=record,
+        weight_version=version.label,
+        update_count=version.update_count,
+    )

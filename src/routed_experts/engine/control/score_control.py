@@ -15,6 +15,7 @@ from routed_experts.core.errors import (
     RoutingAlignmentError,
 )
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.input_processor import is_nested
@@ -37,11 +38,11 @@ class ScoreControl:
             records = list(routed) if several and isinstance(routed, Sequence) else [routed]
         self._check_records(records, sequences, return_routed_experts)
         self._context.wait_for_admission()
-        runner, thread = self._context.core.runner, self._context.thread
+        core, thread = self._context.core, self._context.thread
 
-        def served() -> tuple[nnx.State[Any, Any], int]:
+        def served() -> tuple[nnx.State[Any, Any], WeightVersion]:
             self._context.check_not_released("score")
-            return runner.state, runner.weight_version
+            return core.runner.state, core.weight_version
 
         return self._context.scorer.run(sequences, records, lambda: thread.run_between_steps(served))
 

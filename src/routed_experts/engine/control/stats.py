@@ -89,7 +89,8 @@ class EngineStats:
     capture_host_bytes: int
     capture_rows: int
     capture_missing_rows: int
-    weight_version: int
+    weight_version: str  # label of the served weights
+    update_count: int  # updates of the weights or of their label
     resident_hits: Mapping[int, float]  # by MoE layer, with experts on the host
     resident_swaps: int
     deferred_slots: int  # slots of deferred experts, added one layer late
@@ -123,7 +124,8 @@ def engine_stats(components: EngineComponents) -> EngineStats:
         capture_host_bytes=sum(capturer.host_bytes() for capturer in core.capturers),
         capture_rows=core.num_rows,
         capture_missing_rows=core.num_missing_rows,
-        weight_version=core.runner.weight_version,
+        weight_version=core.weight_version.label,
+        update_count=core.weight_version.update_count,
         resident_hits=MappingProxyType({} if host is None else dict(host.hits)),
         deferred_slots=0 if host is None else host.deferred,
         host_experts_s=0.0 if host is None else host.busy_s,

@@ -2,7 +2,7 @@
 their devices beside the steps.
 
 An update is one call, or two: `prepare` loads and checks, `commit` swaps, so that several engines can all swap or all
-keep what they have."""
+keep what they have. Callers name weights by labels, which may repeat; each update gets the next count."""
 
 import contextlib
 import gc
@@ -23,6 +23,7 @@ from routed_experts.core.errors import (
     UpdateInProgressError,
     WeightsMismatchError,
 )
+from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.control.context import EngineContext, PreparedWeights
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
@@ -31,11 +32,11 @@ from routed_experts.execution.orders import OrderKind
 from routed_experts.memory.hugepages import advise_hugepages
 
 
-def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, version: int) -> nnx.State[Any, Any]:
+def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, update_count: int) -> nnx.State[Any, Any]:
     """The first phase of an update in several processes: each loads and checks its part beside the steps. The second,
-    the swap, is one order between two steps. Raises WeightsMismatchError naming every process that refuses; then all
-    keep the old weights."""
-    seq = group.send(OrderKind.PREPARE_WEIGHTS, {"path": os.path.abspath(path), "version": version})
+    the swap, is one order between two steps. Orders know an update by its count. Raises WeightsMismatchError naming
+    every process that refuses; then all keep the old weights."""
+    seq = group.send(OrderKind.PREPARE_WEIGHTS, {"path": os.path.abspath(path), "version": update_count})
     refusals: list[str] = []
     state: nnx.State[Any, Any] | None = None
     try:
@@ -76,46 +77,54 @@ class WeightControl:
         finally:
             self._update.release()
 
-    def update(self, state: Weights, *, version: int, cache: str, donate: bool) -> None:
+    def update(self, state: Weights, *, version: object, cache: str, donate: bool) -> WeightVersion:
         """`Engine.update_weights`."""
+        label = self._label(version)
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={short_repr(donate)} must be True or False", param="donate")
         self._context.check_one_process("update_weights", "call update_weights_from_disk")
         with self._only_update(), self._context.exclusive_weights():  # this swap deletes weights donated before
             self._context.check_not_prepared("update_weights")
-            served = self._context.served_model
+            served, new = self._context.served_model, self._next(label)
             self._swap(
                 lambda: self._device_put(served, to_state(state, served.arrays), donate=donate),
-                version=version,
+                version=new,
                 cache=cache,
                 donate=donate,
             )
+        return new
 
-    def update_from_disk(self, path: str | Path, *, version: int, cache: str) -> None:
+    def update_from_disk(self, path: str | Path, *, version: object, cache: str) -> WeightVersion:
         """`Engine.update_weights_from_disk`."""
+        label = self._label(version)
         with self._only_update(), self._context.exclusive_weights():
             self._context.check_not_prepared("update_weights_from_disk")
-            self._swap(lambda: self._load(path, version), version=version, cache=cache, donate=False)
+            new = self._next(label)
+            self._swap(lambda: self._load(path, new.update_count), version=new, cache=cache, donate=False)
+        return new
 
-    def prepare(self, path: str | Path, *, version: int) -> None:
+    def prepare(self, path: str | Path, *, version: object, update_count: int | None) -> None:
         """`Engine.prepare_weights`."""
+        label = self._label(version)
         with self._only_update(), self._context.weights_lock:  # scores go on: the served weights stay
             self._context.check_not_prepared("prepare_weights")
-            self._context.core.runner.check_version(version)
-            state = jax.block_until_ready(self._load(path, version))
-            self._context.prepared.weights = PreparedWeights(version, state)
+            new = self._next(label, update_count)
+            state = jax.block_until_ready(self._load(path, new.update_count))
+            self._context.prepared.weights = PreparedWeights(new, state)
 
-    def commit(self, *, version: int, cache: str) -> None:
+    def commit(self, *, version: object, cache: str) -> WeightVersion:
         """`Engine.commit_weights`."""
+        label = self._label(version)
         slot = self._context.prepared
         with self._only_update(), self._context.exclusive_weights():
             prepared = slot.weights
-            if prepared is None or prepared.version != version:
-                found = "none are" if prepared is None else f"version {prepared.version} is"
-                text = f"version={short_repr(version)} cannot be committed: {found} prepared"
+            if prepared is None or label not in (None, prepared.version.label):
+                found = "none are" if prepared is None else f"those of label {short_repr(prepared.version.label)} are"
+                text = f"weights of version={short_repr(label)} cannot be committed: {found} prepared"
                 raise InvalidRequestError(f"{text}; call prepare_weights first", param="version")
-            self._swap(lambda: prepared.state, version=version, cache=cache, donate=False)
+            self._swap(lambda: prepared.state, version=prepared.version, cache=cache, donate=False)
             slot.weights = None
+        return prepared.version
 
     def drop(self) -> None:
         """`Engine.drop_weights`."""
@@ -128,29 +137,42 @@ class WeightControl:
         gc.collect()  # trees of weights have cycles that hold their arrays
 
     @property
-    def prepared_version(self) -> int | None:
+    def prepared_version(self) -> str | None:
         """`Engine.prepared_version`."""
         prepared = self._context.prepared.weights
-        return None if prepared is None else prepared.version
+        return None if prepared is None else prepared.version.label
 
-    def update_version(self, version: int) -> None:
+    def update_version(self, version: object, *, update_count: int | None) -> WeightVersion:
         """`Engine.update_weight_version`."""
-        core = self._context.core
+        core, label = self._context.core, to_label(version, param="version")
 
         def rename() -> None:
             self._context.check_not_released("update_weight_version")
-            core.update_weights(None, version=version, cache="keep")
+            core.update_weights(None, version=new, cache="keep")
 
-        with self._context.weights_lock:  # a swap that is under way has already checked its version
+        with self._context.weights_lock:  # a swap that is under way has already chosen its count
             self._context.check_not_prepared("update_weight_version")
+            new = self._next(label, update_count)
             self._context.thread.run_drained(rename)
+        return new
 
-    def _swap(self, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str, donate: bool) -> None:
+    @staticmethod
+    def _label(version: object) -> str | None:
+        """The label that a caller gave; None keeps the served one. Raises InvalidRequestError."""
+        return None if version is None else to_label(version, param="version")
+
+    def _next(self, label: str | None, update_count: int | None = None) -> WeightVersion:
+        """The version of the update that follows; under `weights_lock`. Raises WeightsMismatchError for a count that
+        does not rise."""
+        return self._context.next_version(label, update_count)
+
+    def _swap(
+        self, load: Callable[[], nnx.State[Any, Any]], *, version: WeightVersion, cache: str, donate: bool
+    ) -> None:
         """Serve the arrays that `load` returns, which are on their devices."""
         core = self._context.core
         if cache not in ("flush", "keep"):
             raise InvalidRequestError(f"cache={short_repr(cache)} is unknown; choose flush or keep", param="cache")
-        core.runner.check_version(version)  # before a donated array is touched
         state = load()
         advise_hugepages(leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))  # beside the steps
         self._context.thread.run_drained(
@@ -167,10 +189,10 @@ class WeightControl:
             served.device_put(state, donate=donate) if runner is None else runner.model.device_put(state, donate=donate)
         )
 
-    def _load(self, path: str | Path, version: int) -> nnx.State[Any, Any]:
+    def _load(self, path: str | Path, update_count: int) -> nnx.State[Any, Any]:
         """The arrays of a checkpoint, once every process of the engine has its part."""
         served, group = self._context.served_model, self._context.components.group
-        return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, version)
+        return self._load_from_disk(served, path) if group is None else _prepare(group, served, path, update_count)
 
     def _load_from_disk(self, served: ServedModel, path: str | Path) -> nnx.State[Any, Any]:
         """The arrays of a checkpoint. Those that the host keeps in another number format exist in both, one array at a

@@ -28,6 +28,7 @@ from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, Rerouti
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion
 from routed_experts.engine.loop.request_table import RequestTable, StopDetokenizer
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
@@ -62,9 +63,11 @@ class EngineCore:
         after_step: AfterStep | None = None,
         rerouting: ReroutingStats | None = None,
         speculation: Speculation | None = None,
+        weight_label: str = INITIAL_LABEL,
     ) -> None:
         assert len(ranks) == len(capturers), (len(ranks), len(capturers))
         self.ranks, self.runner = ranks, runner
+        self.weight_version = WeightVersion(label=weight_label, update_count=runner.weight_version)
         self.capturers = tuple(capturers)  # of the data ranks
         self.after_step = after_step
         self.rerouting = rerouting  # None: expert instances have no capacities
@@ -187,14 +190,16 @@ class EngineCore:
         return freed
 
     def update_weights(
-        self, state: nnx.State[Any, Any] | None, *, version: int, cache: str, donate: bool = False
+        self, state: nnx.State[Any, Any] | None, *, version: WeightVersion, cache: str, donate: bool = False
     ) -> None:
         """Run later steps with other weights, or (None) with the same ones under another version. Old prefixes are
         never matched again; "flush" also sends running requests back to prefill again, "keep" leaves them their pages.
         Written rows stay. Drain first."""
-        self.runner.update_weights(state, version=version, donate=donate)
+        self.runner.update_weights(state, version=version.update_count, donate=donate)
+        self.request_table.note_update(self.weight_version)
+        self.weight_version = version
         for scheduler in self.ranks:
-            scheduler.weight_version = version
+            scheduler.weight_version = version.update_count
         self.released -= {"weights"}
         if cache == "flush":
             self._retract_all()
@@ -410,7 +415,7 @@ class EngineCore:
             req,
             record=record,
             error=error,
-            weight_version=self.runner.weight_version,
+            weight_version=self.weight_version,
             exact=self.runner.exact,
             rerouting=rerouting,
             speculative=None if self.speculation is None else self.speculation.counts_of(req),

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from routed_experts.core.errors import PARAM, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.loop.core import ABORTED, EngineCore
 from routed_experts.engine.loop.request_table import StopDetokenizer
 from routed_experts.scheduling.schedule_batch import Req
@@ -318,7 +319,7 @@ def _final_output(rid: str, error: EngineDeadError) -> TokenIDOut:
         prompt_tokens=0,
         completion_tokens=0,
         cached_tokens=0,
-        weight_version=0,
+        weight_version=WeightVersion(),
         finish_reason=FinishReason(type="error", message=str(error)),
         return_routed_experts=False,
         routed_experts=None,

@@ -13,6 +13,7 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import Logprobs, ReroutingCounts, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.speculative_stats import SpeculativeCounts
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
 # Above 16 streams the interval of each grows, so that all together emit at most as often as 16; up to 4 times.
@@ -107,6 +108,11 @@ class RequestTable:
         """Ids of all live requests, in order of arrival."""
         return tuple(self._live)
 
+    def note_update(self, version: WeightVersion) -> None:
+        """Note for all live requests that other weights replace `version`."""
+        for entry in self._live.values():
+            entry.req.note_update(version)
+
     def match_stop_string(self, req: Req) -> str | None:
         """Decode the newest token of a request; returns the stop string that it completed, if any."""
         entry = self._live[req.rid]
@@ -132,7 +138,7 @@ class RequestTable:
         *,
         record: RoutedExperts | None,
         error: Exception | None,
-        weight_version: int,
+        weight_version: WeightVersion,
         exact: bool = True,
         rerouting: ReroutingCounts | None = None,
         speculative: SpeculativeCounts | None = None,
@@ -176,6 +182,8 @@ class RequestTable:
             queue_s=entry.queue_s,
             speculative=speculative,
             dp_rank=dp_rank,
+            weight_changes=req.weight_changes,
+            num_fed=req.num_fed,
         )
 
     def check_integrity(self) -> list[Violation]:

@@ -17,8 +17,10 @@ from routed_experts.core.errors import PARAM, InvalidRequestError, RoutingFormat
 from routed_experts.core.io_struct import FinishReason, StrOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.weight_version import WeightRun, cut_runs
 from routed_experts.engine.requests.generation import AsyncGeneration
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
+from routed_experts.engine.requests.weight_fields import output_runs
 
 OUTPUT_KINDS = ("delta", "cumulative", "final")
 MAX_INT16_EXPERTS = 32_768
@@ -39,11 +41,13 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpan:
-    """Output tokens [start, end) that were sampled under one version of the weights."""
+    """Output tokens [start, end) that were sampled by one version of the weights: its label, and the engine's count of
+    its update, which no other update has."""
 
-    version: int
+    version: str
     start: int
     end: int
+    update_count: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,8 @@ class CompletionOutput:
     """One choice. `token_ids` include the stop token that ended it; `logprobs` is None unless requested.
 
     `record` is the routing of the whole sequence, prompt rows included; None if it was not requested or the choice has
-    not ended, and without rows if it was aborted before its first token."""
+    not ended, and without rows if it was aborted before its first token. `weight_versions` say which weights sampled
+    which output tokens, `prefill_weight_versions` which fed which tokens of the prompt; both begin at 0."""
 
     index: int
     text: str
@@ -62,6 +67,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     weight_versions: tuple[WeightSpan, ...]
+    prefill_weight_versions: tuple[WeightSpan, ...]
 
     @functools.cached_property
     def routed_experts(self) -> Int16[np.ndarray, "G M K"] | None:
@@ -192,6 +198,7 @@ def _completion(sequence: SequenceState, delta: StrOut | None = None) -> Complet
         finish_reason=None if reason is None else reason.type,
         stop_reason=None if reason is None else reason.matched,
         weight_versions=_weight_versions(sequence),
+        prefill_weight_versions=_prefill_weight_versions(sequence),
     )
 
 
@@ -223,13 +230,20 @@ def _number(value: float | None) -> float:
 
 
 def _weight_versions(sequence: SequenceState) -> tuple[WeightSpan, ...]:
-    """Which weights sampled which output tokens. The pass over the token before sampled output token j."""
-    count, record = sequence.num_tokens, sequence.record
-    if record is None:
-        return (WeightSpan(version=sequence.last.weight_version, start=0, end=count),) if count else ()
-    before = record.num_prompt_tokens - 1
-    spans = [(max(low - before, 0), min(high - before, count), version) for low, high, version in record.version_spans]
-    return tuple(WeightSpan(version=version, start=low, end=high) for low, high, version in spans if low < high)
+    """Which weights sampled which output tokens."""
+    return _spans(output_runs(sequence, sequence.num_tokens))
+
+
+def _prefill_weight_versions(sequence: SequenceState) -> tuple[WeightSpan, ...]:
+    """Which weights fed which tokens of the prompt."""
+    return _spans(cut_runs(sequence.weight_runs(), 0, sequence.last.prompt_tokens))
+
+
+def _spans(runs: Sequence[WeightRun]) -> tuple[WeightSpan, ...]:
+    return tuple(
+        WeightSpan(version=run.version.label, start=run.start, end=run.end, update_count=run.version.update_count)
+        for run in runs
+    )
 
 
 def _as_int16(record: RoutedExperts) -> Int16[np.ndarray, "R M K"]:

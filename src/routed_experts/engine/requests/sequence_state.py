@@ -16,6 +16,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutedExpertsError, RoutingFormatError, RoutingIncompleteError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.weight_version import WeightRun, to_labels, weight_runs
 from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
@@ -82,7 +83,7 @@ class SequenceState:
             except RoutingFormatError as cause:
                 message = f"the routing of request {out.rid!r} is damaged: {cause}; report this with the request"
                 raise RoutingIncompleteError(message) from cause
-        self.record = out.routed_experts
+        self.record = None if out.routed_experts is None else self._labelled(out.routed_experts, out)
         if out.finish_reason is not None and self.num_tokens == 0 and self.request.routed_experts.enabled:
             self.record = self._no_rows()
         return StrOut(out=out, text=text)
@@ -124,6 +125,11 @@ class SequenceState:
         assert self.record is not None, self.request.rid
         return self.record
 
+    def weight_runs(self) -> tuple[WeightRun, ...]:
+        """Which weights fed which tokens, the prompt's first, up to the last output. The weights that fed a token
+        sampled the one after it."""
+        return weight_runs(self.last.weight_changes, self.last.weight_version, self.last.num_fed)
+
     def rows_of_prompt(self) -> RoutedExperts:
         """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
         prompt_len = self.rows.num_prompt_tokens
@@ -158,6 +164,12 @@ class SequenceState:
 
     def _top(self, top: Sequence[tuple[float, int]] | None) -> TopLogprobs:
         return None if top is None else tuple(self._entry(*alternative) for alternative in top)
+
+    @staticmethod
+    def _labelled(record: RoutedExperts, out: TokenIDOut) -> RoutedExperts:
+        """The record with the labels of the weights that made its rows."""
+        versions = [*(version for _, version in out.weight_changes), out.weight_version]
+        return dataclasses.replace(record, version_labels=to_labels(versions))
 
     def _no_rows(self) -> RoutedExperts:
         """The record of a request that ended before its first token."""

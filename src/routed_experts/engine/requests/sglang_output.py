@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
+from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import START_KEY, encode_rows
 
 _NOTHING_GENERATED = {"type": "length", "length": 0}
@@ -25,7 +26,9 @@ def sglang_output(
         "completion_tokens": out.completion_tokens,
         "cached_tokens": out.cached_tokens,
         "e2e_latency": state.latency_s,
-        "weight_version": str(out.weight_version),
+        **weight_fields(
+            state, num_tokens=0 if prompt_only else out.completion_tokens, is_last=out.finish_reason is not None
+        ),
         "logprobs_mode": state.logprobs_mode,
     }
     if not out.exact:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.execution.model_runner import MAX_WEIGHT_VERSION
+from routed_experts.core.weight_version import to_label
 from routed_experts.server.body import json_response, read_body
 from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import to_seed
@@ -98,24 +98,22 @@ async def update_weights_from_disk(request: Request, server: ServerState) -> Res
     body = await read_body(request, UpdateWeightsRequest, server.settings)
     engine = server.accepting_engine.engine
     folder = await asyncio.to_thread(folder_under_root, server.settings.weights_root, body.value.model_path)
-    version = parse_version(body.value.weight_version, served=engine.stats().weight_version, param="weight_version")
+    label = parse_label(body.value.weight_version, param="weight_version")
     cache = "keep" if body.value.flush_cache is False else "flush"
-    await asyncio.to_thread(engine.update_weights_from_disk, folder, version=version, cache=cache)
-    return json_response({"success": True, "message": "updated", "weight_version": str(version)})
+    version = await asyncio.to_thread(engine.update_weights_from_disk, folder, version=label, cache=cache)
+    return json_response({"success": True, "message": "updated", **version.to_json()})
 
 
 async def update_weight_version(request: Request, server: ServerState) -> Response:
-    """Set the version of the served weights."""
+    """Set the label of the served weights; also the same one again, which counts as an update."""
     body = await read_body(request, UpdateWeightVersionRequest, server.settings)
     engine = server.accepting_engine
-    version = parse_version(body.value.new_version, served=engine.engine.stats().weight_version, param="new_version")
+    label = to_label(body.value.new_version, param="new_version")
     if body.value.abort_all_requests is not False:
         engine.flush_submissions()
         await asyncio.to_thread(engine.engine.abort, abort_all=True)
-    await asyncio.to_thread(engine.engine.update_weight_version, version)
-    return json_response(
-        {"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)}
-    )
+    version = await asyncio.to_thread(engine.engine.update_weight_version, label)
+    return json_response({"success": True, "message": "updated", "new_version": label, **version.to_json()})
 
 
 def folder_under_root(root: str | None, model_path: str) -> Path:
@@ -138,15 +136,6 @@ def folder_under_root(root: str | None, model_path: str) -> Path:
     return folder
 
 
-def parse_version(value: int | str | None, *, served: int, param: str) -> int:
-    """Return the version that a request names, or the next one. Raises InvalidRequestError."""
-    if value is None:
-        return served + 1
-    is_number = isinstance(value, int) or (value.isascii() and value.isdecimal() and len(value) <= 10)
-    if not is_number or not served < int(value) <= MAX_WEIGHT_VERSION:
-        text = (
-            f"{param}={short_repr(value)} must be a number above the served version {served} and at most "
-            f"{MAX_WEIGHT_VERSION}; count updates"
-        )
-        raise InvalidRequestError(text, param=param)
-    return int(value)
+def parse_label(value: int | str | None, *, param: str) -> str | None:
+    """Return the label that a request gives the weights; None keeps the served one. Raises InvalidRequestError."""
+    return None if value is None else to_label(value, param=param)

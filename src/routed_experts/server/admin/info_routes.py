@@ -40,7 +40,7 @@ _SERVER_INFO_FIELDS = (
     "max_queued_requests chunked_prefill_size max_prefill_tokens precompile_bs_paddings precompile_token_paddings "
     "disable_radix_cache attention_backend moe_backend enable_return_routed_experts "
     "logprobs_mode deterministic skip_tokenizer_init context_length memory_plan "
-    "prefix_cache phases requests_accepted requests_finished weight_version"
+    "prefix_cache phases requests_accepted requests_finished weight_version update_count"
 ).split()
 
 
@@ -65,7 +65,7 @@ async def model_info(request: Request, server: ServerState) -> Response:
         "preferred_sampling_params": None,
         "max_model_len": server.engine.context_length,
         "vocab_size": server.engine.vocab_size,
-        "weight_version": _weight_version(server),
+        **_weight_version(server),
         "moe": _moe(server),
     }
     return json_response(fields)
@@ -85,7 +85,8 @@ async def server_info(request: Request, server: ServerState) -> Response:
         "available_kv_tokens": total - used,
         "engine_paused": server.engine.engine.paused is not None,
         "last_step_age_s": stats.last_step_age_s,
-        "weight_version": str(stats.weight_version),
+        "weight_version": stats.weight_version,
+        "update_count": stats.update_count,
     }
     if stats.speculative is not None:
         state["avg_spec_accept_length"] = stats.speculative.requests.accept_length
@@ -185,7 +186,7 @@ def _loads(server: ServerState) -> list[Load]:
 
 async def weight_version(request: Request, server: ServerState) -> Response:
     """Say which weights are served."""
-    return json_response({"weight_version": _weight_version(server)})
+    return json_response(_weight_version(server))
 
 
 async def metrics(request: Request, server: ServerState) -> Response:
@@ -274,5 +275,5 @@ def _moe(server: ServerState) -> dict[str, object] | None:
     }
 
 
-def _weight_version(server: ServerState) -> str:
-    return str(server.engine.engine.stats().weight_version)
+def _weight_version(server: ServerState) -> dict[str, object]:
+    return server.engine.engine.get_weight_version().to_json()

@@ -143,6 +143,7 @@ class _EngineCollector(Collector):
         yield _by_label(CounterMetricFamily, "requests_finished", "Finished sequences", "outcome", finished)
         yield from _counters(
             ("preemptions", "Requests sent back to the queue", stats.preemptions),
+            ("weight_updates", "Updates of the weights or of their label; rows have this count", stats.update_count),
             ("capture_rows", "Recorded rows", stats.capture_rows),
             ("capture_missing_rows", "Requests that failed because a row was missing", stats.capture_missing_rows),
             ("resident_swaps", "Experts copied to the accelerator while serving", stats.resident_swaps),
@@ -168,8 +169,10 @@ class _EngineCollector(Collector):
         yield _by_label(CounterMetricFamily, "compilations", "Programs compiled by this process", "phase", programs)
         phases = {phase.name: phase.seconds for phase in self._engine.phases}
         yield _by_label(GaugeMetricFamily, "startup_seconds", "Time of start-up by phase", "phase", phases)
-        version = {str(stats.weight_version): 1}
-        yield _by_label(GaugeMetricFamily, "weight_version_info", "Served weights", "weight_version", version)
+        version = {stats.weight_version: 1}
+        yield _by_label(
+            GaugeMetricFamily, "weight_version_info", "Label of the served weights", "weight_version", version
+        )
         for name, value in _compat_gauges(self._compat, stats, usage).items():
             yield GaugeMetricFamily(name, "The same value under the name of the other server", value=float(value))
 

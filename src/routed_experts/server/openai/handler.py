@@ -19,6 +19,7 @@ from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import PAYLOAD_KEY
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
 from routed_experts.server.errors import ApiError
@@ -238,6 +239,10 @@ class ChoiceState:
         self._has_sent_prompt = True
         return fields
 
+    def weight_fields(self) -> dict[str, object]:
+        """Return the fields that tell which weights made the choice."""
+        return weight_fields(self.sequence, num_tokens=self.num_tokens()[1], is_last=self.is_finished)
+
     def draft_counts(self) -> SpeculativeCounts:
         """Return what became of the drafts of this choice so far."""
         counts = self.sequence.last.speculative if self.sequence.has_output else None
@@ -325,10 +330,14 @@ class OpenAIHandler(GenerationHandler):
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
-            bodies.append({**self._format.full(choice), **choice.finish_fields(), **routing.choice})
+            fields = {**self._format.full(choice), **choice.finish_fields(), **routing.choice}
+            if len(self._choices) > 1:  # the response tells the weights of the first alone
+                fields.setdefault("meta_info", choice.weight_fields())
+            bodies.append(fields)
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
+        body["metadata"] = self._choices[0].weight_fields()
         return json_response(body, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
@@ -361,7 +370,8 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, self._format.chunk(choice, delta), first))
         chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
         if last is not None:
-            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, last))
+            ending = ResponseRouting(last.choice, {**last.response, "metadata": choice.weight_fields()})
+            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, ending))
         return chunks
 
     async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:
@@ -376,7 +386,7 @@ class OpenAIHandler(GenerationHandler):
                 options,
                 aborted=sequence.num_tokens == 0,
                 url=ref_url(self._options.request_id, choice.index),
-                weight_version=sequence.last.weight_version,
+                weights=choice.weight_fields(),
                 include_prompt_rows=include_prompt_rows,
             )
 

@@ -1,6 +1,6 @@
 """The fields of a response that carry routed experts, and the defaults of each dialect.
 
-In /v1 the weight version is always in choices[i].meta_info. Rows in int32 and ref are there too; in npy they are
+In /v1 the weight versions are in choices[i].meta_info beside rows. Rows in int32 and ref are there too; in npy they are
 fields of the choice; in list the prompt's rows are fields of the response and the others of the choice."""
 
 import dataclasses
@@ -97,17 +97,17 @@ def routing_fields(
     *,
     aborted: bool,
     url: str,
-    weight_version: int,
+    weights: Mapping[str, object],
     include_prompt_rows: bool,
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
-    of format list, which a response has once."""
-    is_ref, version = options.format == "ref", {"weight_version": str(weight_version)}
+    of format list, which a response has once. `weights`: the fields that tell the weight versions."""
+    is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
-        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **version}}, {})
+        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **weights}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
-    return ResponseRouting({**fields, "meta_info": version}, prompt_rows if include_prompt_rows else {})
+    return ResponseRouting({**fields, "meta_info": {**weights}}, prompt_rows if include_prompt_rows else {})
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:

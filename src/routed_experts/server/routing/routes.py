@@ -1,9 +1,9 @@
 """/v1/routing: rows of finished requests in format ref, whole or by Range (RFC 9110 §14), and expert counts."""
 
 import hashlib
+import json
 import re
 
-import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -102,7 +102,7 @@ def _encode_with_meta(rows: StoredRows, encoding: str) -> tuple[bytes, HttpMeta]
     metadata = to_metadata(rows.record, payload_format="ref").to_json()
     headers = {
         "ETag": f'"{hashlib.sha256(body).hexdigest()}.{encoding}"',
-        "X-Routed-Experts-Info": msgspec.json.encode(metadata).decode("ascii"),
+        "X-Routed-Experts-Info": json.dumps(metadata, separators=(",", ":")),  # ASCII alone, also of a label
         "Cache-Control": "private, no-store",
         "Accept-Ranges": "bytes",
     }

@@ -162,10 +162,15 @@ def _score_in_chunks(
 
 def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) -> dict[str, object]:
     """Return one scored sequence; its rows are in the same fields as those of a /v1 choice."""
-    meta: dict[str, object] = {
-        "prompt_tokens": int(output.token_ids.size),
-        "weight_version": str(output.weight_version),
+    num_tokens, count, label = int(output.token_ids.size), output.update_count, output.weight_version
+    weights: dict[str, object] = {
+        "weight_version": label,
+        "update_count": count,
+        "prefill_weight_versions": [{"version": label, "start": 0, "end": num_tokens}],
+        "version_spans": [[0, num_tokens, count]],
+        "version_labels": {str(count): label},
     }
+    meta: dict[str, object] = {"prompt_tokens": num_tokens, **weights}
     fields: dict[str, object] = {"index": index, "object": "score", "logprobs": output.logprobs.tolist()}
     record = output.routed_experts
     if not options.enabled or record is None:
@@ -175,7 +180,7 @@ def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) 
         options,
         aborted=False,
         url=url,
-        weight_version=output.weight_version,
+        weights=weights,
         include_prompt_rows=True,
     )
     routing_meta = cast("dict[str, object]", routing.choice["meta_info"])
