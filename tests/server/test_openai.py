@@ -325,7 +325,7 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
     [
         ({"messages": []}, "messages"),
         ({}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "n" * 65, "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),

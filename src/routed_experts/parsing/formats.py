@@ -115,11 +115,13 @@ def resolve_format(
     template: str | None, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> ResponseFormat:
     """Return the format by names of parsers: `auto` is that of the template, `none` no parser. Raises ConfigError for
-    an unknown name, and for GPT-OSS beside another format."""
+    an unknown name, and for GPT-OSS beside another format if both are named."""
     detected = detect_format(template)
     calls = _format("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS, detected.tool_calls)
     reasoning = _format("reasoning_parser", reasoning_parser, REASONING_PARSERS, detected.reasoning)
     if calls is not None and reasoning is not None and (calls == HARMONY) != (reasoning == HARMONY):
+        if AUTO in (tool_call_parser, reasoning_parser):  # the one that was named decides
+            return ResponseFormat(tool_calls=calls) if reasoning_parser == AUTO else ResponseFormat(reasoning=reasoning)
         raise ConfigError(
             f"tool_call_parser={tool_call_parser!r} and reasoning_parser={reasoning_parser!r} read different texts; "
             "GPT-OSS has one format for both, so set both to gpt-oss, or one of them to none"
@@ -137,8 +139,8 @@ def create_parser(
     writer = DeltaWriter(max_calls)
     calls = None if tools is None else response_format.tool_calls
     if HARMONY in (calls, response_format.reasoning):
-        parts = functools.partial(harmony_format.harmony, prompt=prompt, with_calls=calls is not None)
-        return StreamParser(parts, writer)
+        kinds = {"with_calls": calls is not None, "with_reasoning": response_format.reasoning is not None}
+        return StreamParser(functools.partial(harmony_format.harmony, prompt=prompt, **kinds), writer)
     if calls is None and response_format.reasoning is None:
         return None
 

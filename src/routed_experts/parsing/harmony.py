@@ -32,8 +32,10 @@ def prompt_header(prompt: str) -> str | None:
     return tail
 
 
-def harmony(reader: Reader, writer: DeltaWriter, prompt: str, *, with_calls: bool) -> Steps:
-    """Read the messages of a response to `prompt`. `with_calls` False: calls are content."""
+def harmony(
+    reader: Reader, writer: DeltaWriter, prompt: str, *, with_calls: bool, with_reasoning: bool = True
+) -> Steps:
+    """Read the messages of a response to `prompt`. What is False is content."""
     header, message, _ = (prompt_header(prompt) or "").partition(MESSAGE)
     marker: str | None = message or None
     if marker is None:
@@ -51,8 +53,8 @@ def harmony(reader: Reader, writer: DeltaWriter, prompt: str, *, with_calls: boo
         if recipient is not None and with_calls:
             marker = yield from _arguments(reader, writer, recipient[1].removeprefix("functions."))
         else:
-            is_reasoning = recipient is None and _CHANNEL_NAME.findall(header)[-1:] == ["analysis"]
-            messages = reasoning if is_reasoning else content
+            is_analysis = recipient is None and _CHANNEL_NAME.findall(header)[-1:] == ["analysis"]
+            messages = reasoning if is_analysis and with_reasoning else content
             messages.start()
             marker = yield from reader.read_until(_ENDS, messages.push)
         header = ""

@@ -68,12 +68,61 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: int | None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function of a call. `arguments`: JSON as text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier message of the assistant."""
+
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message; content is text or a list of text parts. Further keys are dropped."""
+    """One message; content is text or a list of text parts. `reasoning` is vLLM's name of `reasoning_content`. Further
+    keys are dropped."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A function that the model may call. `parameters`: JSON Schema of its arguments. Further keys are dropped."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; `type` is function."""
+
+    type: str = "function"
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    """A tool that the model is to call."""
+
+    type: str = "function"
+    function: NamedFunction
 
 
 class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +133,8 @@ class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. `separate_reasoning` false leaves reasoning in the content; `include_reasoning` false
+    leaves it out."""
 
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
@@ -93,6 +143,12 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class GenerateRequest(RoutingFields, kw_only=True):

@@ -23,6 +23,7 @@ Scalar = str | int | float | bool | None
 
 _LONG_CHARS = 1 << 20  # a text up to this length is tokenised before its tokens are counted
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PROBE = "argument"
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS}
@@ -86,6 +87,21 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Source of the chat template."""
         return None if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._template is not None and "tools" in self._template.variables
+
+    @functools.cached_property
+    def takes_argument_text(self) -> bool:
+        """Whether the chat template joins the arguments of earlier calls as text. Most write a mapping as JSON."""
+        return self._template is not None and self._template.takes_argument_text(self.named_tokens)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of those of `texts` that are special tokens."""
+        ids = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in ids if token_id is not None and token_id in self._special_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Turn text into ids; special tokens that are spelled out in the text become their ids, as usual with this
@@ -188,11 +204,34 @@ class ChatTemplate:
         self._origin = origin
         self._jinja = _text_library("jinja2")
         try:
-            self._template = _sandbox(self._jinja).from_string(source)
+            environment = _sandbox(self._jinja)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self.variables = frozenset(importlib.import_module("jinja2.meta").find_undeclared_variables(tree))
         except Exception as error:  # mostly TemplateSyntaxError; constants are folded here and may raise anything
             raise CheckpointError(
                 f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
             ) from error
+
+    def takes_argument_text(self, named_tokens: Mapping[str, str]) -> bool:
+        """Whether a call with its arguments as a mapping cannot be rendered, or is rendered as Python writes it, while
+        one with text can."""
+        return not self._renders_call({_PROBE: _PROBE}, named_tokens) and self._renders_call(
+            json.dumps({_PROBE: _PROBE}), named_tokens
+        )
+
+    def _renders_call(self, arguments: object, named_tokens: Mapping[str, str]) -> bool:
+        function = {"name": "probe", "arguments": arguments}
+        messages = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "0", "type": "function", "function": function}]},
+        ]
+        variables = {**named_tokens, "messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            text = self.render(variables)
+        except (CheckpointError, InvalidRequestError):
+            return False
+        return f"{{'{_PROBE}'" not in text
 
     def render(self, variables: Mapping[str, object]) -> str:
         try:

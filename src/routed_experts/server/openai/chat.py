@@ -7,10 +7,14 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.parsing import CallDelta, ContentDelta, ReasoningDelta, ResponseParser
+from routed_experts.parsing import Delta as ParsedDelta
 from routed_experts.server.body import read_body
-from routed_experts.server.chat_template import render
+from routed_experts.server.chat_prompt import ChatPrompt, ParsedResponse, build_prompt, new_call_id
+from routed_experts.server.chat_template import template_scalars
 from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
+from routed_experts.server.limits import ServerSettings
 from routed_experts.server.openai.handler import (
     ChoiceState,
     Delta,
@@ -19,24 +23,50 @@ from routed_experts.server.openai.handler import (
     parse_options,
     to_sampling_params,
 )
-from routed_experts.server.protocol import ChatRequest, Prediction
+from routed_experts.server.protocol import ChatRequest, NamedToolChoice, Prediction
 from routed_experts.server.routing.response import openai_defaults, to_routing_params
 from routed_experts.server.state import ServerState
+from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
 
 class ChatFormat:
-    """Choices with messages."""
+    """Choices with messages. `reasoning_field`: the name of reasoning in a message; None leaves reasoning out."""
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer | None, *, logprobs: bool, token_ids: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: ChatPrompt,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        reasoning_field: str | None,
+    ) -> None:
         self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
+        self._prompt, self._reasoning_field = prompt, reasoning_field
+        self._parsers: dict[int, ResponseParser | None] = {}  # by choice
 
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
         delta = choice.full()
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        response = ParsedResponse.from_text(self._parser(choice), delta.text)
+        content = response.content or (None if response.calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if self._prompt.has_reasoning and self._reasoning_field is not None:
+            message[self._reasoning_field] = response.reasoning or None
+        if response.calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in response.calls
+            ]
         return {"index": choice.index, "message": message, **self._token_fields(choice, delta)}
+
+    def finish(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the fields of the end of a choice. One that ends by itself after calls has the reason tool_calls."""
+        fields, parser = choice.finish_fields(), self._parser(choice)
+        has_calls = parser is not None and parser.num_calls > 0
+        return {**fields, "finish_reason": "tool_calls"} if has_calls and fields["finish_reason"] == "stop" else fields
 
     def head(self, choice: ChoiceState) -> dict[str, object]:
         """Return the prompt's ids beside the choices, if ids are requested."""
@@ -46,9 +76,41 @@ class ChatFormat:
         """Return the chunk with the role."""
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
-        """Return the chunk of a delta."""
-        return {"index": choice.index, "delta": {"content": delta.text}, **self._token_fields(choice, delta)}
+    def chunks(self, choice: ChoiceState, delta: Delta) -> list[dict[str, object]]:
+        """Return the chunks of a delta: one a piece of reasoning, of content or of a call. The first has the tokens of
+        all, also where they add no text."""
+        parser = self._parser(choice)
+        if parser is None:
+            parts: list[ParsedDelta] = [ContentDelta(delta.text)] if delta.text or delta.token_ids else []
+        else:
+            parts = parser.feed(delta.text) + (parser.finish() if choice.is_finished else [])
+        deltas = [fields for part in parts if (fields := self._to_fields(part)) is not None]
+        if not deltas and delta.token_ids:
+            deltas.append({})
+        chunks: list[dict[str, object]] = [
+            {"index": choice.index, "delta": fields, "logprobs": None} for fields in deltas
+        ]
+        if chunks:
+            chunks[0] |= self._token_fields(choice, delta)
+        return chunks
+
+    def _parser(self, choice: ChoiceState) -> ResponseParser | None:
+        if choice.index not in self._parsers:
+            self._parsers[choice.index] = self._prompt.create_parser()
+        return self._parsers[choice.index]
+
+    def _to_fields(self, part: ParsedDelta) -> dict[str, object] | None:
+        """Return the delta of a message; None for what is left out."""
+        match part:
+            case ContentDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return None if self._reasoning_field is None else {self._reasoning_field: text}
+            case CallDelta(index, None, arguments):
+                return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+            case CallDelta(index, name, arguments):
+                function = {"name": name, "arguments": arguments}
+                return {"tool_calls": [{"index": index, "id": new_call_id(), "type": "function", "function": function}]}
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
         """Return the chunk of the finish reason."""
@@ -67,12 +129,13 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
     chat = body.value
     server.check_model(chat.model)
     options = parse_options(request, server, body, prefix="chatcmpl-", fields=_fields(chat))
-    max_tokens, logprobs = _max_tokens(chat), chat.logprobs is True
+    max_tokens, logprobs, tools = _max_tokens(chat), chat.logprobs is True, _tools(chat)
     if chat.top_logprobs and not logprobs:
         raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
     with field_names(options.fields):
+        prompt = await run_in_thread_if_large(body.num_bytes, lambda: _prompt(server, chat, tools))
         inputs = GenerateReqInput(
-            input_ids=await run_in_thread_if_large(body.num_bytes, lambda: _prompt_ids(server, chat)),
+            input_ids=prompt.token_ids,
             sampling_params=to_sampling_params(chat, max_tokens),
             rid=options.request_id,
             extra_key=chat.extra_key or chat.cache_salt,
@@ -89,18 +152,48 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             routing=openai_defaults(server.settings),
             num_bytes=body.num_bytes,
         )
-    response_format = ChatFormat(server.engine.tokenizer, logprobs=logprobs, token_ids=chat.return_token_ids is True)
+    response_format = ChatFormat(
+        server.engine.tokenizer,
+        prompt,
+        logprobs=logprobs,
+        token_ids=chat.return_token_ids is True,
+        reasoning_field=None if chat.include_reasoning is False else reasoning_field(server.settings),
+    )
+    requests = prompt.with_markers(server, requests)
     handler = OpenAIHandler(server, requests, response_format, options, prompt_only=max_tokens == 0)
     return await handler.respond(request, stream=chat.stream is True)
 
 
-def _prompt_ids(server: ServerState, chat: ChatRequest) -> list[int]:
-    tokenizer = server.tokenizer("messages")
-    add_generation_prompt = chat.add_generation_prompt is not False
-    text = render(
-        tokenizer, chat.messages, add_generation_prompt=add_generation_prompt, scalars=chat.chat_template_kwargs
+def reasoning_field(settings: ServerSettings) -> str:
+    """Return the name of reasoning in a message: SGLang's clients read another than vLLM's."""
+    return "reasoning_content" if settings.routed_experts_dialect == "sglang" else "reasoning"
+
+
+def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions) -> ChatPrompt:
+    return build_prompt(
+        server,
+        chat.messages,
+        tools,
+        scalars=template_scalars(chat.chat_template_kwargs, chat.reasoning_effort),
+        add_generation_prompt=chat.add_generation_prompt is not False,
+        separate_reasoning=chat.separate_reasoning is not False,
     )
-    return tokenizer.encode(text, add_special_tokens=False, max_tokens=server.engine.context_length)
+
+
+def _tools(chat: ChatRequest) -> ToolOptions:
+    """Check the tools, and which of them are called."""
+    choice = chat.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        if choice.type != "function":
+            text = f"tool_choice.type={short_repr(choice.type)} must be function"
+            raise InvalidRequestError(text, param="tool_choice")
+        selected = ToolChoice(mode="named", name=choice.function.name)
+    elif choice is None or choice in ("auto", "none", "required"):
+        selected = ToolChoice(mode=choice or "auto")
+    else:
+        text = f"tool_choice={short_repr(choice)} is unknown; send auto, none, required or an object with a function"
+        raise InvalidRequestError(text, param="tool_choice")
+    return check_tools(chat.tools, selected, parallel=chat.parallel_tool_calls is not False)
 
 
 def _prediction(prediction: Prediction | None) -> str | None:

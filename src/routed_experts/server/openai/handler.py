@@ -203,8 +203,12 @@ class ResponseFormat(Protocol):
         """Return the body of the chunk before all text, if there is one."""
         ...
 
-    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
-        """Return the body of the chunk of a delta."""
+    def chunks(self, choice: ChoiceState, delta: Delta) -> list[dict[str, object]]:
+        """Return the bodies of the chunks of a delta."""
+        ...
+
+    def finish(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the fields of the end of a choice."""
         ...
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
@@ -245,7 +249,7 @@ class OpenAIHandler(GenerationHandler):
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
-            bodies.append({**self._format.full(choice), **choice.finish_fields(), **routing.choice})
+            bodies.append({**self._format.full(choice), **self._format.finish(choice), **routing.choice})
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
@@ -276,12 +280,11 @@ class OpenAIHandler(GenerationHandler):
         if last is not None and not choice.request.routed_experts.stream:
             self._note_rows(choice, last)
         chunks: list[bytes] = []
-        if delta.text or delta.token_ids:
-            first = routing.pop(0) if routing else ResponseRouting({}, {})
-            chunks.append(self._chunk(choice, self._format.chunk(choice, delta), first))
+        for body in self._format.chunks(choice, delta):
+            chunks.append(self._chunk(choice, body, routing.pop(0) if routing and not chunks else None))
         chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
         if last is not None:
-            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, last))
+            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **self._format.finish(choice)}, last))
         return chunks
 
     async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:
