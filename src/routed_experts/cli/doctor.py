@@ -16,7 +16,7 @@ from routed_experts.models.loading.model_source import DEMO
 
 LIBRARIES = (
     "jax jaxlib flax numpy ml_dtypes safetensors pybase64 tokenizers jinja2 starlette uvicorn httptools msgspec "
-    "prometheus_client matplotlib scipy huggingface_hub"
+    "prometheus_client matplotlib scipy huggingface_hub llguidance"
 ).split()
 TOLERANCE = 1e-3  # of a logprob: programs of other shapes sum in another order
 

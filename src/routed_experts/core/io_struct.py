@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from routed_experts.core.grammar_spec import CompiledGrammar
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
@@ -73,6 +74,7 @@ class TokenizedGenerateReqInput:
     top_logprobs_num: int = 0
     routed_experts: RoutingOptions = RoutingOptions()
     stream_interval_s: float = 0.0  # between two outputs of a stream; the first token and the end do not wait
+    grammar: CompiledGrammar | None = None  # that the output follows
 
     @property
     def return_routed_experts(self) -> bool:

@@ -86,7 +86,8 @@ class ModelWorkerBatch:
     `drafts_ahead`: the next step is to have drafts; `next_tokens`: of rows that do not sample, the token of the prompt
     that follows their last one, -1 of the others. `is_ahead`: a verify step that was scheduled before the one
     before it had been read. Its positions and lengths count from where the request slots stand on the device, where its
-    tokens are, and its KV slots mean nothing, until the scheduler locates it."""
+    tokens are, and its KV slots mean nothing, until the scheduler locates it. `is_masked`: a request that samples has a
+    grammar, in a batch of any data rank: the sampler takes a mask."""
 
     step: int
     mode: ForwardMode
@@ -109,6 +110,7 @@ class ModelWorkerBatch:
     drafts_ahead: bool = False
     next_tokens: Int[np.ndarray, " B"] | None = None
     is_ahead: bool = False
+    is_masked: bool = False
 
     @property
     def origins(self) -> TokenOrigins:

@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.grammar_spec import GrammarSpec
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -32,7 +33,12 @@ ALIASES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
     "routed_experts_prompt_start": "routed_experts_start_len",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
 }
+# Ways to ask for structured output: at most one of them in a request.
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "guided_choice", "structured_outputs")
 _MAX_PARAM_CHARS = 60
 _T = TypeVar("_T")
 
@@ -63,6 +69,7 @@ class ResolvedSampling:
     detokenize: bool
     speculative: bool = True
     visible_special_ids: frozenset[int] = frozenset()  # in the text although skip_special_tokens is set
+    grammar: GrammarSpec | None = None  # the form of the output
 
     @property
     def is_greedy(self) -> bool:
@@ -110,6 +117,11 @@ class SamplingParams:
     include_stop_str_in_output: bool | None = None
     detokenize: bool | None = None
     speculative: bool | None = None  # False: nothing is drafted for this request
+    json_schema: str | Mapping[str, object] | bool | None = None  # the output is JSON of this schema
+    regex: str | None = None  # the whole output matches it
+    ebnf: str | None = None  # a grammar, in GBNF or Lark
+    guided_choice: Sequence[str] | None = None  # the output is one of them
+    structured_outputs: Mapping[str, object] | GrammarSpec | None = None  # {json, regex, choice, grammar, json_object}
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
@@ -154,6 +166,7 @@ class SamplingParams:
         _check_int("routed_experts_start_len", self.routed_experts_start_len, 0, MAX_INT32, fix="0 gives every row")
         _check_word("routed_experts_format", self.routed_experts_format, ROUTED_EXPERTS_FORMATS)
         _check_word("routed_experts_layers", self.routed_experts_layers, ROUTED_EXPERTS_LAYERS)
+        self.grammar_spec()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse(
                 "min_tokens",
@@ -181,6 +194,23 @@ class SamplingParams:
             named["logit_bias"] = _with_int_ids(named["logit_bias"])
         return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
 
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The form of the output that is asked for; None: any. Raises InvalidRequestError for one that is malformed,
+        and where several are given."""
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            text = f"{PARAM} and {given[0]} both ask for a form of the output; send one of them"
+            raise InvalidRequestError(text, param=given[1], code="conflicting_parameters")
+        if self.json_schema is not None:
+            return GrammarSpec.json_schema(self.json_schema)
+        if self.regex is not None:
+            return GrammarSpec.regex(self.regex)
+        if self.ebnf is not None:
+            return GrammarSpec.grammar(self.ebnf)
+        if self.guided_choice is not None:
+            return GrammarSpec.choice(self.guided_choice)
+        return GrammarSpec.parse(self.structured_outputs)
+
     def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
         """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without
         one."""
@@ -207,7 +237,19 @@ class SamplingParams:
             include_stop_str_in_output=_either(self.include_stop_str_in_output, False),
             detokenize=_either(self.detokenize, True),
             speculative=_either(self.speculative, True),
+            grammar=self.grammar_spec(),
         )
+
+
+def asks_for_grammar(params: object) -> bool:
+    """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output.
+    Malformed ones do not: they are refused where they are read."""
+    if isinstance(params, SamplingParams):
+        return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
+    if isinstance(params, Mapping):
+        names = (*GRAMMAR_FIELDS, *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS))
+        return any(params.get(name) is not None for name in names)
+    return isinstance(params, list | tuple) and any(map(asks_for_grammar, params))
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))

@@ -6,6 +6,7 @@ with Engine("path/to/model", enable_return_routed_experts=True) as engine:
 The module is long because each keyword is written out where it is taken: of the engine, of `generate`, of
 `async_generate`. What the methods do is in engine/control/ and engine/requests/."""
 
+import asyncio
 import dataclasses
 import os
 import sys
@@ -29,7 +30,7 @@ from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.sampling_params import SamplingParams, asks_for_grammar
 from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
@@ -257,8 +258,14 @@ class Engine:
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
             num_ranks=args.dp_size,
+            no_grammar=None if group is None else "its followers sample before the mask of a step is known",
         )
-        self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
+        self.input_processor = InputProcessor(
+            limits,
+            self._tokenizer,
+            random_seed=args.random_seed,
+            before_grammar=components.core.runner.compile_masked,
+        )
         self._rollouts = RolloutControl(context, self.input_processor)
         self.compiles.start_serving()
 
@@ -374,7 +381,11 @@ class Engine:
             routed_experts_stream=routed_experts_stream,
             routed_experts_include_last=routed_experts_include_last,
         )
-        call = self.new_call(self.input_processor.process(request))
+        if asks_for_grammar(sampling_params):  # it may take long to compile
+            requests = await asyncio.to_thread(self.input_processor.process, request)
+        else:
+            requests = self.input_processor.process(request)
+        call = self.new_call(requests)
         squeeze = _is_single(request, call)
         generation = AsyncGeneration(call, self.thread, max_backlog=sys.maxsize)
         if stream:

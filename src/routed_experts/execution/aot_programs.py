@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplingMode
-from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.forward_batch import BatchShape, num_mask_words
 from routed_experts.execution.programs import OUT_SPECS, ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.recurrent_ops import commit_states
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
@@ -50,9 +50,11 @@ def lowerings(
     config: RunnerConfig,
     *,
     more: Callable[[BatchShape, ForwardOut], Jobs] | None = None,
+    masked: Jobs | None = None,
 ) -> Jobs:
     """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
-    leaves. `more`: further programs of a shape, from the shapes of its layers' outputs."""
+    leaves. `more`: further programs of a shape, from the shapes of its layers' outputs. `masked`: receives the
+    samplers of steps with a mask, which are no part of the table: they are compiled when they are first needed."""
     jobs: Jobs = {}
     tree, mesh_specs = jax.tree.structure(state), spec.mesh_specs
     for shape in config.shapes:
@@ -69,7 +71,7 @@ def lowerings(
         )
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
-        jobs |= sampling_jobs(state, spec, config, shape, out)
+        jobs |= sampling_jobs(state, spec, config, shape, out, masked=masked)
         if out.recurrent_inputs is not None:
             jobs["commit", shape] = _commit_job(spec, shape, args, out)
         jobs |= {} if more is None else more(shape, out)
@@ -77,10 +79,16 @@ def lowerings(
 
 
 def sampling_jobs(
-    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
+    state: nnx.State[Any, Any],
+    spec: ProgramSpec,
+    config: RunnerConfig,
+    shape: BatchShape,
+    out: ForwardOut,
+    *,
+    masked: Jobs | None = None,
 ) -> Jobs:
     """The programs that follow the layers of a step; `out` has the shapes of the layers' outputs. Steps of other
-    sizes may share some of them, under the same keys."""
+    sizes may share some of them, under the same keys. `masked`: as for `lowerings`."""
     jobs: Jobs = {}
     weights, mesh_specs = abstract_inputs(state, spec, config, shape)[0], spec.mesh_specs
     mesh = None if mesh_specs is None else mesh_specs.mesh
@@ -101,12 +109,14 @@ def sampling_jobs(
             biases = all_ranks((_shape(bias, jnp.int32), _shape(bias, jnp.float32)), mesh_specs)
             full = PenaltyInputs(row_counts, *biases)
         inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
-        if is_verify:
-            run = accept_program(_verify_spec(spec, shape, mode), mesh)
-        else:
-            run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
+        run = _sampler(spec, shape, mode, is_masked=False)
         calls[mode] = run, with_sharding(inputs, at)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
+        if masked is not None:
+            mask = all_ranks(_shape((shape.num_requests, num_mask_words(config.vocab_size)), jnp.uint32), mesh_specs)
+            arguments = (*calls[mode][1], with_sharding(mask, at))
+            run = _sampler(spec, shape, mode, is_masked=True)
+            masked[sampler_key(spec, shape, mode, is_masked=True)] = functools.partial(run.lower, *arguments)
     packed = all_ranks(shape.packed, mesh_specs)
     counting, inputs = counting_program, (slot_counts, out.tokens, packed)
     if is_verify:
@@ -143,11 +153,24 @@ def _commit_job(
     return functools.partial(run.lower, args[1], *with_sharding(inputs, at))
 
 
-def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
-    """The key of a step's sampler in the table."""
+def sampler_key(
+    spec: ProgramSpec, shape: BatchShape, mode: SamplingMode, *, is_masked: bool = False
+) -> tuple[object, ...]:
+    """The key of a step's sampler in the table, or among the samplers that take a mask."""
+    if is_masked:
+        return "masked", *sampler_key(spec, shape, mode)
     if shape.mode is ForwardMode.TARGET_VERIFY:
         return "accept", shape, mode
     return "sample", shape.num_requests, spec.row_words_in(shape), mode
+
+
+def _sampler(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode, *, is_masked: bool) -> Any:
+    """The jitted sampler of a step."""
+    mesh = None if spec.mesh_specs is None else spec.mesh_specs.mesh
+    sampler = dataclasses.replace(_sampler_spec(spec, shape, mode), masked=is_masked)
+    if shape.mode is not ForwardMode.TARGET_VERIFY:
+        return sampler_program(sampler, mesh)
+    return accept_program(dataclasses.replace(_verify_spec(spec, shape, mode), sampler=sampler), mesh)
 
 
 def _sampler_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> SamplerSpec:

@@ -199,6 +199,11 @@ class StepInputs:
         return (self.packed, *(self.bias or ()), *targets)
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """How many words of a mask the tokens of a vocabulary take."""
+    return -(-vocab_size // 32)
+
+
 def unpack_words(packed: Int[Array, " words"], shape: BatchShape) -> dict[str, Array]:
     """Cut the packed array into its named arrays."""
     return _cut(packed, shape.segments())

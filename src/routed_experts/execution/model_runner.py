@@ -1,10 +1,14 @@
 """ModelRunner: owns the device state (weights, KV pool, last tokens of slots) and runs the compiled programs.
 
 It takes a ModelWorkerBatch for each data rank, all of one shape, and returns, one step late, a StepResult for each.
-Host mutation: it rebinds what it donated. Every program is compiled before the first step; none afterwards."""
+A step whose sampler takes a mask is dispatched in two parts: `begin` starts its layers, and `sample` the rest, once the
+host has read the step before and filled the mask.
+Host mutation: it rebinds what it donated. Every program is compiled before the first step; only the samplers that take
+masks are compiled by the first request with a grammar, on its caller's thread."""
 
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32, UInt
+from jaxtyping import Array, Int32, UInt, UInt32
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
@@ -44,6 +48,16 @@ class PendingStep:
     weight_version: int
     rerouting: Int32[Array, "N 2"] | None = None
     drafts: Int32[Array, "B 2k"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartedStep:
+    """A step whose layers run, and whose tokens are not being sampled yet. `packed`: its metadata."""
+
+    batches: tuple[ModelWorkerBatch, ...]
+    inputs: StepInputs
+    packed: Any
+    out: ForwardOut
 
 
 class _StepOutputs(NamedTuple):
@@ -81,6 +95,8 @@ class ModelRunner:
         self._own_part = None if mesh_specs is None else mesh_specs.own_part
         self._counts = _no_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
+        self._masked_jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}  # not compiled yet
+        self._masked_lock = threading.Lock()
         self._needs_d2h = (
             next(iter(self._last_tokens.devices())).platform != "cpu"
         )  # on CPU the host reads outputs in place
@@ -111,21 +127,48 @@ class ModelRunner:
                     progress(done, len(futures))
         return len(jobs)
 
+    def compile_masked(self, *, threads: int = 2) -> int:
+        """Compile the samplers that take a mask, unless they are compiled; returns how many were. Any thread; steps
+        run on meanwhile, none of them with a mask."""
+        with self._masked_lock:
+            jobs = self._masked_jobs
+            with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+                futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}
+                compiled = {key: future.result() for key, future in futures.items()}
+            self._programs |= compiled
+            self._masked_jobs = {}
+            return len(compiled)
+
     def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
-        """Start the programs of a step, with the batch of each data rank; returns at once. The first call carries the
-        metadata over, a host array among its arguments (in the FULL form it goes before)."""
+        """Start the programs of a step without a mask, with the batch of each data rank; returns at once. The first
+        call carries the metadata over, a host array among its arguments (in the FULL form it goes before)."""
+        with self.orders.in_order():  # of both: followers run a step as one order
+            return self.sample(self.begin(batches), None)
+
+    def begin(self, batches: Sequence[ModelWorkerBatch]) -> StartedStep:
+        """Start the layers of a step; `sample` follows before anything else is dispatched."""
         shape = to_batch_shape(batches[0])
         inputs = StepInputs.from_batches(batches, shape, self._pack(batches, shape))
         with self.orders.in_order():
             if self.orders is not NO_FOLLOWERS:
                 self.orders.send(OrderKind.STEP, inputs.head, inputs.arrays)
-            out = self._run(inputs, batches[0])
+            packed = self._to_device(inputs)
+            out = self._forward(batches[0], shape, packed)
+        return StartedStep(batches=tuple(batches), inputs=inputs, packed=packed, out=out)
+
+    def sample(self, started: StartedStep, mask: UInt32[np.ndarray, "B W"] | None) -> PendingStep:
+        """Start the rest of a step: its sampler, with `mask` (of all data ranks, one after another; it must not change
+        from now on) where its batches are masked, and what follows."""
+        batches = started.batches
+        assert (mask is not None) == batches[0].is_masked, "a step with a grammar has a mask"
+        with self.orders.in_order():
+            out = self._finish(started.inputs, started.packed, started.out, batches[0], mask)
         if self._needs_d2h:
             for array in out:
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
-            batches=tuple(batches),
+            batches=batches,
             sampled=out.sampled,
             scored=out.scored,
             rows=out.rows,
@@ -141,15 +184,24 @@ class ModelRunner:
 
     def follow_step(self, inputs: StepInputs) -> Int32[Array, "B columns"]:
         """Run a step that another process has dispatched; returns the table of its tokens, which every process has."""
-        return self._run(inputs, None).sampled
+        packed = self._to_device(inputs)
+        return self._finish(inputs, packed, self._forward(None, inputs.shape, packed), None, None).sampled
 
-    def _run(self, inputs: StepInputs, batch: ModelWorkerBatch | None) -> _StepOutputs:
-        """Start a step's programs. `batch`: that of the first data rank, for what one device alone does; a follower has
-        none, and reads nothing."""
-        shape, packed = inputs.shape, inputs.packed
-        if inputs.bias is not None:  # two programs look at all of it
-            packed = put_global(packed, self._own_part)
-        out = self._forward(batch, shape, packed)
+    def _to_device(self, inputs: StepInputs) -> Any:
+        """The metadata of a step, copied where two programs look at all of it; else the first call carries it over."""
+        return inputs.packed if inputs.bias is None else put_global(inputs.packed, self._own_part)
+
+    def _finish(
+        self,
+        inputs: StepInputs,
+        packed: Any,
+        out: ForwardOut,
+        batch: ModelWorkerBatch | None,
+        mask: UInt32[np.ndarray, "B W"] | None,
+    ) -> _StepOutputs:
+        """Start the programs that follow a step's layers. `batch`: that of the first data rank, for what one device
+        alone does; a follower has none, and reads nothing."""
+        shape = inputs.shape
         full, is_verify = None, shape.mode is ForwardMode.TARGET_VERIFY
         if inputs.bias is not None:
             bias = [put_global(array, self._own_part) for array in inputs.bias]
@@ -157,9 +209,11 @@ class ModelRunner:
             if not is_verify:
                 self._token_counts, counts = self._programs["count", shape](counts, out.tokens, packed)
             full = PenaltyInputs(counts, *bias)
-        program = self._programs[sampler_key(self.spec, shape, inputs.sampling_mode)]
+        program = self._programs[sampler_key(self.spec, shape, inputs.sampling_mode, is_masked=mask is not None)]
         drafts = (out.tokens,) if is_verify else ()
-        self._last_tokens, sampled, *accepted = program(out.logits, self._last_tokens, out.words, *drafts, full)
+        masks = () if mask is None else (put_global(mask, self._own_part),)
+        arguments = (out.logits, self._last_tokens, out.words, *drafts, full, *masks)
+        self._last_tokens, sampled, *accepted = program(*arguments)
         if full is not None and is_verify:  # which of the tokens count is known now
             generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, sampled)
             self._token_counts = TokenCounts(generated, full.counts.prompt)
@@ -205,7 +259,7 @@ class ModelRunner:
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """Return the lowerings that `compile` compiles."""
-        return lowerings(self.state, self.spec, self.config)
+        return lowerings(self.state, self.spec, self.config, masked=self._masked_jobs)
 
     def _forward(self, batch: ModelWorkerBatch | None, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""

@@ -4,7 +4,15 @@
 many requests share it, and so do models of one vocabulary, through the compilation cache. The exception are decode
 steps whose rows leave with the tokens: their width is the model's. In the FULL mode `update_token_counts` comes first
 (not in verify steps: verify.py).
-Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
+
+Where a request of a step has a grammar, the step has a sampler of its own trace with one more argument, the mask: a bit
+a token of the vocabulary. It is needed by this program alone, so the host reads the step before and fills it while
+the device runs the layers. A masked row is sampled from the allowed tokens: after penalties and bias, before
+temperature and filters. Its processed logprobs are of that distribution; those of a row with one allowed token, which
+was not chosen, are the model's own, as in a prompt. Rows without a grammar have all bits set, and the bits that they
+have without a mask.
+Dims: N padded tokens, B padded requests, R request slots, V vocabulary, W mask words, X bias entries, T top
+logprobs."""
 
 import dataclasses
 import functools
@@ -14,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
 
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, SamplerBatch, num_sampler_words, unpack, unpack_sampler
 from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpecs, jit_sharded
 from routed_experts.layers.logprobs import LogprobsKernel, bitcast_int32, ranked_logprobs, token_logprobs
-from routed_experts.layers.sampling import Penalties, penalize, sample
+from routed_experts.layers.sampling import Penalties, has_no_choice, mask_logits, penalize, sample, unpack_mask
 
 GreedyKernel = Callable[
     [Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]
@@ -31,7 +39,7 @@ GreedyKernel = Callable[
 class SamplerSpec:
     """Static parameters of a sampler program. `row_words`: words of a row of experts that follow the metadata and leave
     with each token. `greedy_kernel`: a kernel for the greedy choice, None: array code. `logprobs`: of tokens that
-    other modes chose."""
+    other modes chose. `masked`: the program takes a mask."""
 
     mode: SamplingMode
     num_requests: int
@@ -39,6 +47,7 @@ class SamplerSpec:
     raw_logprobs: bool
     greedy_kernel: GreedyKernel | None
     logprobs: LogprobsKernel
+    masked: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +102,7 @@ def sample_tokens(
     last_tokens: Int[Array, " R"],
     words: Int32[Array, " words"],
     full: PenaltyInputs | None,
+    mask: UInt32[Array, "B W"] | None = None,
     *,
     spec: SamplerSpec,
 ) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
@@ -100,7 +110,7 @@ def sample_tokens(
     bits, and in the FULL mode T top ids and the bits of T top logprobs, and last the packed rows of experts where they
     leave with the tokens."""
     batch = unpack_sampler(words, spec.num_requests)
-    choices = choose_tokens(logits, batch, full, spec=spec)
+    choices = choose_tokens(logits, batch, full, mask, spec=spec)
     columns = [choices.tokens[:, None], bitcast_int32(choices.logprobs)[:, None], *choices.top]
     if spec.row_words:
         columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.row_words, spec.num_requests).T)
@@ -108,9 +118,14 @@ def sample_tokens(
 
 
 def choose_tokens(
-    raw: Float[Array, "B V"], batch: SamplerBatch, full: PenaltyInputs | None, *, spec: SamplerSpec
+    raw: Float[Array, "B V"],
+    batch: SamplerBatch,
+    full: PenaltyInputs | None,
+    mask: UInt32[Array, "B W"] | None = None,
+    *,
+    spec: SamplerSpec,
 ) -> Choices:
-    """Choose the next token of every row."""
+    """Choose the next token of every row, among those that `mask` allows."""
     logits = raw
     if full is not None:
         penalties = Penalties(
@@ -121,13 +136,20 @@ def choose_tokens(
             prompt_seen=full.counts.prompt,
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
+    if mask is not None:
+        logits = mask_logits(logits, raw, unpack_mask(mask, raw.shape[1]), may_be_banned=full is not None)
     top: tuple[Int32[Array, "B T"], ...] = ()
     if spec.mode is SamplingMode.GREEDY and spec.greedy_kernel is not None:
         # Nothing was processed: raw logprobs and processed ones are equal.
         tokens, logprobs = spec.greedy_kernel(logits)
+        if mask is not None:  # the kernel saw the allowed tokens alone
+            takes_raw = jnp.any(~mask != 0, axis=-1) if spec.raw_logprobs else has_no_choice(mask)
+            logprobs = jnp.where(takes_raw, token_logprobs(raw, tokens, spec.logprobs), logprobs)
     else:
         tokens, processed = sample(logits, batch.sampling, spec.mode)
         source = raw if spec.raw_logprobs else processed
+        if mask is not None:
+            source = jnp.where(has_no_choice(mask)[:, None], raw, source)
         if full is None:
             logprobs = token_logprobs(source, tokens, spec.logprobs)
         else:
@@ -140,8 +162,10 @@ def choose_tokens(
 def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     """`sample_tokens`, jitted and cached; all engines of a process share its traces."""
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    out_specs = (BY_RANK, GATHERED)
-    return jit_sharded(program, without_model(mesh), in_specs=(BY_RANK,) * 4, out_specs=out_specs, donate_argnums=(1,))
+    out_specs, num_inputs = (BY_RANK, GATHERED), 5 if spec.masked else 4
+    return jit_sharded(
+        program, without_model(mesh), in_specs=(BY_RANK,) * num_inputs, out_specs=out_specs, donate_argnums=(1,)
+    )
 
 
 @functools.lru_cache(maxsize=256)

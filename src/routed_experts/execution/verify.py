@@ -4,7 +4,7 @@ Each token of a request is sampled after with the request's own parameters and t
 been fed alone; so the tokens do not depend on the drafts. Penalties of a row count what its slot has fed before the
 step, and at most Q tokens of the step: those up to the row. `add_accepted` then adds the accepted ones to the slot.
 Dims: N padded tokens, S rows of logits (the first S tokens of the step), B padded requests, R request slots, V
-vocabulary, T top logprobs, Q = num_drafts + 1 tokens of a request."""
+vocabulary, W mask words, T top logprobs, Q = num_drafts + 1 tokens of a request."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from routed_experts.execution.forward_batch import BatchShape, SamplerBatch, unpack, unpack_sampler
 from routed_experts.execution.row_blocks import map_blocks
@@ -48,12 +48,14 @@ def accept_tokens(
     words: Int32[Array, " words"],
     tokens: Int[Array, " N"],
     full: PenaltyInputs | None,
+    mask: UInt32[Array, "B W"] | None = None,
     *,
     spec: VerifySpec,
 ) -> tuple[Int[Array, " R"], Int32[Array, "S columns"], Int[Array, " B"]]:
     """Sample after every token and count the accepted drafts. `full` has the counts of all slots, without the tokens of
-    this step. Returns the slots' last tokens; one int32 array a row: token, logprob bits, accepted drafts (row b: of
-    request b), and the rest as `sample_tokens` has it; and the accepted drafts of each request for the device."""
+    this step. `mask`: by request; one with a grammar has no drafts, so its mask is that of its one row. Returns the
+    slots' last tokens; one int32 array a row: token, logprob bits, accepted drafts (row b: of request b), and the rest
+    as `sample_tokens` has it; and the accepted drafts of each request for the device."""
     shape, num_rows = spec.shape, logits.shape[0]
     paged = unpack(words, shape).paged
     row_requests, positions = paged.token_rows[:num_rows], paged.positions[:num_rows] + 1
@@ -72,7 +74,7 @@ def accept_tokens(
         if full is not None:
             counts = _add_fed(full.counts, own.request_slots, fed)
             inputs = PenaltyInputs(counts, full.bias_ids[requests], full.bias_values[requests])
-        return choose_tokens(logits, own, inputs, spec=spec.sampler)
+        return choose_tokens(logits, own, inputs, None if mask is None else mask[requests], spec=spec.sampler)
 
     choices = map_blocks(choose, spec.block, logits, row_requests, positions, fed)
     accepted = count_accepted(choices.tokens, tokens[:num_rows], paged.query_starts, num_drafts=spec.num_drafts)
@@ -133,7 +135,8 @@ def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     """`accept_tokens`, jitted and cached; all engines of a process share its traces."""
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
     out_specs = (BY_RANK, GATHERED, BY_RANK)
-    return jit_sharded(program, without_model(mesh), in_specs=(BY_RANK,) * 5, out_specs=out_specs, donate_argnums=(1,))
+    in_specs = (BY_RANK,) * (6 if spec.sampler.masked else 5)
+    return jit_sharded(program, without_model(mesh), in_specs=in_specs, out_specs=out_specs, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)

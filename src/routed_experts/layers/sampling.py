@@ -72,6 +72,30 @@ def penalize(
     return logits
 
 
+def unpack_mask(mask: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """The tokens that a packed mask allows: bit i % 32 of word i // 32 is token i."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
+    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] != 0
+
+
+def mask_logits(
+    logits: Float[Array, "B V"], raw: Float[Array, "B V"], allowed: Bool[Array, "B V"], *, may_be_banned: bool
+) -> Float[Array, "B V"]:
+    """Leave the scores of the allowed tokens; the others are -inf. `raw`: the scores before penalties and bias.
+    `may_be_banned`: the bias may have banned tokens; where it has banned all that are allowed (min_tokens and a
+    complete output), the raw scores of these decide."""
+    masked = jnp.where(allowed, logits, -jnp.inf)
+    if not may_be_banned:
+        return masked
+    none_left = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
+    return jnp.where(none_left, jnp.where(allowed, raw, -jnp.inf), masked)
+
+
+def has_no_choice(mask: UInt32[Array, "B W"]) -> Bool[Array, " B"]:
+    """Which rows of a packed mask allow one token alone."""
+    return jnp.sum(jax.lax.population_count(mask).astype(jnp.int32), axis=-1) == 1
+
+
 def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode) -> Float[Array, "B V"]:
     """Return the scores that are sampled from: dropped tokens are -inf, up to a constant per row.
 

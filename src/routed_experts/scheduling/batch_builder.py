@@ -40,7 +40,8 @@ class _BatchLayout:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepForm:
     """What decides which programs run a step: its tokens and requests; whether every request feeds one token, and no
-    scored token of a prompt; whether it verifies drafts; the largest sampler mode that a request needs."""
+    scored token of a prompt; whether it verifies drafts; the largest sampler mode that a request needs; whether a token
+    is sampled that a grammar has to allow."""
 
     num_tokens: int
     num_requests: int
@@ -48,6 +49,7 @@ class StepForm:
     is_verify: bool
     is_scored: bool
     sampling_mode: SamplingMode
+    is_masked: bool = False
 
     @staticmethod
     def merge(forms: Sequence["StepForm"]) -> "StepForm":
@@ -59,6 +61,7 @@ class StepForm:
             is_verify=any(form.is_verify for form in forms),
             is_scored=any(form.is_scored for form in forms),
             sampling_mode=max(form.sampling_mode for form in forms),
+            is_masked=any(form.is_masked for form in forms),
         )
 
 
@@ -77,6 +80,7 @@ class BatchBuilder:
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
         most = max(buckets.max_requests, *buckets.extend, *(tokens for _, tokens in buckets.verify))
         self._count = np.arange(most + 1, dtype=np.int32)
+        self.num_mask_words = -(-vocab_size // 32)  # of the tokens that a row may sample
         self._cached_layout: _BatchLayout | None = None  # of the last step; None after a request was given a slot
 
     def register(self, req: Req) -> None:
@@ -96,7 +100,7 @@ class BatchBuilder:
         total = sum([chunk.count for chunk in chunks])
         is_scored = not all_generated and any(map(has_scored_prompt_tokens, chunks))
         # also of chunks that sample nothing: FULL counts every token fed
-        modes = [chunk.req.required_mode() for chunk in chunks]
+        modes = [chunk.req.required_mode(chunk.num_forced) for chunk in chunks]
         return StepForm(
             num_tokens=total,
             num_requests=len(chunks),
@@ -104,6 +108,7 @@ class BatchBuilder:
             is_verify=is_ahead or any(chunk.drafts is not None for chunk in chunks),
             is_scored=is_scored,
             sampling_mode=max(modes),
+            is_masked=any([chunk.is_masked for chunk in chunks]),
         )
 
     def build(
@@ -159,6 +164,7 @@ class BatchBuilder:
             drafts_ahead=drafts_ahead,
             next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
             is_ahead=is_ahead,
+            is_masked=form.is_masked,
         )
 
     def locate(self, batch: ModelWorkerBatch, starts: Sequence[int]) -> ModelWorkerBatch:
@@ -218,14 +224,15 @@ class BatchBuilder:
             return ids
         first = 0
         for chunk in chunks:
-            known = chunk.start + chunk.count - (0 if chunk.drafts is None else chunk.drafts.size)
+            following = chunk.drafts if chunk.forced is None else chunk.forced  # of what the request has
+            known = chunk.start + chunk.count - (0 if following is None else following.size)
             ids[first : first + chunk.count] = (
                 chunk.req.tokens[chunk.start : chunk.start + chunk.count]
                 if known <= chunk.req.num_known
                 else FROM_DEVICE
             )
-            if chunk.drafts is not None:
-                ids[first + known - chunk.start : first + chunk.count] = chunk.drafts
+            if following is not None:
+                ids[first + known - chunk.start : first + chunk.count] = following
             first += chunk.count
         return ids
 
@@ -238,7 +245,7 @@ class BatchBuilder:
             bias_ids = np.full((seq_lens.size, MAX_BIAS), self._vocab_size, np.int32)
             bias_values = np.zeros((seq_lens.size, MAX_BIAS), np.float32)
             for index, chunk in enumerate(chunks):
-                for entry, (token, value) in enumerate(chunk.req.bias_now()):
+                for entry, (token, value) in enumerate(chunk.req.bias_now(chunk.num_forced)):
                     bias_ids[index, entry], bias_values[index, entry] = token, value
         return SamplingArrays(
             seed=layout.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **layout.columns
@@ -268,17 +275,21 @@ def _unknown(count: int, padded: int) -> Int32[np.ndarray, " N"]:
 
 
 def _prompt_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:
-    """Return the prompt token that follows each token of the step, where there is one."""
+    """Return the prompt token that follows each token of the step, or the one that a grammar forces, where there is
+    one."""
     targets = np.zeros(padded, np.int32)
     first = 0
     for chunk in chunks:
         last = min(chunk.start + chunk.count + 1, chunk.req.prompt_len)
-        following = chunk.req.tokens[chunk.start + 1 : last]
+        following = chunk.req.tokens[chunk.start + 1 : last] if chunk.forced is None else chunk.forced
         targets[first : first + following.size] = following
         first += chunk.count
     return targets
 
 
 def has_scored_prompt_tokens(chunk: ScheduledChunk) -> bool:
-    """Whether the chunk holds prompt tokens whose successors' logprobs were requested."""
+    """Whether the chunk holds prompt tokens whose successors' logprobs were requested, or forced ones whose own
+    were."""
+    if chunk.forced is not None:
+        return chunk.req.source.return_logprob
     return not chunk.req.is_prefilled and chunk.req.wants_prompt_logprobs and chunk.start < chunk.req.prompt_len - 1

@@ -4,7 +4,11 @@ Only Req changes, and only on the engine thread. Its token counts are ordered
     0 .. num_committed .. num_dispatched .. num_known + num_pending
 Committed tokens were fed by a step whose outputs are on the host (their rows are filed). Dispatched tokens were fed in
 order (their keys are or will be in the pool; what a step scheduled ahead feeds counts once it is read). Known tokens
-are on the host. Pending tokens were sampled by a step that has not been read yet (one a step, of at most two)."""
+are on the host. Pending tokens were sampled by a step that has not been read yet (one a step, of at most two).
+
+A request with a grammar may have forced tokens: those that follow the token sampled last, whatever that is. They are
+fed as one chunk with it, and become tokens of the request when that step is committed: until then they are in the
+chunk alone, so that a request that ends or is retracted before has nothing to take back. They count as pending."""
 
 import dataclasses
 import enum
@@ -13,10 +17,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.capture.host_cache import SavedRows
+from routed_experts.core.grammar_spec import GrammarState
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.memory.prefix_cache import PrefixNode
+
+NO_TOKENS: Int32[np.ndarray, " 0"] = np.zeros(0, np.int32)
 
 
 class ReqState(enum.Enum):
@@ -54,6 +61,8 @@ class Req:
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
         self.speculative = SpeculativeCounts()
+        self.grammar: GrammarState | None = None if source.grammar is None else source.grammar.start()
+        self.forced = NO_TOKENS  # that follow the token sampled last, and are in no step yet
         self.input_logprobs: dict[int, tuple[float, tuple[tuple[float, int], ...] | None]] = {}
 
     @property
@@ -89,21 +98,23 @@ class Req:
     def max_drafts(self) -> int:
         """Drafts that the next step may verify, so that all of its rows share one set of sampling parameters and no
         row is sampled past the end. 0: none."""
-        if not self.is_prefilled or self.num_pending or self.pending_finish is not None:
+        if not self.is_prefilled or self.num_pending or self.pending_finish is not None or self.grammar is not None:
             return 0
         most = self.max_len - self.num_known - 1
         if self.num_known < self.min_stop_len:  # stop ids are banned in all rows of a step, or in none
             most = min(most, self.min_stop_len - self.num_known - 1)
         return max(most, 0)
 
-    def required_mode(self) -> SamplingMode:
-        """Return the sampler mode that the next token needs."""
-        return SamplingMode.FULL if self.num_known + self.num_pending < self.min_stop_len else self.sampling_mode
+    def required_mode(self, num_forced: int = 0) -> SamplingMode:
+        """Return the sampler mode that the next token needs, after so many forced ones."""
+        length = self.num_known + self.num_pending + num_forced
+        return SamplingMode.FULL if length < self.min_stop_len else self.sampling_mode
 
-    def bias_now(self) -> tuple[tuple[int, float], ...]:
-        """Return the logit bias of the next token: the request's own, and stop ids banned before min_tokens."""
+    def bias_now(self, num_forced: int = 0) -> tuple[tuple[int, float], ...]:
+        """Return the logit bias of the next token, after so many forced ones: the request's own, and stop ids banned
+        before min_tokens."""
         sampling = self.source.sampling
-        if self.num_known + self.num_pending >= self.min_stop_len:
+        if self.num_known + self.num_pending + num_forced >= self.min_stop_len:
             return sampling.logit_bias
         return (*sampling.logit_bias, *((token, -np.inf) for token in sorted(self.source.stop_token_ids)))
 
@@ -140,10 +151,22 @@ class Req:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """One request's part of a step: it feeds tokens [start, start + count), and samples the next one if `samples`. The
-    last of these tokens are its drafts, if it has some; then one is sampled after each token."""
+    last of these tokens are its drafts, if it has some; then one is sampled after each token. Or the last of them are
+    forced by its grammar; then one is sampled after the last."""
 
     req: Req
     start: int
     count: int
     samples: bool
     drafts: Int32[np.ndarray, " k"] | None = None
+    forced: Int32[np.ndarray, " k"] | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the token that is sampled after it has to be one that a grammar allows."""
+        return self.samples and self.req.grammar is not None
+
+    @property
+    def num_forced(self) -> int:
+        """How many of its tokens are forced."""
+        return 0 if self.forced is None else self.forced.size

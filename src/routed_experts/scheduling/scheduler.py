@@ -4,7 +4,7 @@ A step holds every request that can decode, then prompt chunks within the token 
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
 rows. At most one step is in flight when the next is scheduled, none where the host has the drafts of the next. A step
-with prompt chunks has no drafts.
+with prompt chunks has no drafts. Requests with a grammar have none; the tokens that it forces are fed as a chunk.
 
 A step is scheduled in two parts: `choose` what it feeds, then `build` the batch. Between them the schedulers of several
 data ranks agree on one padded shape."""
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt32
 
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.buckets import Buckets
@@ -25,7 +25,7 @@ from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.batch_builder import BatchBuilder, StepForm, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
-from routed_experts.scheduling.schedule_batch import Req, ReqState, ScheduledChunk
+from routed_experts.scheduling.schedule_batch import NO_TOKENS, Req, ReqState, ScheduledChunk
 
 Drafts = Mapping[str, Int32[np.ndarray, " k"]]  # by request id
 NO_DRAFTS: Drafts = MappingProxyType({})
@@ -44,7 +44,8 @@ class Committed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """What the requests of a scheduler feed in its next step. `all_generated`: no token of a prompt."""
+    """What the requests of a scheduler feed in its next step. `all_generated`: no token of a prompt, and none that was
+    forced."""
 
     chunks: list[ScheduledChunk]
     all_generated: bool
@@ -123,6 +124,8 @@ class Scheduler:
             if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
         decoding, budget = len(chunks), min(self._args.prefill_limit, self._buckets.extend[-1] - len(chunks))
+        if any([chunk.req.forced.size for chunk in chunks]):
+            budget = self._add_forced(chunks, budget)
         for req in self.running:
             if (
                 req.state is ReqState.RUNNING
@@ -136,10 +139,11 @@ class Scheduler:
         budget = self._admit(chunks, budget)
         if not chunks:
             return None
-        if drafts and len(chunks) == decoding:
+        one_token_each = len(chunks) == decoding and not any([chunk.forced is not None for chunk in chunks])
+        if drafts and one_token_each:
             assert not self._in_flight, "drafts follow tokens that the host knows"
             chunks = self._with_drafts(chunks, drafts)
-        return ChosenStep(chunks, len(chunks) == decoding)
+        return ChosenStep(chunks, one_token_each)
 
     def form(self, chosen: ChosenStep) -> StepForm:
         """The form of a chosen step by itself."""
@@ -171,8 +175,36 @@ class Scheduler:
         self._step += 1
         for chunk in chunks:
             chunk.req.num_dispatched = chunk.start + chunk.count
-            chunk.req.num_pending += chunk.samples
+            chunk.req.num_pending += chunk.samples + chunk.num_forced
+            if chunk.samples:
+                chunk.req.forced = NO_TOKENS  # those of the next token are known when its mask is filled
         return batch
+
+    def fill_mask(self, batch: ModelWorkerBatch) -> tuple[UInt32[np.ndarray, "B W"], list[Req]]:
+        """The tokens that each row of a step in flight may sample, and the requests whose grammar cannot be followed
+        any further. Every step before it must have been committed. Rows without a grammar, and those of requests that
+        have ended, have all bits set."""
+        mask = np.full((batch.seq_lens.size, self._batch_builder.num_mask_words), 0xFFFFFFFF, np.uint32)
+        failed: list[Req] = []
+        for index, chunk in enumerate(self._in_flight.get(batch.step, ())):
+            req, state = chunk.req, chunk.req.grammar
+            if state is None or not chunk.samples or req.state is not ReqState.RUNNING:
+                continue
+            if req.pending_finish is not None:
+                continue  # its last token is fed for its row, and what follows is dropped
+            for token in () if chunk.forced is None else chunk.forced.tolist():
+                state.accept(token)
+            forced = state.forced_tokens()
+            if forced:
+                mask[index] = 0
+                mask[index, forced[0] // 32] = np.uint32(1 << forced[0] % 32)
+                req.forced = np.array(forced[1:], np.int32)
+            else:
+                state.fill(mask[index], keep_end=not req.source.sampling.ignore_eos)
+            if state.error is not None:
+                mask[index] = 0xFFFFFFFF
+                failed.append(req)
+        return mask, failed
 
     def schedule_ahead(self, num_drafts: Mapping[str, int]) -> ModelWorkerBatch | None:
         """Build the batch of a verify step that follows another one in flight. `num_drafts`: by request id, of those
@@ -239,6 +271,10 @@ class Scheduler:
                 rows[index] = _commit_run(req, chunk, run, match_stop_string, most=self._buckets.num_drafts)
                 advanced.append(req)
                 continue
+            if chunk.forced is not None:
+                rows[index] = _commit_forced(req, chunk, index, batch, result, match_stop_string)
+                advanced.append(req)
+                continue
             req.num_committed = chunk.start + chunk.count
             if batch.prompt_targets is not None and has_scored_prompt_tokens(chunk):
                 _add_prompt_logprobs(req, chunk, int(batch.query_starts[index]), result)
@@ -277,6 +313,7 @@ class Scheduler:
         self.pages.release(req, self.namespace(req), cache=False)
         req.saved_rows, req.state = saved, ReqState.WAITING
         req.num_dispatched = req.num_committed = 0
+        req.forced = NO_TOKENS
         self.waiting.appendleft(req)
         self.num_retracted += 1
 
@@ -305,6 +342,17 @@ class Scheduler:
                 spare -= count
             following.append(chunk)
         return following
+
+    def _add_forced(self, chunks: list[ScheduledChunk], budget: int) -> int:
+        """Give decoding chunks the tokens that are forced after theirs, as far as the step and the pages hold them;
+        returns the rest of the budget."""
+        for index, chunk in enumerate(chunks):
+            req = chunk.req
+            count = min(req.forced.size, budget, req.max_len - 2 - chunk.start)
+            if req.pending_finish is None and count > 0 and self.pages.grow(req, chunk.start + 1 + count):
+                chunks[index] = dataclasses.replace(chunk, count=1 + count, forced=req.forced[:count])
+                budget -= count
+        return budget
 
     def _grow_ahead(self, chunk: ScheduledChunk) -> None:
         """Allocate pages for the drafts of a model behind a chunk, where that is possible."""
@@ -386,6 +434,40 @@ def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: S
     return req.num_committed - chunk.start
 
 
+def _commit_forced(
+    req: Req,
+    chunk: ScheduledChunk,
+    index: int,
+    batch: ModelWorkerBatch,
+    result: StepResult,
+    match_stop_string: StopMatcher,
+) -> int:
+    """Append the forced tokens of a chunk, with the logprobs that a prompt has, then the sampled one. A request that
+    ends before has none of the later ones, as if each had been fed alone. Returns how many of the chunk's tokens have
+    rows to file."""
+    assert chunk.forced is not None, req.rid
+    req.num_pending -= 1 + chunk.forced.size
+    if req.pending_finish is not None:  # only its last token is of the sequence
+        req.num_committed = req.num_dispatched = chunk.start + 1
+        req.finish(req.pending_finish)
+        return 1
+    first = int(batch.query_starts[index])
+    for offset, token in enumerate(chunk.forced.tolist()):
+        entry = None if result.prompt_logprobs is None else _prompt_entry(req, first + offset, result)
+        _append_known(req, token, entry, match_stop_string)
+        if req.state is ReqState.FINISHED or req.pending_finish is not None:
+            break
+    else:
+        _append(req, int(result.tokens[index]), float(result.logprobs[index]), index, result, match_stop_string)
+    num_fed = min(chunk.start + chunk.count, req.num_known)
+    include_last = req.source.routed_experts.include_last
+    req.num_committed = num_fed if include_last else min(num_fed, req.num_known - 1)
+    if req.last_row_ready and req.pending_finish is not None:
+        req.num_dispatched = req.num_committed
+        req.finish(req.pending_finish)
+    return req.num_committed - chunk.start
+
+
 def _live_tokens(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> Bool[np.ndarray, " num_tokens"] | None:
     """A mask of the first `rows` tokens of each chunk; None for all."""
     if all(chunk.count == count for chunk, count in zip(chunks, rows, strict=True)):
@@ -396,14 +478,27 @@ def _live_tokens(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> Bool[
 def _append(
     req: Req, token: int, logprob: float, index: int, result: StepResult, match_stop_string: StopMatcher
 ) -> None:
-    """Append a sampled token, and finish the request if it was its last. A stop string takes precedence over a
-    length."""
+    """Append a sampled token, and finish the request if it was its last."""
+    if req.grammar is not None:
+        req.grammar.accept(token)
+    top = _top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num)
+    _append_known(req, token, (logprob, top), match_stop_string)
+
+
+_Entry = tuple[float, tuple[tuple[float, int], ...] | None]  # of a token: its logprob and the best alternatives
+
+
+def _append_known(req: Req, token: int, entry: _Entry | None, match_stop_string: StopMatcher) -> None:
+    """Append a token, and finish the request if it was its last. A stop string takes precedence over a length. The end
+    token of a complete output ends it also before min_tokens and with ignore_eos."""
     req.tokens[req.num_known] = token
     req.num_known += 1
     if req.source.return_logprob:
-        req.output_logprobs.append(logprob)
-        req.output_top.append(_top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num))
-    if token in req.source.stop_token_ids and req.num_known >= req.min_stop_len:
+        assert entry is not None, req.rid
+        req.output_logprobs.append(entry[0])
+        req.output_top.append(entry[1])
+    is_complete = req.grammar is not None and req.grammar.is_complete
+    if is_complete or (token in req.source.stop_token_ids and req.num_known >= req.min_stop_len):
         req.end(FinishReason(type="stop", matched=token))
     elif req.num_known == req.max_len:
         req.end(FinishReason(type="length", length=req.num_output))
@@ -419,8 +514,14 @@ def _add_prompt_logprobs(req: Req, chunk: ScheduledChunk, first: int, result: St
     start = max(req.source.logprob_start_len, 1)
     for position in range(max(chunk.start, start - 1), min(chunk.start + chunk.count, req.prompt_len - 1)):
         index = first + position - chunk.start
-        top = _top(result.prompt_top_logprobs, result.prompt_top_ids, index, req.source.top_logprobs_num)
-        req.input_logprobs.setdefault(position + 1, (float(result.prompt_logprobs[index]), top))
+        req.input_logprobs.setdefault(position + 1, _prompt_entry(req, index, result))
+
+
+def _prompt_entry(req: Req, index: int, result: StepResult) -> _Entry:
+    """Logprob and best alternatives of the token that follows row `index` of a step and was fed, not sampled."""
+    assert result.prompt_logprobs is not None, req.rid
+    top = _top(result.prompt_top_logprobs, result.prompt_top_ids, index, req.source.top_logprobs_num)
+    return float(result.prompt_logprobs[index]), top
 
 
 def _top(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.sampling_params import asks_for_grammar
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from routed_experts.server.admin.integrity import IntegrityWatch
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.executors import BoundedExecutor, run_in_thread_if_large
-from routed_experts.server.limits import MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
+from routed_experts.server.limits import INLINE_BYTES, MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.routing.stats import CachedReader
 from routed_experts.server.routing.store import RoutingStore
 
@@ -151,10 +152,11 @@ class ServerState:
     async def process(
         self, inputs: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults, num_bytes: int
     ) -> Sequence[TokenizedGenerateReqInput]:
-        """Validate and tokenise a call; one of `num_bytes` above INLINE_BYTES in a thread."""
+        """Validate and tokenise a call; one of `num_bytes` above INLINE_BYTES, or with a grammar to compile, in a
+        thread."""
         engine = self.accepting_engine
         return await run_in_thread_if_large(
-            num_bytes,
+            INLINE_BYTES + 1 if asks_for_grammar(inputs.sampling_params) else num_bytes,
             lambda: engine.process(
                 inputs,
                 default_max_tokens=default_max_tokens,

@@ -3,7 +3,10 @@ model runner together.
 
     schedule n+1 -> dispatch n+1 -> read n -> commit n -> file its rows -> collect rows of finished requests -> release
     their pages
-All host work of step n happens while the device runs step n+1 (overlapped). Drafts of the host follow tokens that it
+All host work of step n happens while the device runs step n+1 (overlapped). Where a request has a grammar, the layers
+of step n+1 are dispatched before step n is read, and its sampler once step n is committed and the mask is filled: the
+device waits for the mask only where its layers take less time than that. The alternative, to read step n before step
+n+1 is dispatched, would leave the device idle in each of these steps. Drafts of the host follow tokens that it
 knows: while it drafts, step n is read and committed before step n+1 is scheduled (joined). Drafts of a model are on the
 device: a step that verifies them may follow one whose accepted drafts the host does not know yet. Engine thread only.
 The only text that it handles is that of requests with stop strings. Dims: S tokens of a sequence."""
@@ -16,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
@@ -28,7 +31,7 @@ from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.engine.loop.request_table import RequestTable, StopDetokenizer
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.engine.loop.speculation import Speculation
-from routed_experts.execution.model_runner import ModelRunner, PendingStep
+from routed_experts.execution.model_runner import ModelRunner, PendingStep, StartedStep
 from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import NO_DRAFTS, ChosenStep, Drafts, Scheduler
@@ -75,6 +78,7 @@ class EngineCore:
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
         self._joined_at: float | None = None  # when the step in flight was dispatched, unless it overlapped another
+        self._failed: list[Req] = []  # that end after the step that is being processed
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
 
     @property
@@ -132,8 +136,7 @@ class EngineCore:
             return self._joined_step(speculation)
         if not is_ahead:
             batches = self._schedule()
-        dispatched = None if batches is None else self.runner.dispatch(batches)
-        outs = self._process_result(dispatched)
+        outs = self._process_result(None if batches is None else self._start(batches))
         self._joined_at = None
         if speculation is not None and is_ahead:
             speculation.catch_up(self.ranks.running)
@@ -238,6 +241,8 @@ class EngineCore:
         if in_flight is None or in_flight.batches[0].mode is not ForwardMode.TARGET_VERIFY or not self._runs:
             return None
         running = self.ranks.running
+        if any(req.grammar is not None for req in running):
+            return None  # a mask follows tokens that the host knows
         num_drafts = speculation.choose_ahead(running, self.num_steps + 1)
         batch = self.ranks[0].schedule_ahead(num_drafts) if num_drafts else None
         if batch is None:
@@ -255,7 +260,8 @@ class EngineCore:
             speculation.count_skipped(running)
         batches = self._schedule(speculation.propose(running) if may_draft else NO_DRAFTS)
         self._joined_at = time.monotonic()
-        self._pending = None if batches is None else self.runner.dispatch(batches)
+        self._pending = self._sample_late(None if batches is None else self._start(batches))
+        self._end_failed()
         speculation.catch_up(self.ranks.running)
         return outs
 
@@ -290,9 +296,34 @@ class EngineCore:
         self.request_table.mark_scheduled(scheduler.running[num_running:])
         return chosen
 
-    def _process_result(self, dispatched: PendingStep | None) -> BatchTokenIDOut:
-        """Read the step in flight, commit its tokens and file its rows; `dispatched` is in flight from now on."""
-        finished, self._pending = self._pending, dispatched
+    def _start(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep | StartedStep:
+        """Dispatch a step; of one with a mask the layers alone."""
+        return self.runner.begin(batches) if batches[0].is_masked else self.runner.dispatch(batches)
+
+    def _sample(self, started: StartedStep) -> PendingStep:
+        """Fill the mask of a step and dispatch its sampler; every step before it has been committed."""
+        masks: list[UInt32[np.ndarray, "B W"]] = []
+        for scheduler, batch in zip(self.ranks, started.batches, strict=True):
+            mask, failed = scheduler.fill_mask(batch)
+            masks.append(mask)
+            self._failed += failed
+        return self.runner.sample(started, masks[0] if len(masks) == 1 else np.concatenate(masks))
+
+    def _end_failed(self) -> None:
+        """End the requests whose grammar cannot be followed any further, with what they have."""
+        failed, self._failed = self._failed, []
+        for req in failed:
+            if req.state is not ReqState.FINISHED and req.grammar is not None:
+                self.abort(req.rid, FinishReason(type="abort", message=f"the grammar ends it: {req.grammar.error}"))
+
+    def _sample_late(self, dispatched: PendingStep | StartedStep | None) -> PendingStep | None:
+        """The step that is in flight from now on."""
+        return self._sample(dispatched) if isinstance(dispatched, StartedStep) else dispatched
+
+    def _process_result(self, dispatched: PendingStep | StartedStep | None) -> BatchTokenIDOut:
+        """Read the step in flight, commit its tokens and file its rows; `dispatched` is in flight from now on, its
+        sampler too."""
+        finished, self._pending = self._pending, None
         outs, self._finished = self._finished, []
         if finished is not None:
             results = self.runner.read(finished)
@@ -301,6 +332,7 @@ class EngineCore:
             for number, (batch, result) in enumerate(zip(finished.batches, results, strict=True)):
                 if batch.num_requests:
                     advanced += self._commit(number, batch, result)
+            self._pending = dispatched = self._sample_late(dispatched)
             now = time.monotonic()
             for req in advanced:
                 streams = req.source.stream and req.pending_finish is None  # the last token comes with the end
@@ -315,6 +347,9 @@ class EngineCore:
                 self._time_step(self.speculation, finished.batches[0], elapsed_s, read_at, overlaps=overlaps)
             if self.after_step is not None:
                 self.after_step(elapsed_s)
+        else:
+            self._pending = self._sample_late(dispatched)
+        self._end_failed()
         self._invalidate_recycled_rows()
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 

@@ -386,4 +386,6 @@ def _may_speculate(req: Req) -> bool:
 
 def _refusal(req: Req) -> str | None:
     """Why a request has no drafts, whatever its text; None where it may."""
+    if req.grammar is not None:
+        return "structured"
     return None if req.source.sampling.speculative else "not_requested"

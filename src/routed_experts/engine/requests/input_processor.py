@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.grammar_spec import CompiledGrammar, GrammarSpec
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.grammar.compiler import GrammarCompiler
 
 MAX_TOP_LOGPROBS = 20
 _RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -38,13 +41,26 @@ class RequestLimits:
     max_requests: int = 1024  # of one call
     longest_context: int = 0
     num_ranks: int = 1  # data ranks
+    no_grammar: str | None = None  # why no request may have a grammar
 
 
 class InputProcessor:
-    """Validates and tokenises. Thread-safe: its only state is the source of seeds for requests without one."""
+    """Validates and tokenises. Thread-safe: its state is the source of seeds for requests without one, and the grammars
+    that were compiled last. `before_grammar` is called before the first grammar is compiled, and may be called again:
+    it prepares the engine."""
 
-    def __init__(self, limits: RequestLimits, tokenizer: Tokenizer | None, *, random_seed: int) -> None:
+    def __init__(
+        self,
+        limits: RequestLimits,
+        tokenizer: Tokenizer | None,
+        *,
+        random_seed: int,
+        before_grammar: Callable[[], object] | None = None,
+    ) -> None:
         self.limits, self._tokenizer = limits, tokenizer
+        self._before_grammar = before_grammar
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from commonly chosen small seeds
 
     def process(
@@ -75,6 +91,7 @@ class InputProcessor:
             )
             return_logprob, start, top = _logprob_options(call, own, ids.size)
             sampling, stop_token_ids = self._sampling(own, ids.size, default)
+            grammar = None if sampling.grammar is None else self._compile(sampling.grammar)
             requests += [
                 TokenizedGenerateReqInput(
                     rid=rid,
@@ -92,6 +109,7 @@ class InputProcessor:
                     top_logprobs_num=top,
                     routed_experts=options,
                     stream_interval_s=stream_interval_s,
+                    grammar=grammar,
                 )
                 for choice, rid in enumerate(rids)
             ]
@@ -223,6 +241,22 @@ class InputProcessor:
             )
             raise InvalidRequestError(text, param="min_tokens")
         return sampling, stop_token_ids
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """The grammar of a request. Raises InvalidRequestError, and ConfigError without llguidance."""
+        if self.limits.no_grammar is not None:
+            text = f"{PARAM} is not served by this engine: {self.limits.no_grammar}; leave it out"
+            raise InvalidRequestError(text, param=spec.param, code="grammar_unsupported")
+        with self._compiler_lock:
+            if self._compiler is None:
+                limits, tokenizer = self.limits, self._text_tokenizer(spec.param)
+                self._compiler = GrammarCompiler(
+                    tokenizer, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids)
+                )
+        compiled = self._compiler.compile(spec)
+        if self._before_grammar is not None:
+            self._before_grammar()
+        return compiled
 
     def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int) -> int:
         """Tokens that may be generated. A length that was given must fit; a default is cut to what does."""

@@ -22,6 +22,7 @@ from routed_experts.models.base.config_reader import read_eos_token_ids, read_js
 Scalar = str | int | float | bool | None
 
 _LONG_CHARS = 1 << 20  # a text up to this length is tokenised before its tokens are counted
+_MARK = "\x02"  # no tokenizer joins it with a character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PROBE = "argument"
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -122,6 +123,21 @@ class Tokenizer:
     def _longest_token(self) -> int:
         """Characters of the longest token as the vocabulary writes it; those of a byte-level one are bytes."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of text within an output: nothing is added at its beginning, and special tokens that are spelled out stay
+        text."""
+        plain, first = self._plain_backend
+        ids = list(plain.encode(_MARK + text, add_special_tokens=False).ids)
+        return ids[len(first) :] if ids[: len(first)] == first else []
+
+    @functools.cached_property
+    def _plain_backend(self) -> tuple[Any, list[int]]:
+        """A copy of the tokenizer that takes special tokens for text, and the ids of a mark before a text: a tokenizer
+        may put a space before the first word."""
+        backend = type(self._backend).from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend, list(backend.encode(_MARK, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text; ids beyond the vocabulary (a padded embedding) have no text."""

@@ -24,6 +24,7 @@ from routed_experts.server.errors import ApiError
 from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
 from routed_experts.server.limits import MAX_OPENAI_STOPS
 from routed_experts.server.middleware import request_owner, resolve_request_id
+from routed_experts.server.openai.structured import grammar_of
 from routed_experts.server.protocol import OpenAIRequest
 from routed_experts.server.routing.response import ResponseRouting, ref_url, routing_fields
 from routed_experts.server.sse import event
@@ -80,7 +81,7 @@ def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingP
         text = f"stop has {len(body.stop)} strings, above the limit of {MAX_OPENAI_STOPS}; send fewer"
         raise InvalidRequestError(text, param="stop")
     values: dict[str, object] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
-    values |= {"seed": to_seed(body.seed), "max_tokens": max_tokens}
+    values |= {"seed": to_seed(body.seed), "max_tokens": max_tokens, "structured_outputs": grammar_of(body)}
     if max_tokens == 0:
         values |= {"max_tokens": 1, "min_tokens": None}
     return SamplingParams.from_dict(values)

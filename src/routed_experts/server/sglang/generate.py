@@ -26,7 +26,7 @@ from routed_experts.server.state import ServerState
 DEFAULT_MAX_TOKENS = 128
 # Sampling parameters that SGLang's clients always send and that have no effect here.
 _IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
-_UNSUPPORTED_SAMPLING = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")  # ignored if empty
+_CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")  # ignored if empty
 _ROUTING_OF_SAMPLING = ("routed_experts_stream",)
 _LENGTHS = ("max_new_tokens", "max_tokens")
 # The fields of this route by the engine's parameters, for errors.
@@ -172,7 +172,7 @@ def _sampling(call: GenerateRequest) -> tuple[list[dict[str, object]], list[str]
 
 
 def _is_empty_constraint(name: str, value: object) -> bool:
-    return name in _UNSUPPORTED_SAMPLING and value in ("", [])
+    return name in _CONSTRAINTS and value in ("", [])
 
 
 def _prefill_only(call: GenerateRequest, sampling: Sequence[dict[str, object]]) -> bool:

@@ -1,0 +1,124 @@
+"""GrammarCompiler: compiles the grammars of requests for one vocabulary, and keeps those used last.
+
+Compiling runs on the caller's thread; llguidance drops the interpreter's lock meanwhile, so that steps go on. Its work
+is bounded by counted steps and not by a clock: a grammar that is refused once is always refused. So is the work of one
+mask. What a grammar takes on the host grows while it is used, with the states of its lexer; this is bounded, too, and
+so is the number of grammars that are kept."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
+from routed_experts.grammar.states import LLGrammarState
+from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary, import_llguidance
+
+MAX_CACHED = 128  # grammars that are kept
+MAX_CACHED_CHARS = 1 << 22  # and characters of their sources
+MAX_GBNF_CHARS = 1 << 15  # of a GBNF grammar: it is translated by Python code
+# Of llguidance. 1,000,000 steps of building take about 20 ms; a mask at most about 14 ms + 2.5 ms.
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # of 1 to 2 kB
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class LLCompiledGrammar:
+    """A CompiledGrammar: a matcher at its start, which each sequence copies."""
+
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._matcher, self._eos_token_ids = matcher, eos_token_ids
+        self._lock = threading.Lock()
+
+    def start(self) -> LLGrammarState:
+        """The state of a new sequence."""
+        with self._lock:
+            matcher = self._matcher.deep_copy()
+        return LLGrammarState(matcher, self._eos_token_ids)
+
+
+class GrammarCompiler:
+    """The grammars of one engine. Thread-safe; the vocabulary is read by the first grammar."""
+
+    def __init__(self, source: VocabularySource, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._source, self._vocab_size = source, vocab_size
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
+        self._lock, self._building = threading.Lock(), threading.Lock()
+        self._vocabulary: Any = None
+        self._limits: Any = None
+        self._kept: OrderedDict[GrammarSpec, LLCompiledGrammar] = OrderedDict()
+        self._num_chars = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Grammars that are kept."""
+        return len(self._kept)
+
+    def compile(self, spec: GrammarSpec) -> LLCompiledGrammar:
+        """The grammar of a request. Raises InvalidRequestError naming what cannot be followed, and ConfigError without
+        llguidance."""
+        with self._lock:
+            known = self._kept.get(spec)
+            if known is not None:
+                self._kept.move_to_end(spec)
+                return known
+        compiled = self._compile(spec)
+        with self._lock:
+            if spec not in self._kept:
+                self._kept[spec] = compiled
+                self._num_chars += len(spec.text)
+            while len(self._kept) > MAX_CACHED or (self._num_chars > MAX_CACHED_CHARS and len(self._kept) > 1):
+                dropped, _ = self._kept.popitem(last=False)
+                self._num_chars -= len(dropped.text)
+        return compiled
+
+    def _compile(self, spec: GrammarSpec) -> LLCompiledGrammar:
+        llguidance = import_llguidance()
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = build_vocabulary(self._source, self._vocab_size, sorted(self._eos_token_ids))
+                self._limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._vocabulary, _source_of(llguidance, spec), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refusal(spec, matcher.get_error())
+        compiled = LLCompiledGrammar(matcher, self._eos_token_ids)
+        error = _first_mask_error(compiled, self._vocab_size)
+        if error is not None:
+            raise _refusal(spec, error)
+        return compiled
+
+
+def _source_of(llguidance: Any, spec: GrammarSpec) -> str:
+    """A grammar in llguidance's own form."""
+    if spec.kind == GRAMMAR and "::=" in spec.text and len(spec.text) > MAX_GBNF_CHARS:
+        text = f"has {len(spec.text)} characters, above the limit of {MAX_GBNF_CHARS} for GBNF; write it in Lark"
+        raise InvalidRequestError(f"{PARAM} {text}", param=spec.param, code="grammar_too_large")
+    names = {JSON: "json_schema", REGEX: "regex", GRAMMAR: "grammar", CHOICE: "choice"}
+    try:
+        return llguidance.grammar_from(names[spec.kind], spec.text)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(spec, str(error)) from error
+
+
+def _first_mask_error(compiled: LLCompiledGrammar, vocab_size: int) -> str | None:
+    """Why no output can begin. A grammar that allows nothing at all is refused before it is queued."""
+    state = compiled.start()
+    if not state.forced_tokens():
+        state.fill(np.zeros(-(-vocab_size // 32), np.uint32), keep_end=True)
+    return state.error
+
+
+def _refusal(spec: GrammarSpec, error: str) -> InvalidRequestError:
+    """The error of a grammar that cannot be followed, with llguidance's reason."""
+    text = " ".join(str(error).split()) or "unknown"
+    brief = text if len(text) <= 400 else text[:397] + "..."
+    code = "unsupported_grammar" if "nimplemented" in brief or "not supported" in brief else "invalid_grammar"
+    return InvalidRequestError(f"{PARAM} cannot be followed: {brief}; correct it", param=spec.param, code=code)
