@@ -380,3 +380,66 @@ def test_a_template_gets_arguments_as_it_writes_them(arguments, takes_text):
         "tools"
         in ChatTemplate("{% if tools is not defined %}{% set tools = none %}{% endif %}", pathlib.Path("t")).variables
     )
+
+
+def check_weather(arguments):
+    """Arguments of the schema of WEATHER, which the model did not mean to write."""
+    assert isinstance(arguments["city"], str) and arguments.keys() <= {"city", "days"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_named_tool_is_called_with_arguments_of_its_schema(client, seed):
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    body = {"model": "tiny", "messages": messages(), "tools": TOOLS, "tool_choice": choice, "max_tokens": 400}
+    body |= {"seed": seed, "temperature": 1.0, "extra_body": {"chat_template_kwargs": {"script": "<think>\n"}}}
+    (answer,) = client.chat.completions.create(**body).choices
+    if answer.finish_reason == "length":
+        return
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, answer.finish_reason, answer.message.content) == ("get_weather", "tool_calls", None)
+    check_weather(json.loads(call.function.arguments))
+
+
+def test_a_required_call_is_one_of_the_tools(client):
+    small = {
+        "type": "object",
+        "properties": {"on": {"enum": [True, "a::=b"]}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": small}} for name in ("left", "right")]
+    body = {"model": "tiny", "messages": messages(), "tools": tools, "tool_choice": "required", "temperature": 1.0}
+    names = set()
+    for seed in range(8):
+        for parallel in (True, False):
+            stream = client.chat.completions.create(
+                **body, seed=seed, max_tokens=300, parallel_tool_calls=parallel, stream=True
+            )
+            calls, reason = [], None
+            for chunk in stream:
+                reason = chunk.choices[0].finish_reason or reason
+                for call in chunk.choices[0].delta.tool_calls or ():
+                    if call.function.name:
+                        calls.append([call.function.name, ""])
+                    calls[call.index][1] += call.function.arguments
+            if reason == "length":
+                calls.pop()
+            else:
+                assert reason == "tool_calls" and calls and (parallel or len(calls) == 1)
+            assert all(json.loads(arguments)["on"] in (True, "a::=b") for _, arguments in calls)
+            names |= {name for name, _ in calls}
+    assert names == {"left", "right"}
+
+
+def test_structured_output_is_content_even_where_the_prompt_opens_reasoning(server):
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    body = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    (choice,) = chat(server, script="<think>\n", **body)["choices"]
+    assert json.loads(choice["message"]["content"])["on"] in (True, False)
+    both = server.post(CHAT, {"messages": messages(), "tools": TOOLS, "tool_choice": "required", **body})
+    assert parse_error(both, 400)["param"] == "tool_choice"

@@ -141,6 +141,25 @@ def _read_key(reader: Reader) -> Generator[None, None, str | None]:
     return decode_string(key) or ""
 
 
+def listed_calls(reader: Reader, writer: DeltaWriter) -> Steps:
+    """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`."""
+    while (character := (yield from reader.skip_whitespace())) in ("[", ",", "]"):
+        reader.read()
+    reader.start_record("")
+    if character and (yield from _JsonCall(reader, writer).read()):
+        yield from listed_calls(reader, writer)
+        return
+    writer.content(reader.record)
+    yield from reader.read_until([], writer.content)
+
+
+def named_call(reader: Reader, writer: DeltaWriter, name: str) -> Steps:
+    """Read the arguments of the one call that a grammar has forced."""
+    if (yield from reader.skip_whitespace()):
+        writer.start_call(name)
+    yield from reader.read_until([], writer.arguments)
+
+
 def xml_calls(reader: Reader, writer: DeltaWriter, tools: Tools) -> Steps:
     """Read the calls of Qwen3-Coder. `<tool_call>` may be missing, as the model leaves it out at times."""
     ends: list[str] = []

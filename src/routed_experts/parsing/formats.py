@@ -11,7 +11,7 @@ from types import MappingProxyType
 from routed_experts.core.error_text import suggestion
 from routed_experts.core.errors import ConfigError
 from routed_experts.parsing import harmony as harmony_format
-from routed_experts.parsing.call_formats import CALL_BEGIN, CALL_FORMATS, CALLS_BEGIN, Tools
+from routed_experts.parsing.call_formats import CALL_BEGIN, CALL_FORMATS, CALLS_BEGIN, Tools, listed_calls, named_call
 from routed_experts.parsing.deltas import DeltaWriter
 from routed_experts.parsing.reader import Reader, Steps
 from routed_experts.parsing.response_parser import (
@@ -158,6 +158,16 @@ def create_parser(
         return split_reasoning(reader, writer, content, is_open=is_open, call_markers=call_markers)
 
     return StreamParser(split, writer)
+
+
+def create_forced_parser(name: str | None, *, max_calls: int | None = None) -> ResponseParser:
+    """Create the parser of a response that a grammar has made calls: the arguments of the tool `name`, or, without a
+    name, a list of calls."""
+
+    def start(reader: Reader, writer: DeltaWriter) -> Steps:
+        return listed_calls(reader, writer) if name is None else named_call(reader, writer, name)
+
+    return StreamParser(start, DeltaWriter(max_calls))
 
 
 def _format(param: str, name: str, names: Mapping[str, str], detected: str | None) -> str | None:

@@ -13,6 +13,7 @@ from routed_experts.parsing import (
     ReasoningDelta,
     ResponseFormat,
     ResponseParser,
+    create_forced_parser,
     create_parser,
 )
 from routed_experts.server.chat_template import render
@@ -37,6 +38,8 @@ class ChatPrompt:
 
     def create_parser(self) -> ResponseParser | None:
         """Create the parser of one response; None where all of it is content."""
+        if self.tools.must_call:
+            return create_forced_parser(self.tools.choice.name, max_calls=None if self.tools.parallel else 1)
         tools = self.tools.parameters if self.tools.callable else None
         max_calls = None if self.tools.parallel else 1
         return create_parser(self.response_format, prompt=self.text, tools=tools, max_calls=max_calls)
@@ -66,8 +69,10 @@ def build_prompt(
     scalars: Mapping[str, Scalar] | None = None,
     add_generation_prompt: bool = True,
     separate_reasoning: bool = True,
+    structured: bool = False,
 ) -> ChatPrompt:
-    """Render and tokenise a conversation. Raises InvalidRequestError."""
+    """Render and tokenise a conversation. `structured`: the request has a grammar, so that all of its response is
+    content. Raises InvalidRequestError."""
     tokenizer = server.tokenizer("messages")
     text = render(
         tokenizer,
@@ -78,7 +83,9 @@ def build_prompt(
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=server.engine.context_length)
     response_format = server.response_format
-    if not separate_reasoning:
+    if structured or tools.must_call:
+        response_format = ResponseFormat()
+    elif not separate_reasoning:
         response_format = dataclasses.replace(response_format, reasoning=None)
     return ChatPrompt(text=text, token_ids=token_ids, tools=tools, response_format=response_format)
 

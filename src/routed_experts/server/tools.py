@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.installation import install_command
-from routed_experts.server.errors import ApiError
 from routed_experts.server.protocol import Tool
 
 MAX_TOOLS = 512
@@ -46,6 +44,11 @@ class ToolOptions:
     parallel: bool = True
 
     @property
+    def must_call(self) -> bool:
+        """Whether the whole response is calls."""
+        return self.choice.mode in ("required", "named")
+
+    @property
     def callable(self) -> Sequence[Tool]:
         """The tools that the model may call."""
         return () if self.choice.mode == "none" else self.tools
@@ -67,7 +70,7 @@ def check_tools(
     parallel: bool,
     schema_field: str = "function.parameters",
 ) -> ToolOptions:
-    """Check the tools of a request. Raises InvalidRequestError, or ApiError for a choice that needs a grammar."""
+    """Check the tools of a request. Raises InvalidRequestError."""
     names = set[str]()
     if tools and len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"tools holds {len(tools)}; send at most {MAX_TOOLS}", param="tools")
@@ -95,14 +98,6 @@ def check_tools(
         known = ", ".join(sorted(names))[:200]
         text = f"tool_choice names {short_repr(choice.name)}, which is none of tools; known are {known}"
         raise InvalidRequestError(text, param="tool_choice")
-    if choice.mode in ("required", "named"):
-        raise ApiError(
-            f"tool_choice {choice.mode} needs structured output, which this server does not have; "
-            f"{install_command('structured')}, or send tool_choice auto",
-            status=400,
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
     return ToolOptions(tools=tuple(tools or ()), choice=choice, parallel=parallel)
 
 

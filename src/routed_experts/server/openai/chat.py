@@ -1,11 +1,14 @@
 """POST /v1/chat/completions."""
 
+import dataclasses
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.parsing import CallDelta, ContentDelta, ReasoningDelta, ResponseParser
 from routed_experts.parsing import Delta as ParsedDelta
@@ -14,6 +17,7 @@ from routed_experts.server.chat_prompt import ChatPrompt, ParsedResponse, build_
 from routed_experts.server.chat_template import template_scalars
 from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
+from routed_experts.server.forced_calls import forced_call_grammar
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.openai.handler import (
     ChoiceState,
@@ -133,10 +137,11 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
     if chat.top_logprobs and not logprobs:
         raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
     with field_names(options.fields):
-        prompt = await run_in_thread_if_large(body.num_bytes, lambda: _prompt(server, chat, tools))
+        params = _with_forced_calls(to_sampling_params(chat, max_tokens), tools)
+        prompt = await run_in_thread_if_large(body.num_bytes, lambda: _prompt(server, chat, tools, params))
         inputs = GenerateReqInput(
             input_ids=prompt.token_ids,
-            sampling_params=to_sampling_params(chat, max_tokens),
+            sampling_params=params,
             rid=options.request_id,
             extra_key=chat.extra_key or chat.cache_salt,
             data_parallel_rank=chat.data_parallel_rank,
@@ -169,7 +174,18 @@ def reasoning_field(settings: ServerSettings) -> str:
     return "reasoning_content" if settings.routed_experts_dialect == "sglang" else "reasoning"
 
 
-def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions) -> ChatPrompt:
+def _with_forced_calls(params: SamplingParams, tools: ToolOptions) -> SamplingParams:
+    """Return sampling parameters with the grammar of the calls that tool_choice demands."""
+    grammar, other = forced_call_grammar(tools), params.grammar_spec()
+    if grammar is None:
+        return params
+    if other is not None:
+        text = f"tool_choice demands a call, and {other.param} another form of the output; send one of them"
+        raise InvalidRequestError(text, param="tool_choice", code="conflicting_parameters")
+    return dataclasses.replace(params, structured_outputs=grammar)
+
+
+def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions, params: SamplingParams) -> ChatPrompt:
     return build_prompt(
         server,
         chat.messages,
@@ -177,6 +193,7 @@ def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions) -> ChatP
         scalars=template_scalars(chat.chat_template_kwargs, chat.reasoning_effort),
         add_generation_prompt=chat.add_generation_prompt is not False,
         separate_reasoning=chat.separate_reasoning is not False,
+        structured=params.grammar_spec() is not None,
     )
 
 
