@@ -47,7 +47,7 @@ class DeltaWriter:
     def __init__(self, max_calls: int | None = None) -> None:
         self._max_calls = max_calls
         self._pieces: list[_Piece] = []
-        self._whitespace = ""  # at the end of the content so far
+        self._whitespace: list[str] = []  # at the end of the content so far
         self._is_after_call = False  # no content since a call
         self._is_left_out = False  # the current call is beyond max_calls
         self.num_calls = 0
@@ -74,10 +74,12 @@ class DeltaWriter:
         if self._is_after_call:
             text = text.lstrip()
             self._is_after_call = not text
-        text = self._whitespace + text
         end = len(text.rstrip())
-        self._whitespace = text[end:]
-        self.raw_content(text[:end])
+        if end:
+            self.raw_content("".join((*self._whitespace, text[:end])))
+            self._whitespace.clear()
+        if end < len(text):
+            self._whitespace.append(text[end:])
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
@@ -86,7 +88,8 @@ class DeltaWriter:
 
     def start_call(self, name: str) -> None:
         """Start the next call."""
-        self._whitespace, self._is_after_call = "", True
+        self._whitespace.clear()
+        self._is_after_call = True
         self._is_left_out = self._max_calls is not None and self.num_calls >= self._max_calls
         if not self._is_left_out:
             self._pieces.append(_Piece(CallDelta, [], self.num_calls, name))
@@ -105,8 +108,8 @@ class DeltaWriter:
 
     def finish(self) -> None:
         """Add whitespace that no call follows."""
-        whitespace, self._whitespace = self._whitespace, ""
-        self.raw_content(whitespace)
+        self.raw_content("".join(self._whitespace))
+        self._whitespace.clear()
 
     def _add(self, kind: type[Delta], text: str) -> None:
         last = self._pieces[-1] if self._pieces else None

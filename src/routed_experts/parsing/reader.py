@@ -88,14 +88,18 @@ class Reader:
     def read_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str | None]:
         """Read up to the first of `markers`, which is read, too, and returned; None at the end of the text. Text before
         it is emitted as soon as no marker can begin in it."""
+        first_characters = {marker[0] for marker in markers}
         while True:
-            found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._position)) >= 0]
-            if found:
-                at, marker = min(found)
-                self._emit_up_to(at, emit)
-                self._position += len(marker)
-                return marker
-            self._emit_up_to(len(self._text) if self._is_closed else self._held_from(markers), emit)
+            starts = [at for character in first_characters if (at := self._text.find(character, self._position)) >= 0]
+            if starts:  # most text has none
+                found = [(at, marker) for marker in markers if (at := self._text.find(marker, min(starts))) >= 0]
+                if found:
+                    at, marker = min(found)
+                    self._emit_up_to(at, emit)
+                    self._position += len(marker)
+                    return marker
+            held = self._held_from(markers) if starts and not self._is_closed else len(self._text)
+            self._emit_up_to(held, emit)
             if self._is_closed:
                 return None
             yield

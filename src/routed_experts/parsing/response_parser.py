@@ -82,14 +82,15 @@ def split_reasoning(
         content.push(reader.record)
     else:
         yield from reader.skip_whitespace()
-        whitespace = ""
+        whitespace = list[str]()
 
         def emit(text: str) -> None:
-            nonlocal whitespace
-            text = whitespace + text
             end = len(text.rstrip())
-            whitespace = text[end:]
-            writer.reasoning(text[:end])
+            if end:
+                writer.reasoning("".join((*whitespace, text[:end])))
+                whitespace.clear()
+            if end < len(text):
+                whitespace.append(text[end:])
 
         marker = yield from reader.read_until([THINK_END, *call_markers], emit)
         if marker == THINK_END:
