@@ -130,11 +130,17 @@ def resolve_format(
 
 
 def create_parser(
-    response_format: ResponseFormat, *, prompt: str, tools: Tools | None, max_calls: int | None = None
+    response_format: ResponseFormat,
+    *,
+    prompt: str,
+    continued: str | None = None,
+    tools: Tools | None,
+    max_calls: int | None = None,
 ) -> ResponseParser | None:
     """Create the parser of one response; None where all of it is content.
 
-    `prompt`: the text that the response continues, of which the end is read; `tools`: schemas of parameters by the name
+    `prompt`: the text that the response continues, of which the end is read; `continued`: the part of it that is the
+    beginning of the response; `tools`: schemas of parameters by the name
     of the tool, None for a response whose calls are content; `max_calls`: further calls are left out."""
     writer = DeltaWriter(max_calls)
     calls = None if tools is None else response_format.tool_calls
@@ -150,14 +156,23 @@ def create_parser(
     content = StreamParser(start, writer)
     if response_format.reasoning is None:
         return content
-    end = prompt.rstrip()
-    is_open = end.endswith(THINK) or (response_format.reasoning == "forced" and not end.endswith(THINK_END))
+    is_open = _opens_reasoning(prompt, continued, forced=response_format.reasoning == "forced")
     call_markers = _CALL_MARKERS.get(calls or "", ())
 
     def split(reader: Reader, writer: DeltaWriter) -> Steps:
         return split_reasoning(reader, writer, content, is_open=is_open, call_markers=call_markers)
 
     return StreamParser(split, writer)
+
+
+def _opens_reasoning(prompt: str, continued: str | None, *, forced: bool) -> bool:
+    """Whether the first text of a response is reasoning."""
+    end = prompt.rstrip()
+    if end.endswith(THINK):
+        return True
+    if continued is None:
+        return forced and not end.endswith(THINK_END)
+    return continued.rfind(THINK) > continued.rfind(THINK_END) or (forced and THINK_END not in continued)
 
 
 def create_forced_parser(name: str | None, *, max_calls: int | None = None) -> ResponseParser:

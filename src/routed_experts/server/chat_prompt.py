@@ -16,7 +16,7 @@ from routed_experts.parsing import (
     create_forced_parser,
     create_parser,
 )
-from routed_experts.server.chat_template import render
+from routed_experts.server.chat_template import render, to_text
 from routed_experts.server.protocol import ChatMessage
 from routed_experts.server.state import ServerState
 from routed_experts.server.tools import ToolOptions
@@ -30,6 +30,7 @@ class ChatPrompt:
     token_ids: list[int]
     tools: ToolOptions
     response_format: ResponseFormat
+    continued: str | None = None  # the content of the last message, which a response continues
 
     @property
     def has_reasoning(self) -> bool:
@@ -42,7 +43,9 @@ class ChatPrompt:
             return create_forced_parser(self.tools.choice.name, max_calls=None if self.tools.parallel else 1)
         tools = self.tools.parameters if self.tools.callable else None
         max_calls = None if self.tools.parallel else 1
-        return create_parser(self.response_format, prompt=self.text, tools=tools, max_calls=max_calls)
+        return create_parser(
+            self.response_format, prompt=self.text, continued=self.continued, tools=tools, max_calls=max_calls
+        )
 
     def with_markers(
         self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput]
@@ -68,6 +71,7 @@ def build_prompt(
     *,
     scalars: Mapping[str, Scalar] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     separate_reasoning: bool = True,
     structured: bool = False,
 ) -> ChatPrompt:
@@ -78,6 +82,7 @@ def build_prompt(
         tokenizer,
         messages,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         scalars=scalars,
         tools=tools.to_template(),
     )
@@ -87,7 +92,10 @@ def build_prompt(
         response_format = ResponseFormat()
     elif not separate_reasoning:
         response_format = dataclasses.replace(response_format, reasoning=None)
-    return ChatPrompt(text=text, token_ids=token_ids, tools=tools, response_format=response_format)
+    continued = None
+    if continue_final_message and messages:
+        continued = to_text(messages[-1].content, index=len(messages) - 1)
+    return ChatPrompt(text=text, token_ids=token_ids, tools=tools, response_format=response_format, continued=continued)
 
 
 @dataclasses.dataclass(slots=True)

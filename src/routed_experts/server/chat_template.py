@@ -13,6 +13,7 @@ from routed_experts.engine.requests.tokenizer import Scalar, Tokenizer
 from routed_experts.server.protocol import ChatMessage, ToolCall
 from routed_experts.server.tools import parse_arguments
 
+_CUT = "\ue000\uf8ff\ue000"  # marks the end of the last message; characters of private use, which no text has
 MAX_MESSAGES, MAX_ROLE_CHARS = 4096, 64
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -22,10 +23,12 @@ def render(
     messages: Sequence[ChatMessage] | None,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     scalars: Mapping[str, Scalar] | None = None,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """Render messages; encode the text without special tokens. `tools`: in OpenAI's form. Raises InvalidRequestError
+    """Render messages; encode the text without special tokens. `continue_final_message`: the text ends with the content
+    of the last message, so that the answer goes on from there. `tools`: in OpenAI's form. Raises InvalidRequestError
     naming the message and part."""
     if not messages or len(messages) > MAX_MESSAGES:
         text = f"messages holds {len(messages or ())}; send 1 to {MAX_MESSAGES}"
@@ -34,9 +37,18 @@ def render(
         text = "tools are given, but the chat template of this model has no place for them; describe them in a message"
         raise InvalidRequestError(text, param="tools")
     plain = [_to_plain(message, index, tokenizer) for index, message in enumerate(messages)]
-    return tokenizer.apply_chat_template(
+    if continue_final_message:
+        plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}{_CUT}"}
+    text = tokenizer.apply_chat_template(
         plain, add_generation_prompt=add_generation_prompt, scalars=scalars, tools=tools or None
     )
+    if not continue_final_message:
+        return text
+    end = text.rfind(_CUT)
+    if end < 0:
+        message = "continue_final_message, but the chat template leaves out the last message; send another message last"
+        raise InvalidRequestError(message, param="continue_final_message")
+    return text[:end].replace(_CUT, "")
 
 
 def template_scalars(scalars: Mapping[str, Scalar] | None, effort: str | None) -> Mapping[str, Scalar] | None:
@@ -57,7 +69,7 @@ def _to_plain(message: ChatMessage, index: int, tokenizer: Tokenizer) -> dict[st
     if not 1 <= len(message.role) <= MAX_ROLE_CHARS:  # which roles there are is up to the template
         text = f"messages[{index}].role={short_repr(message.role)} must be text of 1 to {MAX_ROLE_CHARS} characters"
         raise InvalidRequestError(text, param=f"messages[{index}].role")
-    plain: dict[str, object] = {"role": message.role, "content": _text(message.content, index)}
+    plain: dict[str, object] = {"role": message.role, "content": to_text(message.content, index=index)}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -84,17 +96,18 @@ def _to_plain_call(call: ToolCall, path: str, *, as_text: bool) -> dict[str, obj
     return plain if call.id is None else {"id": call.id, **plain}
 
 
-def _text(content: object, message_index: int) -> str:
-    """Return the text, or the text parts joined."""
+def to_text(content: object, *, index: int) -> str:
+    """Return the text of the content of message `index`: its text, or its text parts joined. Raises InvalidRequestError
+    for parts of another type."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[object] = content if isinstance(content, list) else []
     texts: list[str] = []
-    for index, part in enumerate(parts):
+    for part_index, part in enumerate(parts):
         fields = part if isinstance(part, dict) else {}
         text = fields.get("text")
         if fields.get("type") != "text" or not isinstance(text, str):
-            param = f"messages[{message_index}].content[{index}]"
+            param = f"messages[{index}].content[{part_index}]"
             kind = short_repr(fields.get("type"))
             message = f"{param} is of type {kind}; this server takes text parts only, and fetches nothing"
             raise InvalidRequestError(message, param=param)

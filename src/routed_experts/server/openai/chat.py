@@ -14,7 +14,7 @@ from routed_experts.parsing import CallDelta, ContentDelta, ReasoningDelta, Resp
 from routed_experts.parsing import Delta as ParsedDelta
 from routed_experts.server.body import read_body
 from routed_experts.server.chat_prompt import ChatPrompt, ParsedResponse, build_prompt, new_call_id
-from routed_experts.server.chat_template import template_scalars
+from routed_experts.server.chat_template import template_scalars, to_text
 from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.forced_calls import forced_call_grammar
@@ -22,6 +22,7 @@ from routed_experts.server.limits import ServerSettings
 from routed_experts.server.openai.handler import (
     ChoiceState,
     Delta,
+    LogprobOptions,
     OpenAIHandler,
     chat_logprobs,
     parse_options,
@@ -34,7 +35,8 @@ from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
 
 class ChatFormat:
-    """Choices with messages. `reasoning_field`: the name of reasoning in a message; None leaves reasoning out."""
+    """Choices with messages. `reasoning_field`: the name of reasoning in a message; None leaves reasoning out. `echo`:
+    the beginning of the content of every choice."""
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
@@ -43,19 +45,21 @@ class ChatFormat:
         tokenizer: Tokenizer | None,
         prompt: ChatPrompt,
         *,
-        logprobs: bool,
+        logprobs: LogprobOptions,
         token_ids: bool,
         reasoning_field: str | None,
+        echo: str | None,
     ) -> None:
         self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
-        self._prompt, self._reasoning_field = prompt, reasoning_field
+        self._prompt, self._reasoning_field, self._echo = prompt, reasoning_field, echo or ""
+        self._echoed = set[int]()  # choices whose first chunk is out
         self._parsers: dict[int, ResponseParser | None] = {}  # by choice
 
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
         delta = choice.full()
-        response = ParsedResponse.from_text(self._parser(choice), delta.text)
-        content = response.content or (None if response.calls else "")
+        response = ParsedResponse.from_text(self._parser(choice), delta.text.removeprefix(self._echo))
+        content = self._echo + response.content or (None if response.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         if self._prompt.has_reasoning and self._reasoning_field is not None:
             message[self._reasoning_field] = response.reasoning or None
@@ -72,9 +76,13 @@ class ChatFormat:
         has_calls = parser is not None and parser.num_calls > 0
         return {**fields, "finish_reason": "tool_calls"} if has_calls and fields["finish_reason"] == "stop" else fields
 
-    def head(self, choice: ChoiceState) -> dict[str, object]:
-        """Return the prompt's ids beside the choices, if ids are requested."""
-        return {"prompt_token_ids": choice.request.input_ids.tolist()} if self._token_ids else {}
+    def head(self, choice: ChoiceState, *, stream: bool) -> dict[str, object]:
+        """Return the prompt's ids and logprobs beside the choices, if they are requested; else null, in a response that
+        is no stream."""
+        token_ids = choice.request.input_ids.tolist() if self._token_ids else None
+        if stream:
+            return {} if token_ids is None else {"prompt_token_ids": token_ids}
+        return {"prompt_token_ids": token_ids, "prompt_logprobs": choice.prompt_logprobs()}
 
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
         """Return the chunk with the role."""
@@ -84,10 +92,14 @@ class ChatFormat:
         """Return the chunks of a delta: one a piece of reasoning, of content or of a call. The first has the tokens of
         all, also where they add no text."""
         parser = self._parser(choice)
+        echo = "" if choice.index in self._echoed else self._echo  # it is no text of the model, so it is not parsed
+        self._echoed.add(choice.index)
+        parts: list[ParsedDelta]
         if parser is None:
-            parts: list[ParsedDelta] = [ContentDelta(delta.text)] if delta.text or delta.token_ids else []
+            parts = [ContentDelta(delta.text)] if delta.text or delta.token_ids else []
         else:
-            parts = parser.feed(delta.text) + (parser.finish() if choice.is_finished else [])
+            parts = [ContentDelta(echo)] if echo else []
+            parts += parser.feed(delta.text.removeprefix(echo)) + (parser.finish() if choice.is_finished else [])
         deltas = [fields for part in parts if (fields := self._to_fields(part)) is not None]
         if not deltas and delta.token_ids:
             deltas.append({})
@@ -122,7 +134,9 @@ class ChatFormat:
 
     def _token_fields(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
         fields: dict[str, object] = {
-            "logprobs": chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
+            "logprobs": chat_logprobs(self._tokenizer, delta.logprobs, as_ids=self._logprobs.as_ids)
+            if self._logprobs.enabled
+            else None
         }
         return fields | choice.token_fields(delta) if self._token_ids else fields
 
@@ -132,10 +146,10 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
     body = await read_body(request, ChatRequest, server.settings)
     chat = body.value
     server.check_model(chat.model)
-    options = parse_options(request, server, body, prefix="chatcmpl-", fields=_fields(chat))
-    max_tokens, logprobs, tools = _max_tokens(chat), chat.logprobs is True, _tools(chat)
-    if chat.top_logprobs and not logprobs:
-        raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
+    options = parse_options(
+        request, server, body, prefix="chatcmpl-", fields=_fields(chat), logprobs=_num_alternatives(chat)
+    )
+    max_tokens, logprobs, tools = _max_tokens(chat), options.logprobs, _tools(chat)
     with field_names(options.fields):
         params = _with_forced_calls(to_sampling_params(chat, max_tokens), tools)
         prompt = await run_in_thread_if_large(body.num_bytes, lambda: _prompt(server, chat, tools, params))
@@ -146,8 +160,9 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             extra_key=chat.extra_key or chat.cache_salt,
             data_parallel_rank=chat.data_parallel_rank,
             stream=chat.stream is True,
-            return_logprob=logprobs,
-            top_logprobs_num=chat.top_logprobs or 0,
+            return_logprob=logprobs.enabled or logprobs.prompt is not None,
+            logprob_start_len=logprobs.start,
+            top_logprobs_num=logprobs.num_requested,
             prediction=_prediction(chat.prediction),
             **to_routing_params(chat, enabled=chat.return_routed_experts),
         )
@@ -157,15 +172,24 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             routing=openai_defaults(server.settings),
             num_bytes=body.num_bytes,
         )
+    echo = _echo(chat)
     response_format = ChatFormat(
         server.engine.tokenizer,
         prompt,
         logprobs=logprobs,
         token_ids=chat.return_token_ids is True,
         reasoning_field=None if chat.include_reasoning is False else reasoning_field(server.settings),
+        echo=echo,
     )
     requests = prompt.with_markers(server, requests)
-    handler = OpenAIHandler(server, requests, response_format, options, prompt_only=max_tokens == 0)
+    handler = OpenAIHandler(
+        server,
+        requests,
+        response_format,
+        options,
+        prompt_only=max_tokens == 0,
+        echo=None if echo is None else [echo],
+    )
     return await handler.respond(request, stream=chat.stream is True)
 
 
@@ -186,12 +210,17 @@ def _with_forced_calls(params: SamplingParams, tools: ToolOptions) -> SamplingPa
 
 
 def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions, params: SamplingParams) -> ChatPrompt:
+    continue_final_message = chat.continue_final_message is True
+    if continue_final_message and chat.add_generation_prompt:
+        message = "continue_final_message with add_generation_prompt; send one of them as true"
+        raise InvalidRequestError(message, param="continue_final_message")
     return build_prompt(
         server,
         chat.messages,
         tools,
         scalars=template_scalars(chat.chat_template_kwargs, chat.reasoning_effort),
-        add_generation_prompt=chat.add_generation_prompt is not False,
+        add_generation_prompt=chat.add_generation_prompt is not False and not continue_final_message,
+        continue_final_message=continue_final_message,
         separate_reasoning=chat.separate_reasoning is not False,
         structured=params.grammar_spec() is not None,
     )
@@ -211,6 +240,22 @@ def _tools(chat: ChatRequest) -> ToolOptions:
         text = f"tool_choice={short_repr(choice)} is unknown; send auto, none, required or an object with a function"
         raise InvalidRequestError(text, param="tool_choice")
     return check_tools(chat.tools, selected, parallel=chat.parallel_tool_calls is not False)
+
+
+def _num_alternatives(chat: ChatRequest) -> int | None:
+    """Return the number of alternatives of a token; None without logprobs."""
+    if chat.logprobs is True:
+        return chat.top_logprobs or 0
+    if chat.top_logprobs:
+        raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
+    return None
+
+
+def _echo(chat: ChatRequest) -> str | None:
+    """Return the text that the answer begins with: that of the last message, if it is the assistant's and requested."""
+    if chat.echo is not True or not chat.messages or chat.messages[-1].role != "assistant":
+        return None
+    return to_text(chat.messages[-1].content, index=len(chat.messages) - 1)
 
 
 def _prediction(prediction: Prediction | None) -> str | None:
