@@ -9,8 +9,10 @@ import openai
 import pydantic
 import pytest
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
 from routed_experts.engine.requests.tokenizer import ChatTemplate
+from routed_experts.server.limits import ServerSettings
 from support.agents import (
     ARGUMENTS,
     HARMONY_SCRIPTS,
@@ -184,6 +186,42 @@ def test_parsers_can_be_turned_off(engine):
         (choice,) = chat(server, script="<thought>", tools=TOOLS)["choices"]
         assert choice["message"] == {"role": "assistant", "content": SCRIPTS["<thought>"], "refusal": None}
         assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_message_that_is_continued_may_be_in_the_middle_of_reasoning(server, streams):
+    """The model goes on with the script whose name ends the message. The echo is content and is not parsed."""
+    for content, reasoning in (
+        ("<think>\n", "Only reasoning stands here first."),
+        ("<think>\nFirst", None),
+        ("<think>a</think> b", None),
+    ):
+        body = {"messages": [*messages(), {"role": "assistant", "content": content + "<plain>"}], "echo": True}
+        body |= {"add_generation_prompt": False, "continue_final_message": True, "temperature": 0, "max_tokens": 100}
+        if reasoning is not None:
+            body["messages"][-1]["content"] = content
+        answer = server.post(CHAT, body).json()["choices"][0]["message"]
+        if streams:
+            deltas = [chunk["choices"][0]["delta"] for chunk in stream(server, CHAT, body)]
+            for name in ("content", "reasoning_content"):
+                assert "".join(delta.get(name) or "" for delta in deltas) == (answer[name] or "")
+        if reasoning is not None:
+            expected = (content + "Then this answer.", reasoning)
+        elif content.endswith("First"):
+            expected = (content + "<plain>", SCRIPTS["<plain>"])
+        else:
+            expected = (content + "<plain>" + SCRIPTS["<plain>"], None)
+        assert (answer["content"], answer["reasoning_content"]) == expected
+
+
+def test_tokenize_counts_the_tools(server):
+    chat_ids = chat(server, tools=TOOLS, return_token_ids=True)["prompt_token_ids"]
+    assert server.post("/tokenize", {"messages": messages(), "tools": TOOLS}).json()["tokens"] == chat_ids
+
+
+def test_an_unknown_parser_ends_the_start():
+    with pytest.raises(ConfigError, match="did you mean qwen3_coder"):
+        ServerSettings(tool_call_parser="qwen3_codr")
 
 
 def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(server):
@@ -387,17 +425,19 @@ def check_weather(arguments):
     assert isinstance(arguments["city"], str) and arguments.keys() <= {"city", "days"}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_named_tool_is_called_with_arguments_of_its_schema(client, seed):
+def test_a_named_tool_is_called_with_arguments_of_its_schema(client):
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    body = {"model": "tiny", "messages": messages(), "tools": TOOLS, "tool_choice": choice, "max_tokens": 400}
-    body |= {"seed": seed, "temperature": 1.0, "extra_body": {"chat_template_kwargs": {"script": "<think>\n"}}}
-    (answer,) = client.chat.completions.create(**body).choices
-    if answer.finish_reason == "length":
-        return
-    (call,) = answer.message.tool_calls
-    assert (call.function.name, answer.finish_reason, answer.message.content) == ("get_weather", "tool_calls", None)
-    check_weather(json.loads(call.function.arguments))
+    body = {"model": "tiny", "messages": messages(), "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+    body |= {"temperature": 1.0, "extra_body": {"chat_template_kwargs": {"script": "<think>\n"}}}
+    reasons = []
+    for seed in range(4):
+        (answer,) = client.chat.completions.create(**body, seed=seed).choices
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "get_weather" and answer.message.content is None
+        reasons.append(answer.finish_reason)
+        if reasons[-1] == "tool_calls":
+            check_weather(json.loads(call.function.arguments))
+    assert reasons.count("tool_calls") >= 2 and set(reasons) <= {"tool_calls", "length"}, reasons
 
 
 def test_a_required_call_is_one_of_the_tools(client):

@@ -323,6 +323,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

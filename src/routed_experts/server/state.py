@@ -84,7 +84,7 @@ class ServerState:
         """Start to serve."""
         self._engine, self._phase = engine, "ready"
         self._response_format = resolve_format(
-            None if engine.tokenizer is None else engine.tokenizer.chat_template,
+            None if engine.tokenizer is None else engine.tokenizer.tool_template,
             tool_call_parser=self.settings.tool_call_parser,
             reasoning_parser=self.settings.reasoning_parser,
         )

@@ -46,11 +46,16 @@ class Tokenizer:
     """The tokenizer of one checkpoint. Immutable except for its caches, safe to use from many threads."""
 
     def __init__(
-        self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None
+        self,
+        backend: Any,
+        special: SpecialTokens,
+        decoders: Sequence[str],
+        template: "ChatTemplate | None" = None,
+        tool_template: "ChatTemplate | None" = None,
     ) -> None:
         self._backend = backend
         self._special_ids = special.special_ids
-        self._template = template
+        self._template, self._tool_template = template, tool_template or template
         self.named_tokens = special.named
         self.eos_token_ids = special.eos_token_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -81,8 +86,9 @@ class Tokenizer:
         settings = (
             read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
         )
-        template = _find_template(folder, settings)
-        return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template)
+        template = _find_template(folder, settings, "default")
+        tool_template = _find_template(folder, settings, "tool_use")
+        return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template, tool_template)
 
     @property
     def chat_template(self) -> str | None:
@@ -90,14 +96,19 @@ class Tokenizer:
         return None if self._template is None else self._template.source
 
     @property
+    def tool_template(self) -> str | None:
+        """Source of the chat template of messages with tools."""
+        return None if self._tool_template is None else self._tool_template.source
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
-        return self._template is not None and "tools" in self._template.variables
+        return self._tool_template is not None and "tools" in self._tool_template.variables
 
     @functools.cached_property
     def takes_argument_text(self) -> bool:
         """Whether the chat template joins the arguments of earlier calls as text. Most write a mapping as JSON."""
-        return self._template is not None and self._template.takes_argument_text(self.named_tokens)
+        return self._tool_template is not None and self._tool_template.takes_argument_text(self.named_tokens)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """The ids of those of `texts` that are special tokens."""
@@ -190,7 +201,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         scalars: Mapping[str, Scalar] | None = None,
     ) -> str:
-        """Render messages with the checkpoint's template; encode the text with add_special_tokens=False.
+        """Render messages with the checkpoint's template; encode the text with add_special_tokens=False. A checkpoint
+        may have a template of its own for messages with tools.
 
         `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
         if self._template is None:
@@ -209,7 +221,8 @@ class Tokenizer:
                     f"chat template variable {variable} is refused; expected a free name and a scalar", param=name[:64]
                 )
         variables = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
-        return self._template.render({**variables, "add_generation_prompt": add_generation_prompt})
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        return template.render({**variables, "add_generation_prompt": add_generation_prompt})
 
 
 class ChatTemplate:
@@ -302,15 +315,17 @@ def _sandbox(jinja: Any) -> Any:
     return environment
 
 
-def _find_template(folder: Path, settings: Mapping[str, object]) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
+def _find_template(folder: Path, settings: Mapping[str, object], name: str) -> ChatTemplate | None:
+    """Return the template `name`, where there are several: the file of the folder, or the one of the settings."""
+    file = folder / "additional_chat_templates" / f"{name}.jinja"
+    if not file.exists():
+        file = folder / "chat_template.jinja"
     if file.exists():
         return ChatTemplate(file.read_text(encoding="utf-8"), file)
     source, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
     if isinstance(source, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        source = next(
-            (item.get("template") for item in source if isinstance(item, dict) and item.get("name") == "default"), None
-        )
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get(name, named.get("default"))
     if source is not None and not isinstance(source, str):
         kind = type(source).__name__
         raise CheckpointError(
