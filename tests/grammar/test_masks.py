@@ -20,8 +20,8 @@ PATTERNS = (
     '"([^"\\\\\\x00-\\x1f]|\\\\[nt"])*"',
     "-?(0|[1-9][0-9]{0,8})(\\.[0-9]{1,4})?",
 )
-WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij0123456789{}:,\"[]"]
-WORDS += ["▁a", "▁ab", "ab", "abc", "tr", "▁true", '":', '","', "{\"", "12", "▁b"]
+WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abcdefghij0123456789{}:,"[]']
+WORDS += ["▁a", "▁ab", "ab", "abc", "tr", "▁true", '":', '","', '{"', "12", "▁b"]
 
 
 @pytest.fixture(scope="module")

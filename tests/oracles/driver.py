@@ -40,6 +40,7 @@ def request(
     stop_token_ids=(),
     prompt_logprobs_from=-1,
     extra_key=None,
+    grammar=None,
     **sampling,
 ):
     """A validated request; greedy unless `sampling` differs."""
@@ -53,6 +54,7 @@ def request(
             sampling=params.resolve(),
             stop_token_ids=frozenset(stop_token_ids),
             extra_key=extra_key,
+            grammar=grammar,
             stream=stream,
             return_logprob=True,
             logprob_start_len=prompt_logprobs_from,
@@ -121,6 +123,17 @@ class DispatchLog:
         return self._runner.exact
 
     def dispatch(self, batches):
+        self._log(batches)
+        return self._runner.dispatch(batches)
+
+    def begin(self, batches):
+        self._log(batches)
+        return self._runner.begin(batches)
+
+    def sample(self, started, mask):
+        return self._runner.sample(started, mask)
+
+    def _log(self, batches):
         (batch,) = batches
         rids = {req.slot: req.rid for req in self._scheduler.running}
         forward = len(self.forwards)
@@ -140,7 +153,6 @@ class DispatchLog:
                 self._writers[self._slot(batch, row, int(batch.positions[index]))] = (forward, int(index))
         self.forwards.append((batch, self._runner.weight_version))
         self._in_flight = forward, rids
-        return self._runner.dispatch(batches)
 
     def read(self, pending):
         (result,) = self._runner.read(pending)

@@ -25,8 +25,10 @@ class LazyPrograms(dict):
 
 def compile_lazily(runner, **_):
     """Replaces `ModelRunner.compile`."""
-    runner._programs = LazyPrograms(runner._jobs())
-    return len(runner._programs.jobs)
+    jobs = runner._jobs()
+    runner._programs = LazyPrograms(jobs | runner._masked_jobs)
+    runner._masked_jobs = {}
+    return len(jobs)
 
 
 @contextlib.contextmanager

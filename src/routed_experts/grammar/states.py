@@ -40,7 +40,8 @@ class LLGrammarState:
         if self._is_complete or self._error is not None:
             return ()
         tokens = self._matcher.compute_ff_tokens()
-        if not tokens:
+        self._error = _error_of(self._matcher)  # for example forced text without an end
+        if not tokens or self._error is not None:
             return ()
         return tuple(tokens[: self._matcher.validate_tokens(tokens)])
 

@@ -4,7 +4,9 @@ A step holds every request that can decode, then prompt chunks within the token 
 then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
 prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
 rows. At most one step is in flight when the next is scheduled, none where the host has the drafts of the next. A step
-with prompt chunks has no drafts. Requests with a grammar have none; the tokens that it forces are fed as a chunk.
+with prompt chunks has no drafts. Requests with a grammar have none; the tokens that it forces are fed as a chunk. In
+deterministic mode they are fed one a step: their logprobs come from another program in a chunk, and where a chunk is
+cut depends on other requests.
 
 A step is scheduled in two parts: `choose` what it feeds, then `build` the batch. Between them the schedulers of several
 data ranks agree on one padded shape."""
@@ -124,7 +126,7 @@ class Scheduler:
             if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
         decoding, budget = len(chunks), min(self._args.prefill_limit, self._buckets.extend[-1] - len(chunks))
-        if any([chunk.req.forced.size for chunk in chunks]):
+        if not self._args.deterministic and any([chunk.req.forced.size for chunk in chunks]):
             budget = self._add_forced(chunks, budget)
         for req in self.running:
             if (
