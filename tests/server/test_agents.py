@@ -4,6 +4,7 @@ What a parser makes of the text changes nothing else: tokens, logprobs, rows and
 
 import json
 import pathlib
+import sys
 
 import openai
 import pydantic
@@ -469,6 +470,15 @@ def test_a_required_call_is_one_of_the_tools(client):
             assert all(json.loads(arguments)["on"] in (True, "a::=b") for _, arguments in calls)
             names |= {name for name, _ in calls}
     assert names == {"left", "right"}
+
+
+def test_without_the_extra_a_forced_call_is_refused_with_the_command_that_installs_it(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for choice in ("required", function("other")):
+        body = {"messages": messages(), "tools": [function("other")], "tool_choice": choice}
+        error = parse_error(server.post(CHAT, body), 400)
+        assert "pip install" in error["message"] and "[structured]" in error["message"], error
+    assert chat(server, tools=TOOLS)["choices"][0]["finish_reason"] == "tool_calls", "auto needs no extra"
 
 
 def test_structured_output_is_content_even_where_the_prompt_opens_reasoning(server):
