@@ -213,8 +213,14 @@ def test_template_file_wins_over_the_config_and_named_ones_give_their_default(tm
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     edit(folder, "tokenizer_config.json", chat_template=named)
     assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES) == "plain"
+    assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES, tools=[{"name": "t"}]) == "tools"
     (folder / "chat_template.jinja").write_text("from the file {{ eos_token }}")
     assert Tokenizer.from_directory(folder).apply_chat_template(MESSAGES) == "from the file <|im_end|>"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools[0].name }}")
+    tokenizer = Tokenizer.from_directory(folder)
+    assert tokenizer.apply_chat_template(MESSAGES, tools=[{"name": "t"}]) == "tools: t" and tokenizer.takes_tools
+    assert tokenizer.apply_chat_template(MESSAGES, tools=[]) == "from the file <|im_end|>"
 
 
 def test_scalars_reach_the_template_and_nothing_else_does(tmp_path):

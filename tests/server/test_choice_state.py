@@ -63,9 +63,9 @@ def test_a_delta_takes_the_same_memory_at_any_position():
     for num_tokens in range(1, 2001):
         new = sequence.update(output(num_tokens))
         if num_tokens in (100, 2000):
-            peaks.append(peak_bytes(lambda new=new: response_format.chunk(choice, choice.to_delta(new))))
+            peaks.append(peak_bytes(lambda new=new: response_format.chunks(choice, choice.to_delta(new))))
         else:
-            response_format.chunk(choice, choice.to_delta(new))
+            response_format.chunks(choice, choice.to_delta(new))
     early, late = peaks
     assert late < early + 500, (early, late)  # a copy of the token ids alone would be 15,200 bytes larger
     assert peak_bytes(choice.full) > 15_200

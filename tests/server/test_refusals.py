@@ -406,7 +406,7 @@ def test_a_request_id_is_echoed_or_refused(server):
 
 
 def test_unknown_routes_and_methods(server):
-    assert parse_error(server.client.get("/v1/responses"), 404)["code"] == "not_found"
+    assert parse_error(server.client.get("/v1/embeddings"), 404)["code"] == "not_found"
     response = server.client.get("/v1/completions")
     error = parse_error(response, 405)
     assert error["code"] == "method_not_allowed" and response.headers["allow"] == "POST"

@@ -91,6 +91,9 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--shutdown-timeout", type=float, metavar="S", text="time for running requests after SIGTERM; default: 30")
     stall = "/health is 503 after this time without a step while requests run; default: 30"
     add("--stall-timeout", type=float, metavar="S", text=stall)
+    parsers = "auto (by the chat template), none, or a name such as {}; default: auto"
+    add("--tool-call-parser", metavar="NAME", text=parsers.format("qwen25, qwen3_coder, glm45, deepseekv31, gpt-oss"))
+    add("--reasoning-parser", metavar="NAME", text=parsers.format("qwen3, glm45, deepseek-r1, gpt-oss"))
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
     add("--log-level", choices=LOG_LEVELS, text="default: info")

@@ -68,6 +68,7 @@ class ResolvedSampling:
     include_stop_str_in_output: bool
     detokenize: bool
     speculative: bool = True
+    visible_special_ids: frozenset[int] = frozenset()  # in the text although skip_special_tokens is set
     grammar: GrammarSpec | None = None  # the form of the output
 
     @property

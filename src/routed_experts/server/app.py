@@ -11,10 +11,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from routed_experts.server.admin import control_routes, info_routes
+from routed_experts.server.anthropic import messages
 from routed_experts.server.body import json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
+from routed_experts.server.openai.responses import responses
 from routed_experts.server.openapi import Operation, openapi_document
 from routed_experts.server.playground import make_page
 from routed_experts.server.protocol import (
@@ -22,10 +24,13 @@ from routed_experts.server.protocol import (
     ChatRequest,
     CompletionRequest,
     ContinueRequest,
+    CountTokensRequest,
     DetokenizeRequest,
     GenerateRequest,
+    MessagesRequest,
     PauseRequest,
     RememberRolloutsRequest,
+    ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
     UpdateWeightsRequest,
@@ -57,6 +62,9 @@ class Entry:
 TABLE = (
     Entry("/v1/completions", ("POST",), completions, CompletionRequest),
     Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
+    Entry("/v1/responses", ("POST",), responses, ResponsesRequest),
+    Entry("/v1/messages", ("POST",), messages.messages, MessagesRequest),
+    Entry("/v1/messages/count_tokens", ("POST",), messages.count_tokens, CountTokensRequest),
     Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
     Entry("/v1/score", ("POST",), score, ScoreRequest),
     Entry("/tokenize", ("POST",), tokenize.tokenize, TokenizeRequest),

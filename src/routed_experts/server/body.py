@@ -58,6 +58,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "documents": ([],),
         "web_search_options": (),
         "prediction": (),
+        "output_format": (),
         "structured_outputs": (),
         "json_schema": ("",),
         "regex": ("",),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Generator, Mapping
+from typing import cast
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.server.limits import MAX_ERROR_CHARS, RETRY_AFTER_S
@@ -53,6 +54,14 @@ def to_response(error: BaseException) -> ErrorResponse:
     status = _STATUS_BY_CODE.get(error.code, error.status)
     param = error.param if isinstance(error, InvalidRequestError | ApiError) else None
     return _response(status, str(error), error.code, param)
+
+
+def to_anthropic(response: ErrorResponse) -> ErrorResponse:
+    """Return an error in Anthropic's form, which has a type at the top and fewer types of errors."""
+    kinds = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+    error: dict[str, object] = dict(cast("Mapping[str, object]", response.body["error"]))
+    error["type"] = kinds.get(response.status, error["type"])
+    return dataclasses.replace(response, body={"type": "error", "error": error})
 
 
 def unavailable(message: str, *, code: str) -> ApiError:

@@ -22,7 +22,7 @@ from routed_experts.server.errors import field_names
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
 from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
 from routed_experts.server.routing.store import StoreEntry
-from routed_experts.server.sse import EventStream, RequestTimeout, run_until_disconnect
+from routed_experts.server.sse import EventStream, RequestTimeout, StreamForm, run_until_disconnect
 from routed_experts.server.state import ServerState
 
 _T = TypeVar("_T")
@@ -42,6 +42,8 @@ class CallOptions:
 class GenerationHandler(ABC):
     """One call. `prompt_only`: 0 new tokens are requested, so the one that the engine generates is left out. Event loop
     only."""
+
+    stream_form = StreamForm()
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class GenerationHandler(ABC):
             on_timeout=self.timeout,
             timeout_s=timeout_s,
             headers=self._options.headers,
+            form=self.stream_form,
         )
 
     def timeout(self) -> None:

@@ -5,6 +5,7 @@ import re
 from typing import Literal
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.parsing import resolve_format
 
 MAX_HEADER_BYTES, MAX_HEADERS = 64 * 1024, 128
 MAX_JSON_DEPTH = 64
@@ -56,9 +57,12 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0
     strict_fields: bool = False
+    tool_call_parser: str = "auto"  # auto: by the chat template; none: calls stay in the content
+    reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     weights_root: str | None = None  # new weights are read only from folders below it
 
     def __post_init__(self) -> None:
+        resolve_format(None, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port={self.port} must be in 0..65535; 0 lets the system choose")
         for name in ("api_key", "admin_api_key"):

@@ -20,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_response, unavailable
+from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_anthropic, to_response, unavailable
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, REQUEST_ID, RESERVED_IDS, ServerSettings
 
 PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
 _LOGGED_AT_DEBUG = PROBES | {"/health_generate"}
 PUBLIC = _LOGGED_AT_DEBUG | {"/"}
+_ANTHROPIC = "/v1/messages"  # errors have another form there
 access_logger = logging.getLogger("routed_experts.server.access")
 logger = logging.getLogger("routed_experts.server")
 _CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -61,7 +62,7 @@ class RequestMiddleware:
         scope["app"] = self  # makes the router raise 404 and 405 instead of answering them
         state = scope.setdefault("state", {})
         state["request_id"] = self._new_request_id()
-        sender = _ResponseSender(send, state, method=scope["method"])
+        sender = _ResponseSender(send, state, method=scope["method"], path=scope["path"])
         start_time, is_probe = time.perf_counter(), scope["path"] in PROBES
         self._count(0 if is_probe else 1)
         try:
@@ -142,8 +143,9 @@ def resolve_request_id(request: Request, named: str | None, *, prefix: str, para
 class _ResponseSender:
     """Sends one response and remembers its status."""
 
-    def __init__(self, send: Send, state: Mapping[str, object], *, method: str) -> None:
+    def __init__(self, send: Send, state: Mapping[str, object], *, method: str, path: str) -> None:
         self._send, self._state, self._method = send, state, method
+        self._is_anthropic = path.startswith(_ANTHROPIC)
         self.status, self._has_started = 500, False
 
     @property
@@ -160,6 +162,8 @@ class _ResponseSender:
     async def send_error(self, error: Exception) -> None:
         """Respond with an error; after the response has started the error can only be logged."""
         response = _router_error(error, self._method) if isinstance(error, HTTPException) else to_response(error)
+        if self._is_anthropic:
+            response = to_anthropic(response)
         if response.status == 500:
             logger.error("request %s failed", self.request_id, exc_info=error)
         if not self._has_started:
@@ -198,6 +202,9 @@ def _headers(scope: Scope) -> Mapping[bytes, bytes]:
 
 
 def _bearer_key(scope: Scope) -> str | None:
+    """Return the key of a request; Anthropic's clients send it in a header of its own."""
+    if (key := _headers(scope).get(b"x-api-key")) is not None and scope["path"].startswith(_ANTHROPIC):
+        return key.decode("latin-1").strip() or None
     header = _headers(scope).get(b"authorization", b"").decode("latin-1")
     scheme, _, key = header.partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None

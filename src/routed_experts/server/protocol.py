@@ -79,12 +79,61 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     best_of: int | None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function of a call. `arguments`: JSON as text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier message of the assistant."""
+
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message; content is text or a list of text parts. Further keys are dropped."""
+    """One message; content is text or a list of text parts. `reasoning` is vLLM's name of `reasoning_content`. Further
+    keys are dropped."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A function that the model may call. `parameters`: JSON Schema of its arguments. Further keys are dropped."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; `type` is function."""
+
+    type: str = "function"
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    """A tool that the model is to call."""
+
+    type: str = "function"
+    function: NamedFunction
 
 
 class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +144,8 @@ class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. `separate_reasoning` false leaves reasoning in the content; `include_reasoning` false
+    leaves it out."""
 
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
@@ -105,6 +155,144 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+
+
+class ResponsesTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call. Further keys are dropped."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesReasoning(msgspec.Struct, kw_only=True):
+    """How much the model reasons. Further keys are dropped."""
+
+    effort: str | None = None
+
+
+class ResponsesText(msgspec.Struct, kw_only=True):
+    """The form of the text, such as {"type": "json_schema", "name", "schema"}. Further keys are dropped."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses, without state: `input` is text, or the items of the whole conversation."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    top_logprobs: int | None = None
+    text: ResponsesText | None = None
+    reasoning: ResponsesReasoning | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: str | None = None
+    user: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class MessagesTool(msgspec.Struct, kw_only=True):
+    """A tool of /v1/messages. Further keys are dropped."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesToolChoice(msgspec.Struct, kw_only=True):
+    """`type`: auto, any, tool (with `name`) or none."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesThinking(msgspec.Struct, kw_only=True):
+    """`type`: enabled, adaptive or disabled. Further keys are dropped."""
+
+    type: str
+
+
+class MessagesOutput(msgspec.Struct, kw_only=True):
+    """The form of the text, such as {"type": "json_schema", "schema"}. Further keys are dropped."""
+
+    format: dict[str, Any] | None = None
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """One message; content is text or a list of blocks."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage] | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: MessagesThinking | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """POST /v1/messages, in Anthropic's form."""
+
+    max_tokens: int | None = None
+    output_config: MessagesOutput | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    container: str | dict[str, Any] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
 
 
 class GenerateRequest(RoutingFields, kw_only=True):
@@ -135,6 +323,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

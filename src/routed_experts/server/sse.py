@@ -1,6 +1,7 @@
 """Server-sent events, and responses that end early: on a client that disconnects and on --request-timeout."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from routed_experts.core.errors import RoutedExpertsError
-from routed_experts.server.errors import ApiError, ClientGone, to_response
+from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_response
 from routed_experts.server.limits import SSE_COMMENT_S, STREAM_GRACE_S
 
 CHUNKS_PER_TURN = 8  # of one stream
@@ -21,9 +22,18 @@ logger = logging.getLogger("routed_experts.server")
 _T = TypeVar("_T")
 
 
-def event(body: object) -> bytes:
-    """Encode one event of JSON."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def event(body: object, name: str | None = None) -> bytes:
+    """Encode one event of JSON, with a name where the dialect names its events."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """How a dialect ends a stream, and writes an error in it."""
+
+    done: bytes = DONE
+    error: Callable[[ErrorResponse], bytes] = lambda response: event(response.body)
 
 
 class RequestTimeout(ApiError):
@@ -39,7 +49,7 @@ class EventStream(Response):
 
     [DONE] may be part of the last chunk, which saves one write a stream. `on_close` always runs at the end, and
     `on_timeout` before it when `timeout_s` has passed. A client that does not read the end of the stream within
-    STREAM_GRACE_S after that is disconnected."""
+    STREAM_GRACE_S after that is disconnected. `form`: how the dialect writes errors and ends."""
 
     media_type = "text/event-stream"
 
@@ -51,8 +61,9 @@ class EventStream(Response):
         on_timeout: Callable[[], None],
         timeout_s: float,
         headers: Mapping[str, str],
+        form: StreamForm = StreamForm(),
     ) -> None:
-        self._events, self._timeout_s = events, timeout_s
+        self._events, self._timeout_s, self._form = events, timeout_s, form
         self._on_close, self._on_timeout = on_close, on_timeout
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -76,17 +87,17 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = DONE
+        last = self._form.done
         try:
             async with asyncio.timeout(self._timeout_s):
                 last = await self._send_events(send)
         except TimeoutError:
             self._on_timeout()
-            await _send_chunk(send, event(to_response(RequestTimeout(self._timeout_s)).body))
+            await _send_chunk(send, self._form.error(to_response(RequestTimeout(self._timeout_s))))
         except Exception as error:
             if not isinstance(error, RoutedExpertsError):
                 logger.exception("a stream failed")
-            await _send_chunk(send, event(to_response(error).body))
+            await _send_chunk(send, self._form.error(to_response(error)))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
@@ -103,7 +114,7 @@ class EventStream(Response):
                 num_sent += 1
                 if num_sent % CHUNKS_PER_TURN == 0:  # a backlog is sent without waiting: let the event loop run
                     await asyncio.sleep(0)
-            return DONE
+            return self._form.done
         finally:
             comments.cancel()
             (result,) = await asyncio.gather(comments, return_exceptions=True)

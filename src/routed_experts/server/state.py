@@ -16,6 +16,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.models.loading.model_source import full_path, model_name
+from routed_experts.parsing import ResponseFormat, resolve_format
 from routed_experts.server.admin.integrity import IntegrityWatch
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.errors import ApiError, unavailable
@@ -68,6 +69,7 @@ class ServerState:
         self.routing_stats = CachedReader(lambda: self.engine.engine.routing_stats())
         self.routing_resets = CachedReader(lambda: self.engine.engine.reset_routing_stats())
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
+        self._response_format = ResponseFormat()
         self._engine: AsyncEngine | None = None
         self._phase, self._is_draining = "config", False
         self._failure: BaseException | None = None
@@ -81,6 +83,11 @@ class ServerState:
     def set_ready(self, engine: AsyncEngine) -> None:
         """Start to serve."""
         self._engine, self._phase = engine, "ready"
+        self._response_format = resolve_format(
+            None if engine.tokenizer is None else engine.tokenizer.tool_template,
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+        )
         self.metrics.watch(engine, self.store)
 
     def set_draining(self) -> None:
@@ -118,6 +125,11 @@ class ServerState:
         if self.engine.tokenizer is None:
             raise InvalidRequestError(f"{param} is text, but this server has no tokenizer; send token ids", param=param)
         return self.engine.tokenizer
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """How reasoning and tool calls stand in generated text."""
+        return self._response_format
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for another model than the served one; None and "" mean the served one."""

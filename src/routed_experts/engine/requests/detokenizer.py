@@ -26,6 +26,7 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        visible_special_ids: frozenset[int] = frozenset(),
         stop: tuple[str, ...] = (),
         include_stop_str: bool = False,
         min_tokens: int = 0,
@@ -35,7 +36,7 @@ class IncrementalDetokenizer:
                 "stop holds an empty string; each needs at least one character; leave it out", param="stop"
             )
         source = _ByteLevelText if tokenizer.byte_level else _WindowText
-        self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens)
+        self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens, visible_special_ids)
         self._matcher = _StopMatcher(stop)
         self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
         self._held = ""  # final, but possibly the beginning of a stop string
@@ -150,16 +151,16 @@ class _StopMatcher:
 class _ByteLevelText:
     """Byte-level BPE: a token is bytes, which become text as soon as a character is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip, self._visible = skip_special_tokens, visible
         self._rest = b""  # of an unfinished character
         self.work = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         self.work += len(token_ids)
         tokenizer, skip = self._tokenizer, self._skip
-        new = [tokenizer.token_bytes(token) for token in token_ids if not (skip and tokenizer.is_special(token))]
+        new = [tokenizer.token_bytes(token) for token in token_ids if not (skip and self._is_hidden(token))]
         data = b"".join((self._rest, *new))
         text, consumed = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[consumed:]
@@ -168,6 +169,9 @@ class _ByteLevelText:
     def flush(self) -> str:
         rest, self._rest = self._rest, b""
         return rest.decode("utf-8", "replace")
+
+    def _is_hidden(self, token_id: int) -> bool:
+        return self._tokenizer.is_special(token_id) and token_id not in self._visible
 
     def fork(self) -> "_ByteLevelText":
         return copy.copy(self)
@@ -179,9 +183,9 @@ class _WindowText:
     One token of context is kept. Raw bytes wait for the token after their run: one invalid byte turns all of them into
     U+FFFD."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip, self._visible = skip_special_tokens, visible
         self._context: list[int] = []
         self._waiting: list[int] = []
         self.work = 0
@@ -190,7 +194,9 @@ class _WindowText:
         return "".join(map(self._feed_one, token_ids))
 
     def _feed_one(self, token_id: int) -> str:
-        if not self._tokenizer.token_string(token_id) or (self._skip and self._tokenizer.is_special(token_id)):
+        tokenizer = self._tokenizer
+        is_hidden = self._skip and tokenizer.is_special(token_id) and token_id not in self._visible
+        if is_hidden or not tokenizer.token_string(token_id):
             return ""
         self._waiting.append(token_id)
         return "" if self._tokenizer.is_byte(token_id) else self.flush()
@@ -210,4 +216,4 @@ class _WindowText:
 
     def _decode(self, token_ids: list[int]) -> str:
         self.work += len(token_ids)
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip and not self._visible)

@@ -190,6 +190,7 @@ def _create_detokenizer(request: TokenizedGenerateReqInput, tokenizer: Tokenizer
     return IncrementalDetokenizer(
         tokenizer,
         skip_special_tokens=sampling.skip_special_tokens,
+        visible_special_ids=sampling.visible_special_ids,
         stop=sampling.stop,
         include_stop_str=sampling.include_stop_str_in_output,
         min_tokens=sampling.min_tokens,

@@ -24,6 +24,7 @@ Scalar = str | int | float | bool | None
 _LONG_CHARS = 1 << 20  # a text up to this length is tokenised before its tokens are counted
 _MARK = "\x02"  # no tokenizer joins it with a character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PROBE = "argument"
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS}
@@ -45,11 +46,16 @@ class Tokenizer:
     """The tokenizer of one checkpoint. Immutable except for its caches, safe to use from many threads."""
 
     def __init__(
-        self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None
+        self,
+        backend: Any,
+        special: SpecialTokens,
+        decoders: Sequence[str],
+        template: "ChatTemplate | None" = None,
+        tool_template: "ChatTemplate | None" = None,
     ) -> None:
         self._backend = backend
         self._special_ids = special.special_ids
-        self._template = template
+        self._template, self._tool_template = template, tool_template or template
         self.named_tokens = special.named
         self.eos_token_ids = special.eos_token_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -80,13 +86,34 @@ class Tokenizer:
         settings = (
             read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
         )
-        template = _find_template(folder, settings)
-        return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template)
+        template = _find_template(folder, settings, "default")
+        tool_template = _find_template(folder, settings, "tool_use")
+        return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template, tool_template)
 
     @property
     def chat_template(self) -> str | None:
         """Source of the chat template."""
         return None if self._template is None else self._template.source
+
+    @property
+    def tool_template(self) -> str | None:
+        """Source of the chat template of messages with tools."""
+        return None if self._tool_template is None else self._tool_template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self._tool_template is not None and "tools" in self._tool_template.variables
+
+    @functools.cached_property
+    def takes_argument_text(self) -> bool:
+        """Whether the chat template joins the arguments of earlier calls as text. Most write a mapping as JSON."""
+        return self._tool_template is not None and self._tool_template.takes_argument_text(self.named_tokens)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of those of `texts` that are special tokens."""
+        ids = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in ids if token_id is not None and token_id in self._special_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Turn text into ids; special tokens that are spelled out in the text become their ids, as usual with this
@@ -174,7 +201,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         scalars: Mapping[str, Scalar] | None = None,
     ) -> str:
-        """Render messages with the checkpoint's template; encode the text with add_special_tokens=False.
+        """Render messages with the checkpoint's template; encode the text with add_special_tokens=False. A checkpoint
+        may have a template of its own for messages with tools.
 
         `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
         if self._template is None:
@@ -193,7 +221,8 @@ class Tokenizer:
                     f"chat template variable {variable} is refused; expected a free name and a scalar", param=name[:64]
                 )
         variables = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
-        return self._template.render({**variables, "add_generation_prompt": add_generation_prompt})
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        return template.render({**variables, "add_generation_prompt": add_generation_prompt})
 
 
 class ChatTemplate:
@@ -204,11 +233,34 @@ class ChatTemplate:
         self._origin = origin
         self._jinja = _text_library("jinja2")
         try:
-            self._template = _sandbox(self._jinja).from_string(source)
+            environment = _sandbox(self._jinja)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self.variables = frozenset(importlib.import_module("jinja2.meta").find_undeclared_variables(tree))
         except Exception as error:  # mostly TemplateSyntaxError; constants are folded here and may raise anything
             raise CheckpointError(
                 f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
             ) from error
+
+    def takes_argument_text(self, named_tokens: Mapping[str, str]) -> bool:
+        """Whether a call with its arguments as a mapping cannot be rendered, or is rendered as Python writes it, while
+        one with text can."""
+        return not self._renders_call({_PROBE: _PROBE}, named_tokens) and self._renders_call(
+            json.dumps({_PROBE: _PROBE}), named_tokens
+        )
+
+    def _renders_call(self, arguments: object, named_tokens: Mapping[str, str]) -> bool:
+        function = {"name": "probe", "arguments": arguments}
+        messages = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "0", "type": "function", "function": function}]},
+        ]
+        variables = {**named_tokens, "messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            text = self.render(variables)
+        except (CheckpointError, InvalidRequestError):
+            return False
+        return f"{{'{_PROBE}'" not in text
 
     def render(self, variables: Mapping[str, object]) -> str:
         try:
@@ -263,15 +315,17 @@ def _sandbox(jinja: Any) -> Any:
     return environment
 
 
-def _find_template(folder: Path, settings: Mapping[str, object]) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
+def _find_template(folder: Path, settings: Mapping[str, object], name: str) -> ChatTemplate | None:
+    """Return the template `name`, where there are several: the file of the folder, or the one of the settings."""
+    file = folder / "additional_chat_templates" / f"{name}.jinja"
+    if not file.exists():
+        file = folder / "chat_template.jinja"
     if file.exists():
         return ChatTemplate(file.read_text(encoding="utf-8"), file)
     source, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
     if isinstance(source, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        source = next(
-            (item.get("template") for item in source if isinstance(item, dict) and item.get("name") == "default"), None
-        )
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get(name, named.get("default"))
     if source is not None and not isinstance(source, str):
         kind = type(source).__name__
         raise CheckpointError(

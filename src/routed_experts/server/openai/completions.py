@@ -44,7 +44,11 @@ class TextFormat:
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
         nulls = {"token_ids": None, "prompt_token_ids": None}
-        return {**nulls, **self.chunk(choice, choice.full()), "prompt_logprobs": choice.prompt_logprobs()}
+        return {**nulls, **self._body(choice, choice.full()), "prompt_logprobs": choice.prompt_logprobs()}
+
+    def finish(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the fields of the end of a choice."""
+        return choice.finish_fields()
 
     def head(self, choice: ChoiceState, *, stream: bool) -> dict[str, object]:
         """Return nothing: a response has several prompts."""
@@ -54,8 +58,11 @@ class TextFormat:
         """Return None: the first chunk has text."""
         return None
 
-    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
+    def chunks(self, choice: ChoiceState, delta: Delta) -> list[dict[str, object]]:
         """Return the chunk of a delta; `text_offset` continues from chunk to chunk."""
+        return [self._body(choice, delta)] if delta.text or delta.token_ids else []
+
+    def _body(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
         body: dict[str, object] = {"index": choice.index, "text": delta.text, "logprobs": None}
         if self._logprobs.enabled:
             body["logprobs"], choice.text_offset = completion_logprobs(

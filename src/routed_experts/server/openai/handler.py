@@ -1,7 +1,7 @@
 """What both routes of OpenAI share: sampling parameters, the handler of a call, the state of a choice, logprobs, usage.
 
-Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, a last chunk with
-the finish reason for each choice, and a chunk with the usage if the request asks for it."""
+Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, of which the last of
+each choice has the finish reason, and a chunk with the usage if the request asks for it.
 
 import dataclasses
 import time
@@ -282,8 +282,12 @@ class ResponseFormat(Protocol):
         """Return the body of the chunk before all text, if there is one."""
         ...
 
-    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
-        """Return the body of the chunk of a delta."""
+    def chunks(self, choice: ChoiceState, delta: Delta) -> list[dict[str, object]]:
+        """Return the bodies of the chunks of a delta."""
+        ...
+
+    def finish(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the fields of the end of a choice."""
         ...
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
@@ -330,7 +334,7 @@ class OpenAIHandler(GenerationHandler):
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
-            fields = {**self._format.full(choice), **choice.finish_fields(), **routing.choice}
+            fields = {**self._format.full(choice), **self._format.finish(choice), **routing.choice}
             if len(self._choices) > 1:  # the response tells the weights of the first alone
                 fields.setdefault("meta_info", choice.weight_fields())
             bodies.append(fields)
@@ -365,13 +369,14 @@ class OpenAIHandler(GenerationHandler):
         if last is not None and not choice.request.routed_experts.stream:
             self._note_rows(choice, last)
         chunks: list[bytes] = []
-        if delta.text or delta.token_ids:
-            first = routing.pop(0) if routing else ResponseRouting({}, {})
-            chunks.append(self._chunk(choice, self._format.chunk(choice, delta), first))
+        bodies = self._format.chunks(choice, delta)
+        ending = None if last is None else bodies.pop() if bodies else self._format.last_chunk(choice)
+        for body in bodies:
+            chunks.append(self._chunk(choice, body, routing.pop(0) if routing and not chunks else None))
         chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
-        if last is not None:
-            ending = ResponseRouting(last.choice, {**last.response, "metadata": choice.weight_fields()})
-            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, ending))
+        if ending is not None and last is not None:
+            fields = ResponseRouting(last.choice, {**last.response, "metadata": choice.weight_fields()})
+            chunks.append(self._chunk(choice, {**ending, **self._format.finish(choice)}, fields))
         return chunks
 
     async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:

@@ -10,6 +10,7 @@ from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.protocol import DetokenizeRequest, TokenizeRequest
 from routed_experts.server.state import ServerState
+from routed_experts.server.tools import check_tools
 
 
 async def tokenize(request: Request, server: ServerState) -> Response:
@@ -62,7 +63,11 @@ def _encode(server: ServerState, body: TokenizeRequest) -> list[int]:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     add_generation_prompt = body.add_generation_prompt is not False
     text = render(
-        tokenizer, body.messages, add_generation_prompt=add_generation_prompt, scalars=body.chat_template_kwargs
+        tokenizer,
+        body.messages,
+        add_generation_prompt=add_generation_prompt,
+        scalars=body.chat_template_kwargs,
+        tools=check_tools(body.tools, None, parallel=True).to_template(),
     )
     return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is True)
 

@@ -1,0 +1,161 @@
+"""JSON in generated text: values that are passed on as they are written, and values whose schema gives their type.
+
+A value is read leniently: quotes, escapes and brackets are followed, and nothing is corrected, because the caller must
+see what the model wrote. `<`, which JSON has in strings alone, ends a value: a marker follows."""
+
+import json
+import math
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, cast
+
+from routed_experts.parsing.reader import Reader
+
+_LITERAL_ENDS = ',}]<:"'
+_MAX_REFERENCES = 16
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+def read_string(reader: Reader) -> Generator[None, None, str | None]:
+    """Read a string with its quotes; the next character is the first of them. Returns None if it has no end."""
+    parts = [reader.read()]
+    while character := (yield from reader.peek()):
+        parts.append(reader.read())
+        if character == '"':
+            return "".join(parts)
+        if character == "\\":
+            if not (yield from reader.peek()):
+                return None
+            parts.append(reader.read())
+    return None
+
+
+def decode_string(text: str) -> str | None:
+    """Return the value of a string with its quotes; None for an escape that JSON does not have."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+
+
+def read_value(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    """Read any value and emit its text. Returns False for one without an end."""
+    first = yield from reader.peek()
+    if first == '"':
+        string = yield from read_string(reader)
+        emit(string or "")
+        return string is not None
+    if first in ("{", "["):
+        return (yield from _read_container(reader, emit))
+    while (character := (yield from reader.peek())) and character not in _LITERAL_ENDS and not character.isspace():
+        emit(reader.read())
+    return character != ""
+
+
+def read_arguments(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    """Read the arguments of a call. An object is passed on while it arrives; a string is decoded, because it holds
+    JSON; null is {}. Returns False for a value without an end."""
+    first = yield from reader.peek()
+    if first == "{":
+        return (yield from _read_container(reader, emit))
+    parts = list[str]()
+    is_complete = yield from read_value(reader, parts.append)
+    text = "".join(parts)
+    if is_complete and text == "null":
+        text = "{}"
+    elif is_complete and text.startswith('"'):
+        decoded = decode_string(text)
+        text = text if decoded is None else decoded
+    emit(text)
+    return is_complete
+
+
+def _read_container(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    depth, is_string, is_escaped = 0, False, False
+    while character := (yield from reader.peek()):
+        if is_string:
+            if is_escaped:
+                is_escaped = False
+            elif character == "\\":
+                is_escaped = True
+            elif character == '"':
+                is_string = False
+        elif character == "<":
+            return False
+        elif character == '"':
+            is_string = True
+        elif character in "{[":
+            depth += 1
+        elif character in "}]":
+            depth -= 1
+        emit(reader.read())
+        if depth == 0:
+            return True
+    return False
+
+
+def property_types(parameters: object, name: str) -> frozenset[str] | None:
+    """Return the JSON types that the schema of a tool's parameters allows for one of them; None where it does not
+    say."""
+    if not isinstance(parameters, Mapping):
+        return None
+    schema = cast("Mapping[str, Any]", parameters)
+    properties = schema.get("properties")
+    return _types(properties.get(name), schema, 0) if isinstance(properties, Mapping) else None
+
+
+def value_to_json(text: str, types: frozenset[str] | None) -> str:
+    """Write a value that came as plain text as JSON: as it stands if it is JSON of an allowed type, else as a
+    string."""
+    stripped = _PYTHON_LITERALS.get(text.strip(), text.strip())
+    kind = _json_type(stripped)
+    if kind is not None and (types is None or kind in types or (kind == "integer" and "number" in types)):
+        return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escape(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_type(text: str) -> str | None:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float) and not math.isfinite(value):  # 1e999
+        return None
+    names = {int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names[type(value)]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return None
+    node = cast("Mapping[str, Any]", schema)
+    if "type" in node:
+        names = node["type"]
+        return frozenset([names] if isinstance(names, str) else names)
+    if isinstance(reference := node.get("$ref"), str):
+        return _types(_resolve(reference, root), root, depth + 1)
+    values = node.get("enum", [node["const"]] if "const" in node else None)
+    if values is not None:
+        return frozenset(kind for value in values if (kind := _json_type(json.dumps(value))))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(choices := node.get(name), list):
+            known = [_types(choice, root, depth + 1) for choice in choices]
+            return None if None in known else frozenset[str]().union(*(kinds for kinds in known if kinds))
+    return None
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+    node: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

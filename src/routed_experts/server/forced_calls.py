@@ -1,0 +1,37 @@
+"""Grammars for tool_choice `required` and `named`: the whole response is JSON, whatever the format of the family is.
+
+    named     the arguments of the tool
+    required  [{"name": NAME, "parameters": ARGUMENTS}, ...], at least one
+
+The arguments follow the schema of their tool. There is neither reasoning nor content."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.server.tools import ToolOptions
+
+_PARAM = "tool_choice"
+
+
+def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
+    """Return the grammar of a response that must call; None where it may do without."""
+    schemas = {name: _arguments_schema(parameters) for name, parameters in options.parameters.items()}
+    if options.choice.mode == "named":
+        return GrammarSpec.json_schema(schemas[options.choice.name or ""], param=_PARAM)
+    if options.choice.mode != "required":
+        return None
+    more = '(", " call)*' if options.parallel else ""
+    rules = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
+    for index, (name, schema) in enumerate(schemas.items()):
+        head = json.dumps(f'{{"name": "{name}", "parameters": ')
+        # `::=` would make it a grammar in GBNF
+        text = json.dumps(schema, ensure_ascii=False).replace("::=", "\\u003a\\u003a=")
+        rules += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {text}"]
+    return GrammarSpec.grammar("\n".join(rules), param=_PARAM)
+
+
+def _arguments_schema(parameters: object) -> dict[str, Any]:
+    schema = cast("Mapping[str, Any]", parameters) if isinstance(parameters, Mapping) else {}
+    return {"type": "object", **schema}

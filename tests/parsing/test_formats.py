@@ -1,0 +1,386 @@
+"""Parsers of responses: deltas joined over random splits equal the oracle's reading of the whole text."""
+
+import json
+import random
+
+import pytest
+
+from oracles import responses as oracle
+from routed_experts.core.errors import ConfigError
+from routed_experts.parsing import (
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+    ResponseFormat,
+    create_parser,
+    detect_format,
+    resolve_format,
+)
+
+NUM_SPLITS = 2000
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "scale": {"type": "number"},
+            "metric": {"type": "boolean"},
+            "where": {"type": "object"},
+            "tags": {"type": ["array", "null"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    },
+    "write_file": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
+    "now": {},
+}
+FORMATS = ("json", "xml", "glm", "deepseek-v3", "deepseek-v31")
+WORDS = ("Let me look. ", "Fine:\n\n", "a < b", "😀 Wetter in Köln ", "  ", "\n", "x", "<", "</", "```", "{", '"')
+MARKERS = {
+    "json": ("<tool_call>", "</tool_call>", "\n<tool_call>\n", "\n</tool_call>"),
+    "xml": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">", "city"),
+    "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "now", "\n"),
+    "deepseek-v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "function",
+        "```json\n",
+        "now\n",
+    ),
+}
+MARKERS["deepseek-v31"] = MARKERS["deepseek-v3"]
+VALUES = (
+    "Köln",
+    "{not json}",
+    'a "quoted" \\ word',
+    "</tool",
+    "line 1\nline 2\n",
+    "\n",
+    "",
+    "3",
+    "null",
+    "true",
+    "False",
+    "1e999",
+    "NaN",
+    '{"a": [1, {"b": "}]<"}]}',
+    "[1, 2]",
+    "[NaN]",
+    "2.5",
+    '"text"',
+    "<b>bold</b>",
+    "😀",
+)
+JSON_VALUES = (
+    '{"city": "Köln"}',
+    '{"city": "a } ] { \\" </tool_call> \\\\", "days": 3}',
+    "{}",
+    "null",
+    '"{\\"city\\": \\"Rome\\"}"',
+    '"bad \\x escape"',
+    "[1, 2]",
+    "17",
+    '{"where": {"lat": 1.5, "deep": [[{"x": "\\u00e4"}]]}}',
+    "{\"city\": 'single'}",
+    '{"city": "cut',
+    '{"city": ["a", <',
+    '{ "city" : "😀" , "tags" : [ ] }',
+    "nul",
+)
+
+
+def render_call(kind, rng):
+    """A call in the format, mostly well formed."""
+    name = rng.choice(("get_weather", "write_file", "now", "unknown_tool", "", "bad\nname", "with space", "n" * 300))
+    if kind in ("json", "deepseek-v3", "deepseek-v31"):
+        value = rng.choice(JSON_VALUES)
+        if kind == "deepseek-v3":
+            fence = rng.choice(("\n```json\n", "```json", "\n", "\n```\n"))
+            end = rng.choice(("\n```", "```", "", " x"))
+            body = f"function<｜tool▁sep｜>{name}{fence}{value}{end}"
+            return "<｜tool▁call▁begin｜>" + body + rng.choice(("<｜tool▁call▁end｜>", "", "\n<｜tool▁call▁end｜>"))
+        if kind == "deepseek-v31":
+            value = rng.choice((value, value, ""))
+            return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{value}" + rng.choice(("<｜tool▁call▁end｜>", "", " "))
+        members = [f'"name": {json.dumps(name)}', f'"{rng.choice(("arguments", "parameters"))}": {value}']
+        members += [
+            rng.choice(('"id": "call_1"', '"extra": {"a": [1]}', '"x" 1', "nonsense", '"name": 3', '"y": <'))
+        ] * (rng.random() < 0.3)
+        if rng.random() < 0.3:
+            rng.shuffle(members)
+        if rng.random() < 0.1:
+            members = members[:1]
+        space = rng.choice(("", "\n", " "))
+        end = rng.choice(("}", "}", "}", "", "}}"))
+        return f"<tool_call>{space}{{{', '.join(members)}{end}{space}" + rng.choice(
+            ("</tool_call>", "</tool_call>", "")
+        )
+    keys = [
+        rng.choice((*TOOLS["get_weather"]["properties"], "text", "other", "with space", 'q"'))
+        for _ in range(rng.randrange(4))
+    ]
+    if kind == "glm":
+        pairs = [f"<arg_key>{key}</arg_key>\n<arg_value>{rng.choice(VALUES)}</arg_value>\n" for key in keys]
+        if pairs and rng.random() < 0.1:
+            pairs[-1] = pairs[-1].replace(rng.choice(("</arg_key>", "<arg_value>", "</arg_value>")), "")
+        return f"<tool_call>{name}{rng.choice(chr(10) + ' ')}{''.join(pairs)}" + rng.choice(
+            ("</tool_call>", "</tool_call>", "", "x")
+        )
+    pairs = [f"<parameter={key}>\n{rng.choice(VALUES)}\n</parameter>\n" for key in keys]
+    if pairs and rng.random() < 0.1:
+        pairs[-1] = pairs[-1].replace(rng.choice((">", "</parameter>", "\n")), "")
+    begin, end = rng.choice(
+        (
+            ("<tool_call>\n", "</function>\n</tool_call>"),
+            ("", "</function>"),
+            ("<tool_call>", ""),
+            ("<tool_call>x", "y</function>"),
+        )
+    )
+    return f"{begin}<function={name}>\n{''.join(pairs)}{end}"
+
+
+def random_text(kind, rng):
+    parts = [
+        render_call(kind, rng) if rng.random() < 0.6 else rng.choice((*WORDS, *WORDS, *MARKERS[kind]))
+        for _ in range(rng.randrange(1, 6))
+    ]
+    if kind.startswith("deepseek") and rng.random() < 0.7:
+        parts = ["<｜tool▁calls▁begin｜>", *parts, "<｜tool▁calls▁end｜>"]
+    text = "".join(parts)
+    return text[: rng.randrange(len(text) + 1)] if rng.random() < 0.3 else text
+
+
+def split(text, rng):
+    """The text in pieces: at any places, by the character, or whole."""
+    if rng.random() < 0.3:
+        return list(text)
+    cuts = sorted(rng.sample(range(1, max(len(text), 2)), min(rng.randrange(12), max(len(text) - 1, 0))))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def read(parser, pieces):
+    """The response of a parser, and all its deltas; each call starts with its name, in order."""
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    response = oracle.Response()
+    for delta in deltas:
+        match delta:
+            case ContentDelta(text):
+                assert text
+                response.content += text
+            case ReasoningDelta(text):
+                assert text
+                response.reasoning += text
+            case CallDelta(index, name, arguments):
+                if name is not None:
+                    assert index == len(response.calls)
+                    response.calls.append([name, ""])
+                else:
+                    assert arguments and index == len(response.calls) - 1
+                response.calls[index][1] += arguments
+    assert parser.num_calls == len(response.calls)
+    return response
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_deltas_of_any_split_join_to_what_the_oracle_reads(kind):
+    rng = random.Random(kind)
+    num_calls = num_texts = 0
+    for _ in range(NUM_SPLITS):
+        text = random_text(kind, rng)
+        pieces = split(text, rng)
+        expected = oracle.CALLS[kind](text, TOOLS)
+        response = read(create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS), pieces)
+        assert response == expected, (text, pieces)
+        num_calls += len(expected.calls)
+        num_texts += bool(expected.content)
+    assert num_calls > NUM_SPLITS / 2 and num_texts > NUM_SPLITS / 4, (num_calls, num_texts)
+
+
+@pytest.mark.parametrize("calls", [None, "json", "deepseek-v31"])
+def test_reasoning_of_any_split_is_what_the_oracle_reads(calls):
+    rng = random.Random(f"think {calls}")
+    num_reasoning = 0
+    for _ in range(NUM_SPLITS):
+        text = random_text(calls or "json", rng)
+        head = rng.choice(("<think>\nI think. ", "<think>", "", " \n<think>", "a <think>", "Hm, so\n"))
+        text = (
+            head
+            + rng.choice(("deep </thin thought", "\n\n", "x"))
+            + rng.choice(("</think>\n\n", "</think>", "", "</thi"))
+            + text
+        )
+        text = text[: rng.randrange(len(text) + 1)] if rng.random() < 0.2 else text
+        prompt = rng.choice(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"))
+        expected = oracle.parse_think(text, TOOLS, calls, is_open=prompt.endswith("<think>\n"))
+        parser = create_parser(ResponseFormat(tool_calls=calls, reasoning="think"), prompt=prompt, tools=TOOLS)
+        assert read(parser, split(text, rng)) == expected, (prompt, text)
+        num_reasoning += bool(expected.reasoning)
+    assert num_reasoning > NUM_SPLITS / 4, num_reasoning
+
+
+@pytest.mark.parametrize("with_calls", [True, False])
+def test_messages_of_harmony_of_any_split_are_what_the_oracle_reads(with_calls):
+    rng = random.Random(f"harmony {with_calls}")
+    headers = (
+        "<|channel|>analysis<|message|>",
+        "<|channel|>final<|message|>",
+        "<|channel|>commentary<|message|>",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        " to=functions.now<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=browser.search code<|message|>",
+        "<|channel|>odd<|message|>",
+        "<|channel|>",
+        "no header",
+        "",
+    )
+    bodies = ('{"city": "Köln <|x|> }"}', "  ", "", "Let me see.\n", "a <| b |> c", "😀", "<|mess")
+    ends = ("<|end|>", "<|call|>", "<|return|>", "<|end|>\n", "")
+    kinds = [0, 0, 0]
+    for _ in range(NUM_SPLITS):
+        messages = [
+            "<|start|>assistant" + rng.choice(headers) + rng.choice(bodies) + rng.choice(ends)
+            for _ in range(rng.randrange(1, 5))
+        ]
+        text = "".join(messages)
+        prompt = rng.choice(
+            (
+                "<|start|>user<|message|>hi<|end|><|start|>assistant",
+                "<|start|>user<|message|>hi<|end|>",
+                "",
+                "<|start|>assistant<|channel|>final<|message|>So ",
+            )
+        )
+        text = text.removeprefix("<|start|>assistant") if prompt.endswith(("assistant", "So ")) else text
+        text = text[: rng.randrange(len(text) + 1)] if rng.random() < 0.2 else text
+        expected = oracle.parse_harmony(text, prompt=prompt, with_calls=with_calls)
+        parser = create_parser(
+            ResponseFormat(tool_calls="harmony", reasoning="harmony"),
+            prompt=prompt,
+            tools=TOOLS if with_calls else None,
+        )
+        assert read(parser, split(text, rng)) == expected, (prompt, text)
+        kinds = [kinds[0] + bool(expected.reasoning), kinds[1] + bool(expected.content), kinds[2] + len(expected.calls)]
+    assert min(kinds[:2]) > NUM_SPLITS / 10 and (kinds[2] > NUM_SPLITS / 4) == with_calls, kinds
+
+
+EXAMPLES = {
+    "json": """Sure.
+<tool_call>
+{"name": "now", "arguments": {"a": "}{"}}
+</tool_call>
+<tool_call>
+{"name": "now", "arguments": {}}
+</tool_call>""",
+    "xml": """Sure.
+<tool_call>
+<function=now>
+<parameter=a>
+}{
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=now>
+</function>
+</tool_call>""",
+    "glm": """Sure.
+<tool_call>now
+<arg_key>a</arg_key>
+<arg_value>}{</arg_value>
+</tool_call>
+<tool_call>now
+</tool_call>""",
+    "deepseek-v3": """Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now
+```json
+{"a": "}{"}
+```<｜tool▁call▁end｜>
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>now
+```json
+{}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>""",
+    "deepseek-v31": "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>"
+    '{"a": "}{"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>Sure.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": "}{"}<|call|>'
+    "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_calls_as_the_model_cards_write_them(kind):
+    reasoning = "harmony" if kind == "harmony" else None
+    parser = create_parser(ResponseFormat(tool_calls=kind, reasoning=reasoning), prompt="<|start|>assistant", tools={})
+    response = read(parser, list(EXAMPLES[kind]))
+    assert response.content == "Sure." and response.reasoning == ("Hm." if reasoning else "")
+    assert [name for name, _ in response.calls] == ["now", "now"]
+    assert [json.loads(arguments) for _, arguments in response.calls] == [{"a": "}{"}, {}]
+
+
+def test_arguments_are_passed_on_before_they_are_complete():
+    for kind, head in (
+        ("json", '<tool_call>{"name": "write_file", "arguments": {"text": "'),
+        ("xml", "<function=write_file><parameter=text>\n"),
+        ("glm", "<tool_call>write_file\n<arg_key>text</arg_key><arg_value>"),
+        ("deepseek-v31", '<｜tool▁call▁begin｜>write_file<｜tool▁sep｜>{"text": "'),
+        ("harmony", '<|channel|>commentary to=functions.write_file<|message|>{"text": "'),
+    ):
+        parser = create_parser(ResponseFormat(tool_calls=kind), prompt="", tools=TOOLS)
+        (start,) = parser.feed(head)
+        assert start.name == "write_file", kind
+        assert parser.feed("first line,") == [CallDelta(0, None, "first line,")], kind
+
+
+def test_calls_beyond_the_limit_are_left_out():
+    parser = create_parser(ResponseFormat(tool_calls="json"), prompt="", tools={}, max_calls=1)
+    assert read(parser, [EXAMPLES["json"] + " Bye."]) == oracle.Response("", "Sure.Bye.", [["now", '{"a": "}{"}']])
+
+
+def test_without_parsers_there_is_none_and_text_keeps_its_markers():
+    assert create_parser(ResponseFormat(), prompt="", tools=TOOLS) is None
+    assert create_parser(ResponseFormat(tool_calls="json"), prompt="", tools=None) is None
+    parser = create_parser(ResponseFormat(tool_calls="json", reasoning="think"), prompt="", tools=None)
+    assert read(parser, ["<think>a</think> ", EXAMPLES["json"]]) == oracle.Response("a", EXAMPLES["json"])
+
+
+def test_forced_reasoning_needs_no_marker_to_begin():
+    for prompt, expected in (("x", oracle.Response("a", "b")), ("x<think></think>", oracle.Response("", "a</think>b"))):
+        parser = create_parser(ResponseFormat(reasoning="forced"), prompt=prompt, tools=None)
+        assert read(parser, ["a</th", "ink>b"]) == expected
+
+
+TEMPLATES = {
+    "{{ '<tool_call>' }}": ResponseFormat(tool_calls="json"),
+    "<tool_call> {% if enable_thinking %}<think>\n\n</think>": ResponseFormat(tool_calls="json", reasoning="think"),
+    "<tool_call><function=x><parameter=y>": ResponseFormat(tool_calls="xml"),
+    "<tool_call><arg_key></arg_key></think>": ResponseFormat(tool_calls="glm", reasoning="think"),
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>```json </think>": ResponseFormat(
+        tool_calls="deepseek-v3", reasoning="think"
+    ),
+    "<｜tool▁call▁begin｜><｜tool▁sep｜></think>": ResponseFormat(tool_calls="deepseek-v31", reasoning="think"),
+    "<|start|>assistant<|channel|>final<|message|>": ResponseFormat(tool_calls="harmony", reasoning="harmony"),
+    "{{ messages }}": ResponseFormat(),
+    None: ResponseFormat(),
+}
+
+
+@pytest.mark.parametrize(("template", "expected"), TEMPLATES.items())
+def test_the_template_shows_the_format(template, expected):
+    assert detect_format(template) == expected == resolve_format(template)
+    assert resolve_format(template, tool_call_parser="none", reasoning_parser="none") == ResponseFormat()
+
+
+def test_a_parser_that_does_not_exist_is_refused():
+    assert resolve_format(None, tool_call_parser="qwen25", reasoning_parser="deepseek_r1") == ResponseFormat(
+        tool_calls="json", reasoning="forced"
+    )
+    with pytest.raises(ConfigError, match="tool_call_parser='qwen3_codr' is no parser; did you mean qwen3_coder"):
+        resolve_format(None, tool_call_parser="qwen3_codr")
+    with pytest.raises(ConfigError, match="reasoning_parser='x' is no parser; known are auto, none"):
+        resolve_format(None, reasoning_parser="x")
+    with pytest.raises(ConfigError, match="GPT-OSS has one format"):
+        resolve_format(None, tool_call_parser="hermes", reasoning_parser="gpt-oss")
