@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.keywords import refuse_unknown
+from routed_experts.core.keywords import check_keywords
 
 
 def unknown(name, known):
@@ -14,12 +14,12 @@ def unknown(name, known):
 
 
 class Endpoint:
-    @refuse_unknown(unknown)
+    @check_keywords(unknown)
     def enter(self, first, *, second=2):
         """Enter."""
         return first, second
 
-    @refuse_unknown(unknown)
+    @check_keywords(unknown)
     async def wait(self, *, first=1):
         """Wait."""
         return first

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.keywords import refuse_unknown
+from routed_experts.core.keywords import check_keywords
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
@@ -36,7 +36,7 @@ def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
 class LLM:
     """Serves one model in this process with `engine`. Leaving the `with`, or `shutdown`, ends it."""
 
-    @refuse_unknown(_unknown_argument)
+    @check_keywords(_unknown_argument)
     def __init__(
         self,
         model: str,
