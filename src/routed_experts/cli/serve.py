@@ -28,6 +28,7 @@ from routed_experts.cli.flags import (
     engine_args,
     expert_args,
     fleet_args,
+    log_ignored_flags,
     placement_args,
     replica_dist_args,
     speculative_args,
@@ -37,6 +38,7 @@ from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
+from routed_experts.core.keywords import own_value
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.loading.model_source import local_folder
 
@@ -93,7 +95,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--stall-timeout", type=float, metavar="S", text=stall)
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
-    add("--log-level", choices=LOG_LEVELS, text="default: info")
+    add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
@@ -121,6 +123,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
+    log_ignored_flags(options)
     if not dist.is_leader:
         return follow_group(args, dist, groups, options, start_time)
     try:
@@ -227,6 +230,11 @@ def _key(options: argparse.Namespace, name: str) -> str | None:
     if not key:
         raise ConfigError(f"--{name.replace('_', '-')}-file {file} is empty; write the key into its first line")
     return key
+
+
+def _log_level(text: str) -> str:
+    """A level by any server's name for it, in either case."""
+    return str(own_value("log_level", text.lower()))
 
 
 def _size(text: str) -> int:

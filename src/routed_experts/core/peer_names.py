@@ -84,6 +84,9 @@ SHORT_FLAGS: Mapping[str, str] = MappingProxyType(  # of a command line
         "-O": "optimization_level",
     }
 )
+OTHER_UNITS: Mapping[str, str] = MappingProxyType(  # flags whose values, where they match, count something else
+    {"stream_interval": "[1-9][0-9]*"}  # tokens; ours has a point: seconds
+)
 _ATTENTION_KERNELS = """
     FLASHINFER FLASHMLA FLASH_ATTN FLASH_ATTN_MLA FLEX_ATTENTION TORCH_SDPA TRITON_ATTN TRITON_MLA XFORMERS aiter ascend
     cutlass_mla dual_chunk_flash_attn fa fa3 fa4 flashinfer flashmla flex_attention hybrid_linear_attn intel_amx
@@ -570,6 +573,11 @@ REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
         reason="the cache of downloads and the key are the hub's: set HF_HOME and HF_TOKEN",
         values="download_dir hf_token",
+    ),
+    NameGroup(
+        reason="files are safetensors; random weights are Engine(load_format='dummy')",
+        own=("auto", "safetensors"),
+        values="load_format",
     ),
     NameGroup(
         reason="weights are read from safetensors of the folder",

@@ -152,12 +152,14 @@ class Engine:
         `placement` distributes expert instances over `ep_size` devices: a plan, its file, or a PlacementConfig.
         `speculative` drafts tokens, which changes speed alone: a SpeculativeConfig, or its fields by SGLang's names.
         `dist`, or its fields `nnodes`, `node_rank`, `dist_init_addr`, `dist_timeout` and `watchdog_timeout`, make this
-        process the first of several, which share the model's devices: the others call `follow`. Only
-        this one schedules and reads rows. When one of them is lost, waiting requests raise PeerLostError and this
-        process ends with exit code 3.
+        process the first of several, which share the model's devices: the others call `follow`. Only this one schedules
+        and reads rows. When one of them is lost, waiting requests raise PeerLostError and this process ends with exit
+        code 3.
 
         Keywords of SGLang's, vLLM's and sgl-jax's engines that are not here are translated, accepted without effect,
-        or refused with what to use: docs/flags.md. `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
+        or refused with what to use: docs/flags.md.
+
+        `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
         `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
         ConfigError, CheckpointError, PlacementError, CaptureUnsupportedError or PeerLostError."""
         self.server_args = ServerArgs(

@@ -54,10 +54,12 @@ class InputProcessor:
         default_max_tokens: int | None = None,
         routing: RoutingDefaults = SGLANG_DEFAULTS,
         stream_interval_s: float = 0.0,
+        cut_max_tokens: bool = False,
     ) -> list[TokenizedGenerateReqInput]:
         """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` replaces an unset
-        length, and is cut to what fits; `routing` replaces unset routing options; `stream_interval_s` is the least time
-        between two outputs of a stream. Raises InvalidRequestError or a subclass, and QueueFullError."""
+        length, and is cut to what fits, as a given one is with `cut_max_tokens`; `routing` replaces unset routing
+        options; `stream_interval_s` is the least time between two outputs of a stream. Raises InvalidRequestError or a
+        subclass, and QueueFullError."""
         prompts = list(self._prompts(request))
         is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
         calls = split_by_prompt(request, len(prompts), is_batch=is_batch)
@@ -74,7 +76,7 @@ class InputProcessor:
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
             )
             return_logprob, start, top = _logprob_options(call, own, ids.size)
-            sampling, stop_token_ids = self._sampling(own, ids.size, default)
+            sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
             requests += [
                 TokenizedGenerateReqInput(
                     rid=rid,
@@ -204,11 +206,14 @@ class InputProcessor:
         return ids.astype(np.int32)
 
     def _sampling(
-        self, params: SamplingParams, prompt_len: int, default_max_tokens: int
+        self, params: SamplingParams, prompt_len: int, default_max_tokens: int, *, cut: bool
     ) -> tuple[ResolvedSampling, frozenset[int]]:
         """The sampling values of one prompt, and the token ids that stop it. Equal prompts of a call get seeds of their
         own."""
-        max_tokens = self._max_tokens(params, prompt_len, default_max_tokens)
+        max_tokens = self._max_tokens(params, prompt_len, default_max_tokens, cut=cut)
+        if params.max_tokens not in (None, max_tokens):  # cut
+            min_tokens = None if params.min_tokens is None else min(params.min_tokens, max_tokens)
+            params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
         sampling = params.resolve(default_max_tokens=max_tokens, default_seed=next(self._seeds))
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -224,8 +229,9 @@ class InputProcessor:
             raise InvalidRequestError(text, param="min_tokens")
         return sampling, stop_token_ids
 
-    def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int) -> int:
-        """Tokens that may be generated. A length that was given must fit; a default is cut to what does."""
+    def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int, *, cut: bool) -> int:
+        """Tokens that may be generated. A length that was given must fit, unless `cut`; a default is cut to what
+        does."""
         limits = self.limits
         room = min(limits.context_length, limits.pool_tokens) - prompt_len
         if room < 1:
@@ -237,6 +243,8 @@ class InputProcessor:
         if params.max_tokens is None:
             return min(default, room)
         if params.max_tokens > room:
+            if cut:
+                return room
             text = (
                 f"{PARAM}={params.max_tokens} is too large. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
