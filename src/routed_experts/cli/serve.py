@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from routed_experts.engine.process_group import AnyGroup
     from routed_experts.server.state import ServerState
 
+logger = logging.getLogger(__name__)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KEYS = ("api_key", "admin_api_key")
 _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "ref")
@@ -136,6 +137,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     values = {name: value for name, value in vars(options).items() if name in names}
     values |= {name: key for name in _KEYS if name not in values and (key := _key(options, name))}
     settings = limits.ServerSettings(**values)
+    for name in settings.weak_keys:
+        logger.warning(
+            "--%s has fewer than %d characters and is easily guessed", name.replace("_", "-"), limits.MIN_KEY_CHARS
+        )
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         print(
             f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",

@@ -3,7 +3,6 @@ typed error before a page is touched. Dims: S tokens of a prompt."""
 
 import dataclasses
 import itertools
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +14,13 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
+from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
-_RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +300,8 @@ def _request_ids(
     """For each prompt the id of its group and the ids of its choices. One id for the call is followed by the number of
     the sequence, where there are several; an id of a prompt by the number of the choice."""
     for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
-        if rid is not None and (not isinstance(rid, str) or not _RID.fullmatch(rid)):
-            text = f"{PARAM}={short_repr(rid)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
+        if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
+            text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param="rid")
     if isinstance(request.rid, list | tuple):
         ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))
