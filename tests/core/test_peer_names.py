@@ -114,7 +114,9 @@ def test_reasons_are_short_and_say_what_to_do():
         assert 10 < len(group.reason) <= 110 and group.reason[-1] != ".", group.reason
         assert group.names(), group.reason
     flags = {f"--{name.replace('_', '-')}" for name in flags_of("serve")}
-    named = {word.strip("`,;:") for group in groups for word in group.reason.split() if word.strip("`").startswith("--")}
+    named = {
+        word.strip("`,;:") for group in groups for word in group.reason.split() if word.strip("`").startswith("--")
+    }
     assert named - flags == set()
 
 

@@ -278,10 +278,10 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     [
         (["serve"], 2, "MODEL"),
         (["serve", "/no/such/model"], 2, "no checkpoint folder"),
-        (["serve", "x", "--trust-remote-code"], 2, "never run"),
+        (["serve", "x", "--quantization", "fp8"], 2, "unquantised"),
         (["serve", "x", "--port", "many"], 2, "many"),
         (["serve", ".", "--port", "99999"], 2, "port=99999"),
-        (["serve", ".", "--api-key", "short"], 2, "api_key"),
+        (["serve", ".", "--api-key", "a b"], 2, "api_key"),
         (["serve", ".", "--routed-experts-dialect", "klingon"], 2, "klingon"),
         (["serve", ".", "--api-key-file", "/no/such/file"], 1, "/no/such/file"),
     ],

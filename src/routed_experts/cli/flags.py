@@ -90,7 +90,9 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
-            nearest = nearest_name(flag, self._option_string_actions)
+            nearest = nearest_name(
+                flag, (*self._option_string_actions, *(peer_flags() if self.takes_peer_flags else ()))
+            )
             fix = "" if nearest is None else f"; did you mean {nearest}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
         if self.takes_peer_flags:
@@ -168,8 +170,8 @@ class _PeerFlags:
 
     def _accept(self, head: str, name: str, value: object) -> None:
         if (reason := FLAG_NAMES.refusal(name, value)) is not None:
-            given = "" if value is True else f" {short_repr(value)}"
-            self._parser.error(f"argument {head}:{given} is refused: {reason}")
+            given = "" if value is True else f": {short_repr(value)}"
+            self._parser.error(f"argument {head}{given} is refused: {reason}")
         if name in FLAG_NAMES.no_effect:
             self._ignored.append(head)
 
@@ -188,6 +190,11 @@ def _peer_name(head: str) -> tuple[str, Arity, bool] | None:
         if arity is not None and (is_on or (arity == "switch" and plain != name)):
             return plain, "value" if dot else arity, is_on
     return None
+
+
+def peer_flags() -> list[str]:
+    """The flags of other servers."""
+    return [_flag(name) for name in (*FLAG_NAMES.no_effect, *FLAG_NAMES.refused)]
 
 
 def peer_arity(name: str) -> Arity | None:

@@ -123,7 +123,8 @@ def own_value(name: str, value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON would read it, so that a command line and a call mean the same; None for what is empty."""
+    """A value as JSON would read it, so that a command line and a call mean the same; None for what is empty. A list of
+    one value is the value."""
     if isinstance(value, str):
         text = value.strip()
         try:
@@ -132,6 +133,8 @@ def _plain(value: object) -> object:
             return {"none": None, "": None, "true": True, "false": False}.get(text.lower(), text)
     if isinstance(value, list | tuple | dict | set | frozenset) and not value:
         return None
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return _plain(value[0])
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value

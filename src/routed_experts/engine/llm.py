@@ -24,7 +24,6 @@ from routed_experts.engine.requests.input_processor import is_nested
 from routed_experts.engine.requests.outputs import RequestOutput, check_arrays, request_output
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
-from routed_experts.engine.requests.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
@@ -159,10 +158,6 @@ class LLM:
             text = f"token_ids={short_repr(token_ids)} must be a list of lists of token ids, one a sequence"
             raise InvalidRequestError(text, param="token_ids")
         return self.engine.score(token_ids, routed=routed)
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None with skip_tokenizer_init."""
-        return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling values of a request that names none: temperature 1.0, at most 16 tokens."""
