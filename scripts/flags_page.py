@@ -1,4 +1,4 @@
-"""Write the tables of docs/flags.md from the table of names: python scripts/flags_page.py. A test holds the page to it."""
+"""Write the tables of docs/flags.md: python scripts/flags_page.py. A test holds the page to it."""
 
 import argparse
 import inspect

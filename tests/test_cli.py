@@ -190,8 +190,8 @@ def test_spellings_of_vllm_and_sglang_are_known():
             "auto, bf16, f32",
         ),
         (
-            ("generate", "model", "--prompt", "a", "--max-running-requests", "99", "--precompile-bs-paddings", "8"),
-            "max_running_requests=99",
+            ("generate", "model", "--prompt", "a", "--max-running-requests", "0", "--precompile-bs-paddings", "8"),
+            "max_running_requests=0",
         ),
     ],
 )
