@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +105,14 @@ def test_values_of_others_become_ours():
     assert own_value("dtype", "half") == "float16" and own_value("dtype", "bfloat16") == "bfloat16"
     assert own_value("chunked_prefill_size", -1) is None and own_value("chunked_prefill_size", 8) == 8
     assert own_value("attention_backend", ["fa"]) == ["fa"]
+
+
+def test_a_value_is_never_compared_as_a_truth():
+    """Arrays have none."""
+    array = np.zeros((2, 2))
+    assert Machine(kernel=array, log_all=array).values[3] is array
+    with pytest.raises(ConfigError, match=r"width=a ndarray .* is refused: give size"):
+        Machine(width=array)
 
 
 @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=4))

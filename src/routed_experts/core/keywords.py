@@ -92,7 +92,7 @@ class PeerNames:
                 raise make_error(given, f"{names[name]} and {given} are one parameter; give one of them")
             names[name] = given
             own = own_value(name, value)
-            if own == "auto" != value:
+            if own is not value and own == "auto":
                 without_effect.append(f"{given}={value}")
             if own is None and name in parameters and parameters[name].default not in (None, inspect.Parameter.empty):
                 continue  # None means the default, as with SGLang
