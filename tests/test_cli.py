@@ -183,15 +183,15 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
         (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
-        (("generate", "model", "--prompt", "a", "--trust-remote-code"), "never run"),
+        (("generate", "model", "--prompt", "a", "--quantization", "fp8"), "argument --quantization: 'fp8' is refused"),
         (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
         (
             ("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"),
             "auto, bf16, f32",
         ),
         (
-            ("generate", "model", "--prompt", "a", "--max-running-requests", "99", "--precompile-bs-paddings", "8"),
-            "max_running_requests=99",
+            ("generate", "model", "--prompt", "a", "--max-running-requests", "0", "--precompile-bs-paddings", "8"),
+            "max_running_requests=0",
         ),
     ],
 )

@@ -103,11 +103,16 @@ def test_every_field_is_checked():
             ServerArgs(**{field.name: object()})
 
 
-def test_running_requests_must_fit_the_paddings():
-    with pytest.raises(
-        ConfigError, match=r"max_running_requests=9 is above .*\(1, 8\); add 9 to the paddings or lower it"
-    ):
-        ServerArgs(max_running_requests=9, precompile_bs_paddings=(1, 8))
+def test_paddings_follow_the_number_of_running_requests():
+    assert ServerArgs(max_running_requests=9, precompile_bs_paddings=(1, 8)).batch_paddings == (1, 8, 9)
+    assert ServerArgs(max_running_requests=8, precompile_bs_paddings=(1, 8)).batch_paddings == (1, 8)
+    assert ServerArgs(max_running_requests=4, precompile_bs_paddings=(1, 8)).batch_paddings == (1, 8)
+    for many in (64, 128, 256, 1024, 4096):
+        args = ServerArgs(max_running_requests=many)
+        assert args.running_limit == args.batch_paddings[-1] == many and args.token_paddings[-1] >= many
+
+
+def test_tokens_of_a_step_hold_one_of_each_running_request():
     with pytest.raises(
         ConfigError, match=r"precompile_token_paddings=\(4,\) hold fewer tokens than 8 running requests"
     ):

@@ -123,7 +123,15 @@ def test_scores_are_the_engines(llm):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"trust_remote_code": True}, {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"dtype": "int4"}]
+    "wrong",
+    [
+        {"quantization": "awq"},
+        {"enable_lora": True},
+        {"tensor_parallel_size": 0},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": True},
+        {"dtype": "int4"},
+    ],
 )
 def test_what_cannot_work_is_refused(wrong, tmp_path):
     with pytest.raises(ConfigError):

@@ -22,6 +22,11 @@ OF_ENGINE_ALONE = {
     "placement",
     "self_check",
     "dist",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
+    "dist_timeout",
+    "watchdog_timeout",
 }
 OF_DRAFTS = "speculative"
 

@@ -398,7 +398,24 @@ def test_a_request_id_is_echoed_or_refused(server):
     assert response.headers["x-request-id"] == response.json()["id"] == "my.id-1"
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert response.headers["x-request-id"] == response.json()["id"]
-    for bad in ("a b", "x" * 65, "../x", "stats"):
+    for good in ("x" * 256, "traj:3@step=12", "a+b,c~d", "...", "chatcmpl-0_1"):
+        assert server.client.get("/v1/models", headers={"x-request-id": good}).headers["x-request-id"] == good
+    for bad in (
+        "a b",
+        "x" * 257,
+        "../x",
+        "stats",
+        ".",
+        "..",
+        "a/b",
+        "a?b",
+        "a#b",
+        "a%20b",
+        'a"b',
+        "a\\b",
+        "<b>",
+        "a;b",
+    ):
         assert (
             parse_error(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"]
             == "invalid_request_id"
@@ -455,7 +472,7 @@ def test_while_it_drains_no_request_is_accepted(engine):
     "settings",
     [
         {"port": 70000},
-        {"api_key": "short"},
+        {"api_key": ""},
         {"api_key": "has a blank"},
         {"request_timeout": 0},
         {"shutdown_timeout": -1},

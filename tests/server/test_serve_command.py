@@ -59,7 +59,8 @@ def start(*flags, model=None):
 @pytest.fixture(scope="module")
 def process():
     running = start(
-        "--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5"
+        *("--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo"),
+        *("--shutdown-timeout", "0.5", "--trust-remote-code", "--attention-backend", "fa", "--max-num-seqs", "5"),
     )
     log_lines, planned = [], threading.Event()
 
@@ -278,10 +279,10 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     [
         (["serve"], 2, "MODEL"),
         (["serve", "/no/such/model"], 2, "no checkpoint folder"),
-        (["serve", "x", "--trust-remote-code"], 2, "never run"),
+        (["serve", "x", "--quantization", "fp8"], 2, "unquantised"),
         (["serve", "x", "--port", "many"], 2, "many"),
         (["serve", ".", "--port", "99999"], 2, "port=99999"),
-        (["serve", ".", "--api-key", "short"], 2, "api_key"),
+        (["serve", ".", "--api-key", "a b"], 2, "api_key"),
         (["serve", ".", "--routed-experts-dialect", "klingon"], 2, "klingon"),
         (["serve", ".", "--api-key-file", "/no/such/file"], 1, "/no/such/file"),
     ],
@@ -293,6 +294,19 @@ def test_a_wrong_start_ends_with_a_sentence(argv, code, message, capsys):
         exit_code = exit_.code
     err = capsys.readouterr().err
     assert exit_code == code and message in err and err.count("\n") <= 3 and "Traceback" not in err
+
+
+def test_placeholders_for_keys_start_with_a_warning_and_other_servers_flags_with_one_line(capsys):
+    """Clients send EMPTY where a server wants no key; the model that is missing ends this start."""
+    flags = ["--api-key", "EMPTY", "--admin-api-key", "sk-1234", "--trust-remote-code", "--disable-cuda-graph"]
+    assert main(["serve", "/no/such/model", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.count("accepted without effect: --trust-remote-code, --disable-cuda-graph (docs/flags.md says why)") == 1
+    for flag in ("--api-key", "--admin-api-key"):
+        assert err.count(f" {flag} has fewer than 8 characters and is easily guessed") == 1
+    assert "EMPTY" not in err and "sk-1234" not in err, "a log is no place for keys"
+    assert main(["serve", "/no/such/model", "--api-key", "a-long-key"]) == 2
+    assert "guessed" not in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_model_ends_with_two(tmp_path):

@@ -28,7 +28,7 @@ from typing import Any
 
 from routed_experts.cli import bench_buckets
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, log_ignored_flags
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -104,6 +104,7 @@ def run_throughput(options: argparse.Namespace) -> list[Row]:
     start_jax(default_platform=None)
     rows: list[Row] = []
     for capture in (True, False, True):
+        log_ignored_flags(options)
         args = ServerArgs(**engine_args(options), enable_return_routed_experts=capture)
         rows += _engine_rows(args, options)
     return rows

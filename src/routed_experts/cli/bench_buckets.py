@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.flags import add_engine_flags, engine_args, log_ignored_flags
 from routed_experts.core.bucket_tuning import LOADS, StepCosts, choose_buckets, expected_cost, parse_load
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -43,6 +43,7 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     """Measure, choose; the rows of the table."""
     if options.most < 1:
         raise ConfigError(f"--most {options.most} must be at least 1")
+    log_ignored_flags(options)
     args = ServerArgs(**engine_args(options))
     current = {"decode": args.batch_paddings, "extend": args.token_paddings}
     loads = [read_load(name, current) for name in (LOADS if options.load is None else (options.load,))]

@@ -11,6 +11,7 @@ from routed_experts.cli.flags import (
     add_engine_flags,
     add_speculative_flags,
     engine_args,
+    log_ignored_flags,
     speculative_args,
 )
 from routed_experts.core.errors import ConfigError, InvalidRequestError
@@ -31,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Answer each line of standard input."""
+    log_ignored_flags(options)
     args, speculative = ServerArgs(**engine_args(options)), speculative_args(options)
     start_jax(default_platform=None)
     announce_compilation(args)

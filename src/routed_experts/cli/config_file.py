@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from routed_experts.cli.flags import JSON, Parser
+from routed_experts.cli.flags import JSON, Parser, peer_arity, peer_flags
 from routed_experts.core.error_text import suggestion
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import import_optional
@@ -47,13 +47,19 @@ def with_config(
         for flag, action in parser._option_string_actions.items()
         if flag.startswith("--") and flag.removeprefix("--") not in _NOT_IN_FILES
     }
-    known["model"] = known["model-path"]
     words: list[str] = []
     keys: dict[str, str] = {}  # by destination
     for key, value in _read(file).items():
         name = key.replace("_", "-")
+        if name not in known and peer_arity(name) is not None:
+            words += _peer_words(key, value)
+            continue
         if name not in known:
-            fix = suggestion(name, known, otherwise="routed-experts serve --help lists them all")
+            fix = suggestion(
+                name,
+                (*known, *(flag[2:] for flag in peer_flags())),
+                otherwise="routed-experts serve --help lists them all",
+            )
             raise ConfigError(f"{file}: {key} is no flag of serve; {fix}")
         action = known[name]
         if value is None:
@@ -65,7 +71,8 @@ def with_config(
     typed = vars(options)
     overridden = {name for names in _SAME_SETTING if any(name in typed for name in names) for name in names}
     filed = {name: value for name, value in vars(parser.parse_args(words)).items() if name not in overridden}
-    return argparse.Namespace(**{**filed, **typed})
+    ignored = (*filed.get("ignored_flags", ()), *typed.get("ignored_flags", ()))
+    return argparse.Namespace(**{**filed, **typed, "ignored_flags": ignored})
 
 
 class _FileParser(Parser):
@@ -77,6 +84,16 @@ class _FileParser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self._file}: {message.replace('argument --', '', 1)}")
+
+
+def _peer_words(key: str, value: object) -> list[str]:
+    """A flag of another server and its value as words of a command line."""
+    if isinstance(value, bool) and peer_arity(key) == "switch":
+        return [f"--{key}={str(value).lower()}"]
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        return [f"--{key}", *map(str, items)] if items else []
+    return [] if value is None else [f"--{key}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
 def _as_words(file: Path, key: str, value: object, action: argparse.Action) -> list[str]:

@@ -1,20 +1,26 @@
-"""Flags of the engine, made from the fields of ServerArgs and of its nested configs."""
+"""Flags of the engine, made from the fields of ServerArgs and of its nested configs, and those of other servers.
+
+Flags of `core/peer_names.py` are taken out of a command line before argparse sees it: 900 hidden actions in every
+parser would slow each command down, and a value after a flag that argparse does not know would become the MODEL."""
 
 import argparse
 import dataclasses
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.error_text import nearest_name
+from routed_experts.core.error_text import nearest_name, short_repr
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
+from routed_experts.core.keywords import FLAG_NAMES, log_without_effect, own_value
+from routed_experts.core.peer_names import INVERSES, OTHER_NAMES, OTHER_UNITS, OTHER_VALUES, SHORT_FLAGS, Arity
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
-from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
+from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.fleet.settings import ROUTING_POLICIES, FleetSettings
 
@@ -61,27 +67,36 @@ _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
 _PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED}
 )
-_SPECULATIVE_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"draft_model_path": ("speculative_draft_model",)}
-)  # SGLang's other names of a field
 _INVALID_CHOICE = re.compile(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)")  # argparse's own text
 _WORD = re.compile(r"[\w.-]+")
+_NUMBER = re.compile(r"-?[0-9.]+")
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are two lines instead of a page of usage, and name the nearest known word. Each
     command's parser refuses what it does not know, so that the error is about this command."""
 
+    takes_peer_flags = False  # those of other servers; set by `add_engine_flags`
+
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # overloads that differ in their result
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse all words; the list of unknown ones is always empty."""
-        parsed, unknown = super().parse_known_args(args, namespace)
+        """Parse all words; the list of unknown ones is always empty. `ignored_flags` of the result are flags of other
+        servers that have no effect."""
+        words: list[str] = list(sys.argv[1:] if args is None else args)
+        ignored: list[str] = []
+        if self.takes_peer_flags:
+            words, ignored = _PeerFlags(self, self._option_string_actions).take(words)
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
-            nearest = nearest_name(flag, self._option_string_actions)
+            nearest = nearest_name(
+                flag, (*self._option_string_actions, *(peer_flags() if self.takes_peer_flags else ()))
+            )
             fix = "" if nearest is None else f"; did you mean {nearest}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
+        if self.takes_peer_flags:
+            parsed.ignored_flags = tuple(ignored)
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -91,23 +106,119 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
 
-class Refused(argparse.Action):
-    """A flag of other servers that is refused here; `const` is the reason."""
+class _PeerFlags:
+    """Takes the flags of other servers out of a command line."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
-    ) -> NoReturn:
-        parser.error(str(self.const))
+    def __init__(self, parser: Parser, own: Mapping[str, argparse.Action]) -> None:
+        self._parser, self._own = parser, own
+        self._ignored: list[str] = []
+
+    def take(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the words that are left, with flags as this program spells them, and the flags that have no effect.
+        Ends the program, or raises as `Parser.error` does, where one is refused."""
+        left: list[str] = []
+        waiting = list(reversed(words))
+        while waiting:
+            word = waiting.pop()
+            if word == "--":
+                return [*left, word, *reversed(waiting)], self._ignored
+            head, equals, text = word.partition("=")
+            own = self._own_flag(head)
+            if own is not None:
+                following = text if equals else waiting[-1] if waiting else ""
+                if not self._is_other_unit(own, following):
+                    left.append(own + equals + text)
+                elif not equals:
+                    waiting.pop()
+            elif (found := _peer_name(head)) is None:
+                left.append(word)
+            else:
+                name, arity, is_on = found
+                values = [text] if equals else self._values(head, arity, waiting)
+                value: object = values
+                if arity == "switch":
+                    value = is_on and (text.lower() not in ("false", "0") if equals else True)
+                elif arity == "value":
+                    (value,) = values
+                self._accept(head, name, value)
+        return left, self._ignored
+
+    def _own_flag(self, head: str) -> str | None:
+        """The flag of this program that is meant, or None: `--tp_size` and `-tp` are --tp-size."""
+        if head in self._own or not head.startswith("-"):
+            return head if head in self._own else None
+        flag = _flag(SHORT_FLAGS[head]) if head in SHORT_FLAGS else head.replace("_", "-")
+        return flag if flag in self._own else None
+
+    def _is_other_unit(self, flag: str, value: str) -> bool:
+        """Whether a value of a flag of ours counts what it counts elsewhere; notes values that mean `auto`."""
+        name = self._own[flag].dest
+        is_other = name in OTHER_UNITS and re.fullmatch(OTHER_UNITS[name], value) is not None
+        if is_other or own_value(name, value) == "auto" != value:
+            self._ignored.append(f"{flag}={value}")
+        return is_other
+
+    def _values(self, head: str, arity: Arity, waiting: list[str]) -> list[str]:
+        """Take the values of a flag off the words that wait, last first."""
+        values: list[str] = []
+        most = {"switch": 0, "value": 1, "list": len(waiting)}[arity]
+        while waiting and len(values) < most and (waiting[-1][:1] != "-" or _NUMBER.fullmatch(waiting[-1])):
+            values.append(waiting.pop())
+        if not values and most:
+            self._parser.error(f"argument {head}: expected one argument")
+        return values
+
+    def _accept(self, head: str, name: str, value: object) -> None:
+        if (reason := FLAG_NAMES.refusal(name, value)) is not None:
+            given = "" if value is True else f": {short_repr(value)}"
+            self._parser.error(f"argument {head}{given} is refused: {reason}")
+        if name in FLAG_NAMES.no_effect:
+            self._ignored.append(head)
+
+
+def _peer_name(head: str) -> tuple[str, Arity, bool] | None:
+    """The name of a flag of another server, what it takes, and whether it switches on; None for any other word.
+    vLLM's `--name.field` gives one field of the value of `name`."""
+    flag, dot, _ = head.partition(".")
+    if re.fullmatch("-O[0-9]*", flag):
+        return "optimization_level", "value" if head == "-O" or dot else "switch", True
+    name = SHORT_FLAGS.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+    if name in INVERSES:
+        return name, "switch", True
+    for plain, is_on in ((name, True), (name.removeprefix("no_"), False)):
+        arity = FLAG_NAMES.arity(plain)
+        if arity is not None and (is_on or (arity == "switch" and plain != name)):
+            return plain, "value" if dot else arity, is_on
+    return None
+
+
+def peer_flags() -> list[str]:
+    """The flags of other servers."""
+    return [_flag(name) for name in (*FLAG_NAMES.no_effect, *FLAG_NAMES.refused)]
+
+
+def peer_arity(name: str) -> Arity | None:
+    """What a flag of another server takes, by its name without dashes; None for any other."""
+    found = _peer_name(f"--{name}")
+    return None if found is None else found[1]
+
+
+def log_ignored_flags(options: argparse.Namespace) -> None:
+    """Log, in one line, flags that were accepted and have no effect."""
+    log_without_effect(f"routed-experts {options.command}", vars(options).get("ignored_flags", ()))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:
-    """Add one flag a field of ServerArgs; a flag that is not given leaves the field at its default."""
+    """Add one flag a field of ServerArgs; a flag that is not given leaves the field at its default. The parser takes
+    flags of other servers from now on."""
+    if isinstance(parser, Parser):
+        parser.takes_peer_flags = True
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(ServerArgs):
         if field.name not in leave_out:
             flags = (_flag(field.name), *map(_flag, OTHER_NAMES.get(field.name, ())))
             default = _DEFAULTS.get(field.name, "chosen by the engine" if field.default is None else field.default)
-            keywords = _argument_keywords(field.type)
+            keywords = _argument_keywords(field.type, field.name)
             group.add_argument(
                 *flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords
             )
@@ -116,8 +227,6 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     )
     meaning = "what --dp-size does here, said as for SGLang: attention by data rank"
     group.add_argument("--enable-dp-attention", action="store_true", default=argparse.SUPPRESS, help=meaning)
-    reason = "code of a checkpoint is never run; use a model of a supported architecture without it"
-    group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=reason, help=argparse.SUPPRESS)
 
 
 def engine_args(options: argparse.Namespace) -> dict[str, Any]:
@@ -186,7 +295,7 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         keywords = switch if field.type is bool else _argument_keywords(field.type)
         default = "none: nothing is drafted" if field.name == "algorithm" else field.default
         default = _DEFAULTS.get(name, default)
-        flags = map(_flag, (name, *_SPECULATIVE_NAMES.get(field.name, ())))
+        flags = map(_flag, (name, *OTHER_NAMES.get(name, ())))
         group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords)
     example = '{"method": "ngram", "num_speculative_tokens": 3}'
     group.add_argument(
@@ -206,7 +315,7 @@ def add_dist_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several processes")
     for field in dataclasses.fields(DistConfig):
         group.add_argument(
-            _flag(field.name),
+            *map(_flag, (field.name, *OTHER_NAMES.get(field.name, ()))),
             dest=field.name,
             default=argparse.SUPPRESS,
             help=_DIST_HELP[field.name],
@@ -216,7 +325,7 @@ def add_dist_flags(parser: argparse.ArgumentParser) -> None:
 
 def dist_args(options: argparse.Namespace) -> DistConfig:
     """The process group; without any of its flags one process. Raises ConfigError."""
-    return DistConfig(**_given_fields(options, DistConfig))
+    return DistConfig.create(_given_fields(options, DistConfig))
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
@@ -255,15 +364,31 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _argument_keywords(kind: object) -> dict[str, Any]:
-    """Keywords of `add_argument` for a field of this type."""
+def _argument_keywords(kind: object, name: str = "") -> dict[str, Any]:
+    """Keywords of `add_argument` for a field of this type; `name`: of a field that takes other servers' values, too."""
     if isinstance(kind, types.UnionType):
         (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
+        return {"choices": get_args(kind), "type": _own_type(name, str)}
     if get_origin(kind) is tuple:
         return {"type": get_args(kind)[0], "nargs": "+", "metavar": "N"}
     assert isinstance(kind, type), kind
-    return {"type": cast("Callable[[str], object]", kind), "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+    return {
+        "type": _own_type(name, cast("Callable[[str], object]", kind)),
+        "metavar": {int: "N", float: "X"}.get(kind, "NAME"),
+    }
+
+
+def _own_type(name: str, kind: Callable[[str], object]) -> Callable[[str], object]:
+    """A converter of words to values of a field that knows the values of other servers."""
+    if name not in OTHER_VALUES:
+        return kind
+
+    def convert(text: str) -> object:
+        value = own_value(name, text)
+        return kind(value) if isinstance(value, str) else value
+
+    convert.__name__ = getattr(kind, "__name__", "value")  # which argparse shows
+    return convert

@@ -29,6 +29,7 @@ from routed_experts.cli.flags import (
     add_speculative_flags,
     engine_args,
     expert_args,
+    log_ignored_flags,
     placement_args,
     speculative_args,
 )
@@ -71,6 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Generate for all prompts, in order."""
+    log_ignored_flags(options)
     args, experts = ServerArgs(**engine_args(options)), expert_args(options)
     groups: dict[str, Any] = {
         "experts": experts,

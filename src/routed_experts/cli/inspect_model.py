@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, log_ignored_flags
 from routed_experts.core.server_args import ServerArgs
 
 
@@ -21,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Print the shapes and the memory plan of the model with these flags."""
+    log_ignored_flags(options)
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform="cpu")
     from routed_experts.engine.build.inspection import inspect_model

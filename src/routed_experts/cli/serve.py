@@ -28,6 +28,7 @@ from routed_experts.cli.flags import (
     engine_args,
     expert_args,
     fleet_args,
+    log_ignored_flags,
     placement_args,
     replica_dist_args,
     speculative_args,
@@ -37,6 +38,7 @@ from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
+from routed_experts.core.keywords import own_value
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.loading.model_source import local_folder
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from routed_experts.engine.process_group import AnyGroup
     from routed_experts.server.state import ServerState
 
+logger = logging.getLogger(__name__)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KEYS = ("api_key", "admin_api_key")
 _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "ref")
@@ -96,7 +99,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", text=parsers.format("qwen3, glm45, deepseek-r1, gpt-oss"))
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
-    add("--log-level", choices=LOG_LEVELS, text="default: info")
+    add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
@@ -124,6 +127,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
+    log_ignored_flags(options)
     if not dist.is_leader:
         return follow_group(args, dist, groups, options, start_time)
     try:
@@ -136,6 +140,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     values = {name: value for name, value in vars(options).items() if name in names}
     values |= {name: key for name in _KEYS if name not in values and (key := _key(options, name))}
     settings = limits.ServerSettings(**values)
+    for name in settings.weak_keys:
+        logger.warning(
+            "--%s has fewer than %d characters and is easily guessed", name.replace("_", "-"), limits.MIN_KEY_CHARS
+        )
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         print(
             f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",
@@ -231,6 +239,11 @@ def _key(options: argparse.Namespace, name: str) -> str | None:
     if not key:
         raise ConfigError(f"--{name.replace('_', '-')}-file {file} is empty; write the key into its first line")
     return key
+
+
+def _log_level(text: str) -> str:
+    """A level by any server's name for it, in either case."""
+    return str(own_value("log_level", text.lower()))
 
 
 def _size(text: str) -> int:

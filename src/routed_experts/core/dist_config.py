@@ -5,6 +5,8 @@ Checked once, when it is made; what depends on the machine is checked when the g
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from routed_experts.core.errors import ConfigError
 
@@ -46,6 +48,15 @@ class DistConfig:
             text = f"nnodes={self.nnodes} needs dist_init_addr, where process 0 listens"
             raise ConfigError(f"{text}; give host:port, such as 10.0.0.1:5000")
         _parse_address(self.dist_init_addr)
+
+    @staticmethod
+    def create(fields: Mapping[str, Any]) -> "DistConfig":
+        """Build from fields by name, None: not given. Scripts name an address for one process, too: there it is left
+        out, because nothing listens. Raises ConfigError."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        if given.get("nnodes", 1) == 1:
+            given.pop("dist_init_addr", None)
+        return DistConfig(**given)
 
     @property
     def is_group(self) -> bool:

@@ -45,8 +45,8 @@ def missing_library(error: ImportError, *, purpose: str, extra: str, otherwise: 
 
 def _requirement(extra: str) -> str:
     source = _direct_url()
-    if source is None:
-        return f'"{DISTRIBUTION}[{extra}]"'
+    if source is None:  # an index may have another project under this name: only the clone is known to be this one
+        return f'-e ".[{extra}]" in a clone of {DISTRIBUTION}'
     url, folder = str(source["url"]), source.get("dir_info")
     if folder is None:
         if (origin := source.get("vcs_info")) is not None:
@@ -57,13 +57,15 @@ def _requirement(extra: str) -> str:
 
 
 def _direct_url() -> Mapping[str, Any] | None:
-    """Where the distribution came from (PEP 610); None: from an index. Without an installation, its source tree."""
+    """Where the distribution came from (PEP 610), else the source tree that this module is of; None: neither."""
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        root = Path(__file__).parents[3]
-        return {"url": root.as_uri(), "dir_info": {"editable": True}} if (root / "pyproject.toml").is_file() else None
-    return None if text is None else json.loads(text)
+        text = None
+    if text is not None:
+        return json.loads(text)
+    root = Path(__file__).parents[3]
+    return {"url": root.as_uri(), "dir_info": {"editable": True}} if (root / "pyproject.toml").is_file() else None
 
 
 def _shown(path: str) -> str:

@@ -16,20 +16,7 @@ LOGPROBS_MODES = ("processed", "raw")
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # of fields, as vLLM and SGLang spell them
-    {
-        "tokenizer_path": ("tokenizer",),
-        "context_length": ("max_model_len",),
-        "tp_size": ("tensor_parallel_size",),
-        "max_running_requests": ("max_num_seqs",),
-        "max_prefill_tokens": ("max_num_batched_tokens",),
-        "page_size": ("block_size",),
-        "mem_fraction_static": ("gpu_memory_utilization",),
-        "disable_radix_cache": ("no_enable_prefix_caching",),
-        "random_seed": ("seed",),
-        "enable_return_routed_experts": ("return_routed_experts",),
-    }
-)
+DEVICES = ("auto", "cpu", "cuda", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +34,7 @@ class ServerArgs:
     revision: str | None = None  # of a Hugging Face repository: its main branch
     tokenizer_path: str | None = None  # the model's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
+    device: str = "auto"  # the kind of JAX's default devices, which JAX_PLATFORMS chooses
     random_seed: int = 0  # seeds of requests that bring none
     context_length: int | None = None  # the model's own
     tp_size: int = 1
@@ -84,11 +72,6 @@ class ServerArgs:
             raise ConfigError(f"{text}; choose one of {sizes}, or start several engines for copies of the model")
         if self.max_total_tokens is not None:
             _at_least(self.page_size, why="one page (page_size)")("max_total_tokens", self.max_total_tokens)
-        if self.running_limit > self.batch_paddings[-1]:
-            raise ConfigError(
-                f"max_running_requests={self.max_running_requests} is above the largest of precompile_bs_paddings="
-                f"{self.batch_paddings}; add {self.max_running_requests} to the paddings or lower it"
-            )
         if self.token_paddings[-1] < self.running_limit:
             raise ConfigError(
                 f"precompile_token_paddings={self.token_paddings} hold fewer tokens than {self.running_limit} running "
@@ -97,11 +80,13 @@ class ServerArgs:
 
     @property
     def batch_paddings(self) -> tuple[int, ...]:
-        """Padded sizes of decode steps, in requests: precompile_bs_paddings, else (1, 8, 32) up to
-        max_running_requests."""
-        if self.precompile_bs_paddings is not None:
-            return self.precompile_bs_paddings
-        return _sizes_up_to(self.max_running_requests or _BATCH_PADDINGS[-1], _BATCH_PADDINGS)
+        """Padded sizes of decode steps, in requests: precompile_bs_paddings, else (1, 8, 32), up to
+        max_running_requests, which is the last of them where it is above all."""
+        if self.precompile_bs_paddings is None:
+            return _sizes_up_to(self.max_running_requests or _BATCH_PADDINGS[-1], _BATCH_PADDINGS)
+        if (self.max_running_requests or 0) > self.precompile_bs_paddings[-1]:
+            return (*self.precompile_bs_paddings, self.max_running_requests or 0)
+        return self.precompile_bs_paddings
 
     @property
     def token_paddings(self) -> tuple[int, ...]:
@@ -201,6 +186,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "revision": _optional(_text),
         "tokenizer_path": _optional(_text),
         "dtype": _check_choice(DTYPES),
+        "device": _check_choice(DEVICES),
         "random_seed": _at_least(0, most=MAX_RANDOM_SEED),
         "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),
         "tp_size": _at_least(1),

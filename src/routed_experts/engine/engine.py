@@ -8,6 +8,7 @@ The module is long because each keyword is written out where it is taken: of the
 
 import asyncio
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,13 @@ from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.keywords import refuse_unknown
+from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams, asks_for_grammar
-from routed_experts.core.server_args import OTHER_NAMES, ServerArgs
+from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
@@ -68,11 +69,8 @@ Result = dict[str, object] | list[dict[str, object]]
 
 
 def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
-    field = next((field for field, names in OTHER_NAMES.items() if name in names), None)
     of_drafts = name.removeprefix("speculative_") if name.startswith("speculative_") else ""
-    if field is not None:
-        fix = f"did you mean {field}?"
-    elif of_drafts in {field.name for field in dataclasses.fields(SpeculativeConfig)}:
+    if of_drafts in {field.name for field in dataclasses.fields(SpeculativeConfig)}:
         fix = f"give it as {of_drafts} of speculative=SpeculativeConfig(...)"
     else:
         fix = suggestion(name, known)
@@ -90,7 +88,7 @@ class Engine:
     Parts, for the other entrances and for tests: `components` (what the engine is built of), `thread` (runs functions
     between two steps), `scorer`, `input_processor`."""
 
-    @refuse_unknown(_unknown_argument)
+    @check_keywords(_unknown_argument, peers=ENGINE_NAMES)
     def __init__(
         self,
         model_path: str | os.PathLike[str] | None = None,
@@ -116,10 +114,16 @@ class Engine:
         speculative_store_bytes: int | None = None,
         speculative_adaptive: bool | None = None,
         dist: DistConfig | LeadingGroup | None = None,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        dist_init_addr: str | None = None,
+        dist_timeout: float | None = None,
+        watchdog_timeout: float | None = None,
         self_check: bool = False,
         revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str = "auto",
         random_seed: int = 0,
         context_length: int | None = None,
         tp_size: int = 1,
@@ -149,9 +153,13 @@ class Engine:
         `load_format="dummy"` gives a folder's config random weights. `experts` keeps some experts on the host.
         `placement` distributes expert instances over `ep_size` devices: a plan, its file, or a PlacementConfig.
         `speculative` drafts tokens, which changes speed alone: a SpeculativeConfig, or its fields by SGLang's names.
-        `dist` makes this process the first of several, which share the model's devices: the others call `follow`. Only
-        this one schedules and reads rows. When one of them is lost, waiting requests raise PeerLostError and this
-        process ends with exit code 3.
+        `dist`, or its fields `nnodes`, `node_rank`, `dist_init_addr`, `dist_timeout` and `watchdog_timeout`, make this
+        process the first of several, which share the model's devices: the others call `follow`. Only this one schedules
+        and reads rows. When one of them is lost, waiting requests raise PeerLostError and this process ends with exit
+        code 3.
+
+        Keywords of SGLang's, vLLM's and sgl-jax's engines that are not here are translated, accepted without effect,
+        or refused with what to use: docs/flags.md.
 
         `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
         `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
@@ -161,6 +169,7 @@ class Engine:
             revision=revision,
             tokenizer_path=_path_text(tokenizer_path),
             dtype=dtype,
+            device=device,
             random_seed=random_seed,
             context_length=context_length,
             tp_size=tp_size,
@@ -200,6 +209,14 @@ class Engine:
         }
         speculative = SpeculativeConfig.create(speculative, flat)
         plan = PlacementConfig.create(placement)
+        flat_dist = {
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+            "dist_init_addr": dist_init_addr,
+            "dist_timeout": dist_timeout,
+            "watchdog_timeout": watchdog_timeout,
+        }
+        dist = _dist_config(dist, flat_dist)
         if isinstance(dist, DistConfig):
             _check_rank(dist)
         args = with_local_model(self.server_args, weights=load_format != "dummy")
@@ -272,7 +289,7 @@ class Engine:
         self._rollouts = RolloutControl(context, self.input_processor)
         self.compiles.start_serving()
 
-    @refuse_unknown(_unknown_field)
+    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
     def generate(
         self,
         prompt: Prompt | None = None,
@@ -338,7 +355,7 @@ class Engine:
             continue
         return _result(call, squeeze=squeeze)
 
-    @refuse_unknown(_unknown_field)
+    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
     async def async_generate(
         self,
         prompt: Prompt | None = None,
@@ -533,13 +550,14 @@ class Engine:
         """The label of the served weights, and how many updates of weights or label there have been."""
         return self.components.core.weight_version
 
-    def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps.
+    def release_memory_occupation(self, tags: Sequence[str] | None = MEMORY_TAGS) -> None:
+        """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both (also: None), between
+        two steps.
 
         Running requests return to the queue; they and new ones wait until all is taken back. Arrays of weights that the
         caller holds too stay the caller's. To release again changes nothing. Raises InvalidRequestError for other tags,
         and on an engine with experts=."""
-        self._memory.release(tags)
+        self._memory.release(MEMORY_TAGS if tags is None else tags)
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: str | int | None = None) -> None:
         """Allocate all that was released, with an empty pool, and continue with the queue.
@@ -570,6 +588,34 @@ class Engine:
     def paused(self) -> str | None:
         """The mode of the current pause, or None."""
         return self._admission.paused
+
+    def pause_generation(self, mode: str = "retract") -> None:
+        """`pause`, by the name and with the default of sgl-jax's Engine."""
+        self.pause(mode=mode)
+
+    def continue_generation(self) -> None:
+        """`resume`, by the name of sgl-jax's Engine."""
+        self.resume()
+
+    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
+        """`abort`, by the name of SGLang's and sgl-jax's Engine; an id that is not running is no error."""
+        return self.abort(None if abort_all else rid, abort_all=abort_all)
+
+    async def async_pause_generation(self, mode: str = "retract") -> None:
+        """`pause_generation` for an event loop, which goes on meanwhile."""
+        await asyncio.to_thread(self.pause_generation, mode)
+
+    async def async_continue_generation(self) -> None:
+        """`continue_generation` for an event loop."""
+        await asyncio.to_thread(self.continue_generation)
+
+    async def async_flush_cache(self) -> int:
+        """`flush_cache` for an event loop."""
+        return await asyncio.to_thread(self.flush_cache)
+
+    async def async_get_server_info(self) -> dict[str, object]:
+        """`get_server_info` for an event loop."""
+        return await asyncio.to_thread(self.get_server_info)
 
     def hold_admission(self) -> None:
         """Hold new requests and scores back until `open_admission`; started ones run on, a pause stays. For an update
@@ -675,6 +721,22 @@ class Engine:
             **({} if self.components.group is None else self.components.group.info()),
         }
 
+    def get_model_info(self) -> dict[str, object]:
+        """What is served, in the words of SGLang's Engine."""
+        return {
+            "model_path": self.server_args.model_path,
+            "tokenizer_path": self.server_args.tokenizer_path or self.server_args.model_path,
+            "is_generation": True,
+            "weight_version": str(self.components.core.runner.weight_version),
+            "vocab_size": self.components.vocab_size,
+            "context_length": self.components.context_length,
+        }
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling values of a request that names none, but for its length: temperature 1.0, and nothing is cut
+        off. A checkpoint's generation_config.json changes only which tokens end an answer."""
+        return SamplingParams()
+
     @property
     def memory_plan(self) -> list[str]:
         """What was allocated and why, a purpose a line: weights, KV pages, capture on the device and on the host."""
@@ -749,6 +811,15 @@ def _list_as_tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Padded sizes as ServerArgs takes them; it refuses what is no list and no tuple."""
     value: Any = sizes
     return tuple(value) if isinstance(value, list) else value
+
+
+def _dist_config(dist: DistConfig | LeadingGroup | None, fields: Mapping[str, Any]) -> DistConfig | LeadingGroup | None:
+    """The process group from one of two: a config or group, or its fields. Raises ConfigError for both."""
+    if fields["nnodes"] == 1 and fields["node_rank"] == 0:
+        return dist
+    if dist is not None:
+        raise ConfigError("dist and nnodes or node_rank say the same in two ways; give one of them")
+    return DistConfig.create(fields)
 
 
 def _check_rank(dist: DistConfig) -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, PlacementError, ProcessMismatchError
-from routed_experts.core.keywords import refuse_unknown
+from routed_experts.core.keywords import check_keywords
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
@@ -171,7 +171,7 @@ def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"{name} is no parameter of follow; known are {', '.join(known)}")
 
 
-@refuse_unknown(_unknown_argument)
+@check_keywords(_unknown_argument)
 def follow(
     model_path: str | os.PathLike[str],
     *,
@@ -184,6 +184,7 @@ def follow(
     revision: str | None = None,
     tokenizer_path: str | os.PathLike[str] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: str = "auto",
     random_seed: int = 0,
     context_length: int | None = None,
     tp_size: int = 1,
@@ -217,6 +218,7 @@ def follow(
         revision=revision,
         tokenizer_path=None if tokenizer_path is None else str(tokenizer_path),
         dtype=dtype,
+        device=device,
         random_seed=random_seed,
         context_length=context_length,
         tp_size=tp_size,

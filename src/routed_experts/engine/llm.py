@@ -4,14 +4,16 @@ llm = LLM("path/to/model", enable_return_routed_experts=True)
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text, output.prompt_routed_experts.shape, output.outputs[0].routed_experts.shape)"""
 
+import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.keywords import refuse_unknown
+from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
@@ -33,10 +35,15 @@ def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"{name} is no parameter of LLM; {suggestion(name, known)}")
 
 
+def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
+    text = f"{PARAM} is no parameter of LLM.generate; {suggestion(name, known)}"
+    return InvalidRequestError(text, param=name, code="unknown_field")
+
+
 class LLM:
     """Serves one model in this process with `engine`. Leaving the `with`, or `shutdown`, ends it."""
 
-    @refuse_unknown(_unknown_argument)
+    @check_keywords(_unknown_argument, peers=ENGINE_NAMES)
     def __init__(
         self,
         model: str,
@@ -44,49 +51,69 @@ class LLM:
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str = "auto",
+        load_format: str = "auto",
         seed: int = 0,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_queued_reqs: int = 1024,
+        block_size: int = 16,
         gpu_memory_utilization: float = 0.8,
         enable_prefix_caching: bool = True,
+        attention_backend: str = "auto",
+        moe_backend: str = "auto",
+        logprobs_mode: Literal["processed", "raw"] = "processed",
+        deterministic: bool = False,
         enable_return_routed_experts: bool = False,
         skip_tokenizer_init: bool = False,
         speculative_config: Mapping[str, object] | None = None,
-        trust_remote_code: bool = False,
     ) -> None:
         """Build the engine. `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step;
-        `speculative_config` drafts tokens, as {"method": "ngram", "num_speculative_tokens": 3} does. Code of a
-        checkpoint is never run: trust_remote_code=True is refused. Raises ConfigError, CheckpointError or
-        CaptureUnsupportedError."""
-        if trust_remote_code:
-            raise ConfigError("trust_remote_code=True is refused: code of a checkpoint is never run; leave it out")
+        `speculative_config` drafts tokens, as {"method": "ngram", "num_speculative_tokens": 3} does. As with vLLM,
+        `data_parallel_size` ranks have `tensor_parallel_size` devices each for attention, and the experts are on all
+        of them. Other keywords of vLLM's LLM are translated, accepted without effect, or refused with what to use:
+        docs/flags.md. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
+            _check_count(name, size)
+        num_devices = tensor_parallel_size * data_parallel_size
         speculative = None
         if speculative_config is not None:
-            speculative = SpeculativeConfig.from_vllm(speculative_config, tp_size=tensor_parallel_size)
+            speculative = SpeculativeConfig.from_vllm(speculative_config, tp_size=num_devices)
         usual = ServerArgs()
         self.engine = Engine(
             model,
             revision=revision,
             tokenizer_path=tokenizer,
             dtype=dtype,
+            device=device,
+            load_format=load_format,
             random_seed=seed,
-            tp_size=tensor_parallel_size,
-            ep_size=tensor_parallel_size if enable_expert_parallel else 1,
+            tp_size=num_devices,
+            dp_size=data_parallel_size,
+            ep_size=num_devices if enable_expert_parallel else 1,
             context_length=max_model_len,
+            page_size=block_size,
+            max_queued_requests=max_num_queued_reqs,
             mem_fraction_static=gpu_memory_utilization,
             disable_radix_cache=not enable_prefix_caching,
+            attention_backend=attention_backend,
+            moe_backend=moe_backend,
+            logprobs_mode=logprobs_mode,
+            deterministic=deterministic,
             enable_return_routed_experts=enable_return_routed_experts,
             skip_tokenizer_init=skip_tokenizer_init,
             speculative=speculative,
             precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),
-            precompile_token_paddings=_paddings("max_num_batched_tokens", max_num_batched_tokens, usual.token_paddings),
+            precompile_token_paddings=_token_paddings(max_num_batched_tokens, max_num_seqs, usual),
         )
         # Rows of format ref are not encoded: they are returned as arrays of this process.
         self._routing = RoutingDefaults(enabled=True, format="ref", refs=True)
 
+    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Generate for one prompt or many, in order, with one SamplingParams for all or one each; max_tokens is 16 if
         unset.
@@ -103,6 +130,7 @@ class LLM:
             outputs.append(request_output(choices, _text(prompt)))
         return outputs
 
+    @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
         """Answer one conversation or many, by the checkpoint's chat template. Raises as `generate` does."""
         tokenizer = self.engine.tokenizer
@@ -131,6 +159,15 @@ class LLM:
             raise InvalidRequestError(text, param="token_ids")
         return self.engine.score(token_ids, routed=routed)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling values of a request that names none: temperature 1.0, at most 16 tokens."""
+        return dataclasses.replace(self.engine.get_default_sampling_params(), max_tokens=DEFAULT_MAX_TOKENS)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; pages of running requests stay."""
+        self.engine.flush_cache()
+        return True
+
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
         self.engine.shutdown()
@@ -155,7 +192,7 @@ class LLM:
         text = _text(prompt) if ids is None else None
         request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params)
         return self.engine.input_processor.process(
-            request, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing
+            request, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing, cut_max_tokens=True
         )
 
     def _submissions(self, groups: list[list[TokenizedGenerateReqInput]]) -> Iterator[list[TokenizedGenerateReqInput]]:
@@ -179,9 +216,23 @@ def _paddings(param: str, largest: int | None, usual: tuple[int, ...]) -> tuple[
     """Padded sizes up to `largest`: the usual ones below it, and itself. None without it."""
     if largest is None:
         return None
-    if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
-        raise ConfigError(f"{param}={largest!r} must be an integer of at least 1")
+    _check_count(param, largest)
     return (*(size for size in usual if size < largest), largest)
+
+
+def _token_paddings(tokens: int | None, requests: int | None, usual: ServerArgs) -> tuple[int, ...] | None:
+    """Padded sizes of steps of `tokens`, at least one token of each of `requests`; None for the usual ones."""
+    usual_largest = usual.token_paddings[-1]
+    if tokens is None and (requests or 0) <= usual_largest:
+        return None
+    _check_count("max_num_batched_tokens", usual_largest if tokens is None else tokens)
+    return _paddings("max_num_batched_tokens", max(tokens or usual_largest, requests or 0), usual.token_paddings)
+
+
+def _check_count(param: str, value: object) -> None:
+    """Raise ConfigError unless the value counts something."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{param}={short_repr(value)} must be an integer of at least 1")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -29,8 +29,8 @@ WRITE_TIMEOUT_S, MIN_READ_BYTES = 30.0, 16 * 1024  # a client that is behind mus
 MAX_UNSENT_BYTES = 128 * 1024  # of a connection, in the system's send buffer
 RETRY_AFTER_S = 1
 INLINE_BYTES = 64 * 1024  # smaller bodies are decoded and tokenised on the event loop, larger ones in a thread
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-RESERVED_IDS = frozenset({"stats", "reset"})  # would hide routes below /v1/routing
+RESERVED_IDS = frozenset({"stats", "reset", ".", ".."})  # would hide routes below /v1/routing, or lead out of it
+MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512  # of API keys: shorter ones are easily guessed
 
 Dialect = Literal["sglang", "vllm021", "vllm"]
 
@@ -61,6 +61,12 @@ class ServerSettings:
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     weights_root: str | None = None  # new weights are read only from folders below it
 
+    @property
+    def weak_keys(self) -> tuple[str, ...]:
+        """The names of keys that are short enough to be guessed."""
+        keys = {"api_key": self.api_key, "admin_api_key": self.admin_api_key}
+        return tuple(name for name, key in keys.items() if key is not None and len(key) < MIN_KEY_CHARS)
+
     def __post_init__(self) -> None:
         resolve_format(None, tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
         if not 0 <= self.port <= 65_535:
@@ -68,10 +74,11 @@ class ServerSettings:
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             if key is not None and not (
-                8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key
+                1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable() and " " not in key
             ):
                 raise ConfigError(
-                    f"{name} has {len(key)} characters; it must have 8 to 512 of printable ASCII without spaces"
+                    f"{name} has {len(key)} characters; it must have 1 to {MAX_KEY_CHARS} of printable ASCII without "
+                    "spaces"
                 )
         for name in ("request_timeout", "routing_store_ttl", "stall_timeout"):
             if not 0 < getattr(self, name) <= 86_400:

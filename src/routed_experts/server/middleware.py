@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
 from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_anthropic, to_response, unavailable
-from routed_experts.server.limits import MAX_OPEN_REQUESTS, REQUEST_ID, RESERVED_IDS, ServerSettings
+from routed_experts.server.limits import MAX_OPEN_REQUESTS, RESERVED_IDS, ServerSettings
 
 PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
 _LOGGED_AT_DEBUG = PROBES | {"/health_generate"}
@@ -132,7 +133,7 @@ def resolve_request_id(request: Request, named: str | None, *, prefix: str, para
     state: dict[str, object] = request.scope["state"]
     if named is not None:
         if not REQUEST_ID.fullmatch(named) or named in RESERVED_IDS:
-            text = f"{param}={short_repr(named)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
+            text = f"{param}={short_repr(named)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param=param)
         state["request_id"] = named
     elif not state.get("client_named_id"):
@@ -192,7 +193,7 @@ def _read_request_id(scope: Scope) -> None:
     if header is not None:
         text = header.decode("latin-1")
         if not REQUEST_ID.fullmatch(text) or text in RESERVED_IDS:
-            message = "X-Request-Id must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
+            message = "X-Request-Id must be {REQUEST_ID_RULE}; change it"
             raise ApiError(message, status=400, code="invalid_request_id")
         scope["state"] |= {"request_id": text, "client_named_id": True}
 

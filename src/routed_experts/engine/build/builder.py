@@ -217,6 +217,14 @@ class _BuiltRunner:
     draft: FoundDraft | None
 
 
+def _check_device(device: str) -> None:
+    """Raise ConfigError unless JAX's default devices are of this kind."""
+    platform = jax.default_backend()
+    if device != "auto" and {"cuda": "gpu", "rocm": "gpu"}.get(device, device) != platform:
+        text = f"device={device!r}, but the default devices of JAX here are of the platform {platform!r}"
+        raise ConfigError(f"{text}; set JAX_PLATFORMS={device} before the start, or leave device out")
+
+
 def _build_runner(
     args: ServerArgs,
     *,
@@ -233,6 +241,7 @@ def _build_runner(
     """Load, plan, allocate and compile; the same in every process of an engine."""
     skip_absent_tpu()
     check_processes(group)
+    _check_device(args.device)
     offloads_experts = experts is not None and experts.num_resident is not None
     if args.dp_size > 1:
         _check_data_ranks(args, offloads_experts=offloads_experts, placement=placement, speculative=speculative)

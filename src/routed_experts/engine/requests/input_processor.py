@@ -3,7 +3,6 @@ typed error before a page is touched. Dims: S tokens of a prompt."""
 
 import dataclasses
 import itertools
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLong
 from routed_experts.core.grammar_spec import CompiledGrammar, GrammarSpec
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
+from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
@@ -24,7 +24,6 @@ from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
 
 MAX_TOP_LOGPROBS = 20
-_RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +69,12 @@ class InputProcessor:
         default_max_tokens: int | None = None,
         routing: RoutingDefaults = SGLANG_DEFAULTS,
         stream_interval_s: float = 0.0,
+        cut_max_tokens: bool = False,
     ) -> list[TokenizedGenerateReqInput]:
         """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` replaces an unset
-        length, and is cut to what fits; `routing` replaces unset routing options; `stream_interval_s` is the least time
-        between two outputs of a stream. Raises InvalidRequestError or a subclass, and QueueFullError."""
+        length, and is cut to what fits, as a given one is with `cut_max_tokens`; `routing` replaces unset routing
+        options; `stream_interval_s` is the least time between two outputs of a stream. Raises InvalidRequestError or a
+        subclass, and QueueFullError."""
         prompts = list(self._prompts(request))
         is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
         calls = split_by_prompt(request, len(prompts), is_batch=is_batch)
@@ -90,7 +91,7 @@ class InputProcessor:
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
             )
             return_logprob, start, top = _logprob_options(call, own, ids.size)
-            sampling, stop_token_ids = self._sampling(own, ids.size, default)
+            sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
             grammar = None if sampling.grammar is None else self._compile(sampling.grammar)
             requests += [
                 TokenizedGenerateReqInput(
@@ -222,11 +223,14 @@ class InputProcessor:
         return ids.astype(np.int32)
 
     def _sampling(
-        self, params: SamplingParams, prompt_len: int, default_max_tokens: int
+        self, params: SamplingParams, prompt_len: int, default_max_tokens: int, *, cut: bool
     ) -> tuple[ResolvedSampling, frozenset[int]]:
         """The sampling values of one prompt, and the token ids that stop it. Equal prompts of a call get seeds of their
         own."""
-        max_tokens = self._max_tokens(params, prompt_len, default_max_tokens)
+        max_tokens = self._max_tokens(params, prompt_len, default_max_tokens, cut=cut)
+        if params.max_tokens not in (None, max_tokens):  # cut
+            min_tokens = None if params.min_tokens is None else min(params.min_tokens, max_tokens)
+            params = dataclasses.replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
         sampling = params.resolve(default_max_tokens=max_tokens, default_seed=next(self._seeds))
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -258,8 +262,9 @@ class InputProcessor:
             self._before_grammar()
         return compiled
 
-    def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int) -> int:
-        """Tokens that may be generated. A length that was given must fit; a default is cut to what does."""
+    def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int, *, cut: bool) -> int:
+        """Tokens that may be generated. A length that was given must fit, unless `cut`; a default is cut to what
+        does."""
         limits = self.limits
         room = min(limits.context_length, limits.pool_tokens) - prompt_len
         if room < 1:
@@ -271,6 +276,8 @@ class InputProcessor:
         if params.max_tokens is None:
             return min(default, room)
         if params.max_tokens > room:
+            if cut:
+                return room
             text = (
                 f"{PARAM}={params.max_tokens} is too large. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
@@ -327,8 +334,8 @@ def _request_ids(
     """For each prompt the id of its group and the ids of its choices. One id for the call is followed by the number of
     the sequence, where there are several; an id of a prompt by the number of the choice."""
     for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
-        if rid is not None and (not isinstance(rid, str) or not _RID.fullmatch(rid)):
-            text = f"{PARAM}={short_repr(rid)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it"
+        if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
+            text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param="rid")
     if isinstance(request.rid, list | tuple):
         ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))

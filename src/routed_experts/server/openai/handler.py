@@ -1,7 +1,7 @@
 """What both routes of OpenAI share: sampling parameters, the handler of a call, the state of a choice, logprobs, usage.
 
-Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, of which the last of
-each choice has the finish reason, and a chunk with the usage if the request asks for it.
+Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, of which the last
+of each choice has the finish reason, and a chunk with the usage if the request asks for it."""
 
 import dataclasses
 import time
