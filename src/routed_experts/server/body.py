@@ -72,6 +72,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "guided_choice": (),
         "guided_grammar": (),
         "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "features": (),
+        "content_parts": ([],),
     }
 )
 # Fields that clients of other servers always send. They have no effect and are never taken for a typo.

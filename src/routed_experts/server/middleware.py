@@ -23,7 +23,7 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_response, unavailable
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, REQUEST_ID, RESERVED_IDS, ServerSettings
 
-PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
+PROBES = frozenset({"/health", "/health/live", "/ready", "/ping", "/liveness"})
 _LOGGED_AT_DEBUG = PROBES | {"/health_generate"}
 PUBLIC = _LOGGED_AT_DEBUG | {"/"}
 access_logger = logging.getLogger("routed_experts.server.access")

@@ -97,11 +97,12 @@ class EngineContext:
         """Raise InvalidRequestError where new weights are prepared; under `weights_lock`."""
         if self.prepared.weights is not None:
             text = f"{operation} while weights of version {self.prepared.weights.version} are prepared"
-            raise InvalidRequestError(f"{text}; call commit_weights or drop_weights first", param="version")
+            text = f"{text}; call commit_weights or drop_weights first"
+            raise InvalidRequestError(text, param="version", code="weights_prepared")
 
     def check_not_released(self, operation: str) -> None:
         """Raise InvalidRequestError where memory is released."""
         if self.core.released:
             tags = ", ".join(sorted(self.core.released))
             text = f"{operation} needs memory that is released ({tags}); call resume_memory_occupation first"
-            raise InvalidRequestError(text, param="tags")
+            raise InvalidRequestError(text, param="tags", code="memory_released")
