@@ -355,7 +355,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        assert server.post("/pause_generation", {}).json() == {"success": True, "mode": "abort"}
+        assert server.post("/pause_generation", {}).json()["mode"] == "abort"
         assert '"type":"abort"' in [line for line in lines if line.startswith("data: ")][-2]
     try:
         health = server.client.get("/health")
@@ -368,7 +368,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
                 held_stream.status_code == 200
                 and on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) == 1
             )
-            assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
+            assert server.client.post("/continue_generation", content=b"").json()["success"] is True
             assert [line for line in held_stream.iter_lines() if line][-1] == "data: [DONE]"
     finally:
         engine.resume()

@@ -89,7 +89,11 @@ IGNORED = frozenset(
     ).split()
 )
 _OTHER_ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # names of the prompt on other routes
-    {"prompt": ("text", "messages"), "text": ("prompt", "messages"), "messages": ("text", "prompt")}
+    {
+        "prompt": ("text", "messages", "token_ids"),
+        "text": ("prompt", "messages", "token_ids"),
+        "messages": ("text", "prompt"),
+    }
 )
 _SHAPES: Mapping[str, str] = MappingProxyType({"messages": '[{"role": "user", "content": "text"}]'})
 _RESERVED = ("routed_", "return_rout")

@@ -32,8 +32,8 @@ class FollowerHealth:
 
 
 def make_probe_app(health: Callable[[], FollowerHealth]) -> Starlette:
-    """An app with the routes. /health/live is 200, /liveness 503 where the process is dead; the others are 503 unless it
-    follows."""
+    """An app with the routes. /health/live is 200, and /liveness 503 where the process is dead; the others are 503
+    unless it follows."""
 
     def response(status: int) -> Response:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None

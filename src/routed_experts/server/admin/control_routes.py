@@ -150,12 +150,20 @@ async def update_weight_version(request: Request, server: ServerState) -> Respon
     engine = server.accepting_engine
     version = parse_version(body.value.new_version, served=engine.engine.stats().weight_version, param="new_version")
     if body.value.abort_all_requests is not False:
+        check_awake(engine)
         engine.flush_submissions()
         await asyncio.to_thread(engine.engine.abort, abort_all=True)
     await asyncio.to_thread(engine.engine.update_weight_version, version)
     return json_response(
         {"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)}
     )
+
+
+def check_awake(engine: AsyncEngine) -> None:
+    """Raise ApiError (409) while memory is released: before a call ends requests, and is refused then."""
+    if engine.engine.released:
+        text = f"{', '.join(engine.engine.released)} is released; call /resume_memory_occupation or /wake_up first"
+        raise ApiError(text, status=409, code="memory_released")
 
 
 def folder_under_root(root: str | None, model_path: str) -> Path:

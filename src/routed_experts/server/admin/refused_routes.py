@@ -61,4 +61,5 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 async def refuse(request: Request) -> Response:
     """Raise ApiError (400) with what to use instead."""
     path: str = request.scope["path"]
-    raise ApiError(f"{path} is not supported: {REFUSED[path]}", status=400, code="unsupported_route")
+    name = path.rpartition("/")[2]  # an error shows no path of several parts
+    raise ApiError(f"{name} is not supported: {REFUSED[path]}", status=400, code="unsupported_route")
