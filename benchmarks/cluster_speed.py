@@ -1,6 +1,6 @@
 """Two processes with a device each beside one process with both: the same engine, answers and tokens a second.
 
-    python benchmarks/cluster_speed.py [--layers 8] [--batches 16 64] [--rounds 5]     # two GPUs
+    python benchmarks/cluster_speed.py [--layers 24] [--batches 16 64] [--rounds 5]     # two GPUs
     JAX_PLATFORMS=cpu python benchmarks/cluster_speed.py --small                       # does it run
 
 Qwen3-30B-A3B cut to --layers layers, bfloat16, random weights, `tp_size` 2, rows asked by all. The engine of one
@@ -101,7 +101,7 @@ def run_pair(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=32)

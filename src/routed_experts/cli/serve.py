@@ -146,7 +146,9 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         spec = ReplicaSpec(args=args, server=settings, fleet=fleet, dist=dist, **parts)
         return serve_fleet(spec, options, start_time)
     listener = run_module.bind(settings)
-    server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
+    server: ServerState = state_module.ServerState(
+        settings, model_path=args.model_path, tokenizer_path=args.tokenizer_path, version=version()
+    )
     joined: list[AnyGroup] = []  # the group, once all its processes have met
 
     def print_ready() -> None:
@@ -155,7 +157,6 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     process = run_module.ServerProcess(
         server,
         listener,
-        version=version(),
         load=lambda: _load(args, groups, dist, joined, server, start_time),
         on_ready=print_ready,
     )
