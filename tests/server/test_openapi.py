@@ -55,6 +55,14 @@ def session():
         yield session
 
 
+def wake_up(engine):
+    """Should the case have released memory, take it back."""
+    if "weights" in engine.released:
+        version = engine.stats().weight_version + 1
+        engine.update_weights_from_disk(engine.server_args.model_path, version=version)
+    engine.resume_memory_occupation()
+
+
 def answered(server, engine, session, operation, mode):
     """The statuses of the cases of one operation."""
     statuses = []
@@ -71,6 +79,7 @@ def answered(server, engine, session, operation, mode):
             assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         statuses.append(response.status_code)
         engine.resume()  # should this have been a pause
+        wake_up(engine)
 
     check()
     server.wait_idle()

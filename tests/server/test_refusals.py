@@ -30,8 +30,17 @@ ADMIN_PATHS = {
     "/continue_generation",
     "/update_weights_from_disk",
     "/update_weight_version",
+    "/pause",
+    "/resume",
+    "/update_weights",
+    "/reset_prefix_cache",
+    "/abort_requests",
+    "/sleep",
+    "/wake_up",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 }
-PROBES = {"/health", "/health/live", "/ready", "/ping", "/health_generate"}
+PROBES = {"/health", "/health/live", "/ready", "/ping", "/liveness", "/health_generate"}
 
 
 @pytest.fixture(scope="module")

@@ -362,10 +362,10 @@ def test_the_openapi_document_names_every_route(server):
     for path, methods in document["paths"].items():
         for method in methods:
             named = path.replace("{name}", "tiny")
-            assert server.client.request(method, named).status_code not in (404, 405) or "routing" in path, (
-                method,
-                path,
-            )
+            # A body of another type and a level that is none: no route does what it is for.
+            content = None if method in ("get", "delete") else b"x"
+            response = server.client.request(method, named, params={"level": "x"}, content=content)
+            assert response.status_code not in (404, 405) or "routing" in path, (method, path)
 
 
 def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
@@ -375,7 +375,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
     ) as response:
         lines = response.iter_lines()
         next(lines)
-        assert server.post("/pause_generation", {}).json() == {"success": True, "mode": "abort"}
+        assert server.post("/pause_generation", {}).json()["mode"] == "abort"
         assert '"type":"abort"' in [line for line in lines if line.startswith("data: ")][-2]
     try:
         health = server.client.get("/health")
@@ -388,7 +388,7 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
                 held_stream.status_code == 200
                 and on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) == 1
             )
-            assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
+            assert server.client.post("/continue_generation", content=b"").json()["success"] is True
             assert [line for line in held_stream.iter_lines() if line][-1] == "data: [DONE]"
     finally:
         engine.resume()

@@ -20,7 +20,7 @@ from routed_experts.formats.archive import decode_answers, decode_record, encode
 from routed_experts.formats.meta_info import record_from_response
 from routed_experts.formats.wire import encode_as_lists, encode_meta_info
 
-WIRE_FORMATS = ("int32", "npy", "list")
+WIRE_FORMATS = ("int32", "npy", "packed", "list")
 _T = TypeVar("_T")
 _PAIRS = ("vllm021", "megatron")
 
@@ -45,7 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=WIRE_FORMATS, default="int32", help="of a .json target; default: int32")
     parser.add_argument(
-        "--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe"
+        "--layers",
+        choices=("all", "moe"),
+        default=None,
+        help="of a .json target; default: all for int32 and packed, else moe",
     )
     parser.add_argument(
         "--to", choices=FRAMEWORKS, default="sglang", help="whose array a .npy target holds; default: sglang"
@@ -112,7 +115,7 @@ def _require_record(record: RoutedExperts | None, source: Path) -> RoutedExperts
 
 
 def _wire_fields(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
-    layers = options.layers or ("all" if options.format == "int32" else "moe")
+    layers = options.layers or ("all" if options.format in ("int32", "packed") else "moe")
     if options.format == "list":
         return encode_as_lists(record, layers=layers)
     return encode_meta_info(record, payload_format=options.format, layers=layers)

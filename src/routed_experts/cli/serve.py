@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KEYS = ("api_key", "admin_api_key")
-_DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "ref")
+_DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "packed", "list", "ref")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ MAX_TEMPERATURE = 1e6
 MAX_REPETITION_PENALTY = 100.0  # and 1/100 below: both are far inside float32
 MAX_SEED = 2**63 - 1
 MAX_INT32 = 2**31 - 1
-ROUTED_EXPERTS_FORMATS = ("int32", "npy", "list", "ref")
+ROUTED_EXPERTS_FORMATS = ("int32", "npy", "packed", "list", "ref")
 ROUTED_EXPERTS_LAYERS = ("all", "moe")
 
 ALIASES = {

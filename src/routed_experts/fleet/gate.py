@@ -24,11 +24,16 @@ from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, 
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
 from routed_experts.fleet.operations import from_answer
 from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
-from routed_experts.server.admin import info_routes
-from routed_experts.server.admin.control_routes import folder_under_root, parse_drafts, parse_label
+from routed_experts.server.admin import info_routes, memory_routes, vllm_routes
+from routed_experts.server.admin.control_routes import (
+    check_load_options,
+    folder_under_root,
+    parse_drafts,
+    parse_label,
+)
 from routed_experts.server.app import TABLE, Entry, Handler
 from routed_experts.server.body import json_response, read_body
-from routed_experts.server.errors import ApiError, unavailable
+from routed_experts.server.errors import ApiError, field_names, unavailable
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.limits import RETRY_AFTER_S
 from routed_experts.server.middleware import random_id, request_owner
@@ -37,6 +42,7 @@ from routed_experts.server.protocol import (
     ContinueRequest,
     PauseRequest,
     RememberRolloutsRequest,
+    ResetPrefixCacheRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
 )
@@ -102,6 +108,15 @@ def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
             ("/abort_request", "POST"): gate.abort_request,
             ("/pause_generation", "POST"): gate.pause_generation,
             ("/continue_generation", "POST"): gate.continue_generation,
+            ("/pause", "POST"): gate.pause,
+            ("/resume", "POST"): gate.resume,
+            ("/update_weights", "POST"): gate.update_weights,
+            ("/reset_prefix_cache", "POST"): gate.reset_prefix_cache,
+            ("/abort_requests", "POST"): gate.abort_requests,
+            ("/sleep", "POST"): gate.sleep,
+            ("/wake_up", "POST"): gate.wake_up,
+            ("/release_memory_occupation", "POST"): gate.release_memory_occupation,
+            ("/resume_memory_occupation", "POST"): gate.resume_memory_occupation,
             ("/update_weights_from_disk", "POST"): gate.update_weights_from_disk,
             ("/update_weight_version", "POST"): gate.update_weight_version,
         }
@@ -233,25 +248,82 @@ class Gate:
         """Hold generation on all replicas; new requests queue until it continues."""
         body = await read_body(request, PauseRequest, server.settings, allow_empty=True)
         mode = body.value.mode or "abort"
-        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
-        _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
-        await self._call("set_pause", mode)
-        return json_response({"success": True, "mode": mode})
+        await self._pause(server, mode)
+        return json_response({"success": True, "status": "ok", "message": "generation is paused", "mode": mode})
 
     async def continue_generation(self, request: Request, server: ServerState) -> Response:
         """End a pause of all replicas."""
         await read_body(request, ContinueRequest, server.settings, allow_empty=True)
-        await self._call("set_pause", None)
-        _values(await self._ask_all("resume"))
-        return json_response({"success": True})
+        await self._resume()
+        return json_response({"success": True, "status": "ok", "message": "generation continues"})
+
+    async def pause(self, request: Request, server: ServerState) -> Response:
+        """Hold generation on all replicas; new requests queue until it resumes."""
+        mode, clears = await vllm_routes.parse_pause(request, server)
+        await self._pause(server, mode)
+        if clears:
+            _values(await self._ask_all("flush", drafts=False))
+        return json_response(vllm_routes.paused_body(mode))
+
+    async def resume(self, request: Request, server: ServerState) -> Response:
+        """End a pause of all replicas."""
+        await read_body(request, ContinueRequest, server.settings, allow_empty=True)
+        await self._resume()
+        return json_response({"status": "resumed"})
+
+    async def reset_prefix_cache(self, request: Request, server: ServerState) -> Response:
+        """Drop all cached prefixes of all replicas; running requests keep their pages unless they are reset too."""
+        options = await vllm_routes.read_options(request, ResetPrefixCacheRequest, server)
+        resets = options.reset_running_requests is True
+        freed = _values(await self._ask_all("reset_prefixes", resets_running=resets))
+        return json_response({"success": True, "freed_pages": sum(freed)})
+
+    async def abort_requests(self, request: Request, server: ServerState) -> Response:
+        """End the calls of these ids, or all of all replicas, with what they have."""
+        ids = await vllm_routes.read_abort_ids(request, server)
+        return json_response(vllm_routes.aborted_body(sum(_values(await self._ask_all("abort_each", ids=ids)))))
+
+    async def sleep(self, request: Request, server: ServerState) -> Response:
+        """Free device memory of all replicas: level 1 the KV pages, level 2 the weights too; requests wait until the
+        fleet wakes up."""
+        tags, mode = vllm_routes.parse_sleep(request)
+        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
+        released = await self._memory("release_memory", tags, mode=mode, timeout_s=timeout_s)
+        return json_response({"status": "sleeping", "released": released})
+
+    async def wake_up(self, request: Request, server: ServerState) -> Response:
+        """Allocate what was freed on all replicas and continue; released weights come by an update before."""
+        tags = memory_routes.parse_tags(vllm_routes.query_tags(request))
+        released = await self._memory("resume_memory", tags)
+        return json_response({"status": "sleeping" if released else "awake", "released": released})
+
+    async def release_memory_occupation(self, request: Request, server: ServerState) -> Response:
+        """Free the memory of KV pages, weights or both of all replicas; requests wait until it is taken back."""
+        tags = await memory_routes.read_tags(request, server)
+        return json_response(memory_routes.memory_body(await self._memory("release_memory", tags, mode="keep")))
+
+    async def resume_memory_occupation(self, request: Request, server: ServerState) -> Response:
+        """Allocate what was released on all replicas and continue; released weights come by an update before."""
+        tags = await memory_routes.read_tags(request, server)
+        return json_response(memory_routes.memory_body(await self._memory("resume_memory", tags)))
+
+    async def update_weights(self, request: Request, server: ServerState) -> Response:
+        """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
+        fields, path = await vllm_routes.read_weight_dir(request, server)
+        with field_names({"model_path": "weight_dir"}):
+            await asyncio.to_thread(folder_under_root, server.settings.weights_root, path)
+        label = parse_label(fields.weight_version, param="weight_version")
+        version = await self._update(path, label, "flush" if fields.flush_cache is True else "keep")
+        return json_response({"status": "ok", "success": True, **version.to_json()})
 
     async def update_weights_from_disk(self, request: Request, server: ServerState) -> Response:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
         fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
+        check_load_options(fields)
         await asyncio.to_thread(folder_under_root, server.settings.weights_root, fields.model_path)
         label = parse_label(fields.weight_version, param="weight_version")
         cache = "keep" if fields.flush_cache is False else "flush"
-        version = await self._update(fields.model_path, label, cache)
+        version = await self._update(fields.model_path, label, cache, abort_first=fields.abort_all_requests is True)
         return json_response({"success": True, "message": "updated", **version.to_json()})
 
     async def update_weight_version(self, request: Request, server: ServerState) -> Response:
@@ -287,6 +359,22 @@ class Gate:
             text = f"the rows were kept by replica {owner}, which has ended; run the request again"
             raise ApiError(text, status=404, code="routing_gone")
         raise unknown
+
+    async def _pause(self, server: ServerState, mode: str) -> None:
+        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
+        _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
+        await self._call("set_pause", mode)
+
+    async def _resume(self) -> None:
+        await self._call("set_pause", None)
+        _values(await self._ask_all("resume"))
+
+    async def _memory(
+        self, operation: str, tags: Sequence[str] | None, *, timeout_s: float = ASK_S, **arguments: Any
+    ) -> list[str]:
+        """Release or resume memory of all replicas; returns what is released on any of them."""
+        answers = _values(await self._ask_all(operation, timeout_s=timeout_s, tags=tags, **arguments))
+        return sorted({tag for released in answers for tag in released})
 
     async def _summed_stats(self, *, reset: bool) -> RoutingStats:
         return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))

@@ -17,7 +17,8 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.engine import Engine
 from routed_experts.fleet.messages import RouteAnswer, RouteCall
 from routed_experts.fleet.weight_member import WeightMember
-from routed_experts.server.admin.control_routes import folder_under_root
+from routed_experts.server.admin import memory_routes, vllm_routes
+from routed_experts.server.admin.control_routes import folder_under_root, pause_engine
 from routed_experts.server.app import TABLE, Entry
 from routed_experts.server.body import json_response
 from routed_experts.server.errors import to_response
@@ -75,10 +76,14 @@ class Operations:
                 "commit": weights.commit,
                 "release": weights.release,
                 "abort": self.abort,
+                "abort_each": self.abort_each,
                 "pause": self.pause,
                 "resume": self.resume,
                 "is_idle": self.is_idle,
                 "flush": self.flush,
+                "reset_prefixes": self.reset_prefixes,
+                "release_memory": self.release_memory,
+                "resume_memory": self.resume_memory,
                 "remember": self.remember,
                 "routing_stats": self.routing_stats,
                 "health": self.health,
@@ -96,14 +101,14 @@ class Operations:
         self._engine.flush_submissions()
         return await asyncio.to_thread(self._engine.engine.abort, rid, abort_all=rid is None)
 
+    async def abort_each(self, ids: list[str] | None) -> int:
+        """End the calls of these ids, or (None) all; returns how many sequences."""
+        self._engine.flush_submissions()
+        return await asyncio.to_thread(vllm_routes.abort_each, self._engine.engine, ids)
+
     async def pause(self, mode: str) -> None:
         """Hold generation."""
-        engine = self._engine
-        engine.flush_submissions()
-        if mode == "wait":  # blocks for as long as started requests run
-            await self._server.pause_executor.run(lambda: engine.engine.pause(mode="wait"))
-        else:
-            await asyncio.to_thread(engine.engine.pause, mode=mode)
+        await pause_engine(self._server, self._engine, mode)
 
     async def resume(self) -> None:
         """End a pause."""
@@ -118,6 +123,20 @@ class Operations:
     async def flush(self, drafts: bool) -> int:
         """Drop cached prefixes; returns the pages that are free now."""
         return await asyncio.to_thread(self._engine.engine.flush_cache, drafts=drafts)
+
+    async def reset_prefixes(self, resets_running: bool) -> int:
+        """Drop cached prefixes, while requests run too; returns the pages that are free now."""
+        return await vllm_routes.reset_prefixes(self._engine, resets_running=resets_running)
+
+    async def release_memory(self, tags: list[str] | None, mode: str) -> tuple[str, ...]:
+        """Release device memory; `mode`: what becomes of running requests. Returns what is released now."""
+        if mode != "keep":
+            await vllm_routes.end_running(self._server, self._engine, mode)
+        return await memory_routes.release(self._engine, tags)
+
+    async def resume_memory(self, tags: list[str] | None) -> tuple[str, ...]:
+        """Take device memory back; returns what is still released."""
+        return await memory_routes.resume(self._engine, tags)
 
     async def remember(self, **rollout: Any) -> None:
         """Take an answer as a draft of later ones."""

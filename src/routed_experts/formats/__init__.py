@@ -14,7 +14,8 @@ where the framework trains on padded batches, also `encode_batch` and `decode_ba
     tunix     int16 [S, M, K]                    with missing="gate": -1
     maxtext   int32 [S, M, K]                    with native=: ids of a live forward
 
-`wire` has the forms that the server speaks, `meta_info` reads answers, `archive` has files. Dims: S tokens, R rows,
+`wire` has the forms that the server speaks (`packed` is one of them), `meta_info` reads answers, `archive` has files.
+Dims: S tokens, R rows,
 P and G rows of prompt and answer, L hidden layers, M MoE layers, K experts per token."""
 
 from importlib import import_module
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         meta_info,
         metadata,
         nemo_rl,
+        packed,
         sglang,
         slime,
         tunix,
@@ -68,6 +70,7 @@ __all__ = [
     "meta_info",
     "metadata",
     "nemo_rl",
+    "packed",
     "record_from_meta_info",
     "record_from_npy",
     "record_from_response",

@@ -1,7 +1,8 @@
 """Read the routing of an answer: flat int32 for trainers, or the record.
 
 Invariant: one array for every wire format; the metadata drives the reading. Without metadata, as other servers send it,
-a payload is raw int32. Dims: R rows, L hidden layers, K experts per token."""
+a payload is raw int32, or packed, whose dense layers are as they were sent.
+Dims: R rows, L hidden layers, K experts per token."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -11,6 +12,7 @@ from jaxtyping import Int32
 
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats import packed
 from routed_experts.formats.layout import scatter_to_all_layers
 from routed_experts.formats.wire import (
     INFO_KEY,
@@ -32,7 +34,10 @@ def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[n
     that does not decode to what its metadata says, and on a ref, which is fetched from its URL instead."""
     holder = _holder(data)
     if holder.get(PAYLOAD_KEY) is not None and holder.get(INFO_KEY) is None:
-        return _bare_int32(holder[PAYLOAD_KEY])
+        payload = holder[PAYLOAD_KEY]
+        if isinstance(payload, Mapping):  # packed, as prime-rl and SkyRL send it
+            return packed.decode(cast("object", payload)).astype(np.int32).reshape(-1)
+        return _bare_int32(payload)
     record = _record(holder, data)
     if record is None:
         return None

@@ -27,7 +27,7 @@ ORDER = "score_desc"
 ID_SPACE = "logical"
 _MAX_COUNT_DIGITS = 10  # counts are int32
 
-PayloadFormat = Literal["int32", "npy", "list", "ref"]
+PayloadFormat = Literal["int32", "npy", "packed", "list", "ref"]
 PayloadLayers = Literal["all", "moe"]
 
 
@@ -198,7 +198,7 @@ def to_metadata(
         moe_layer_ids=record.layer_ids,
         num_experts=record.num_experts,
         top_k=record.top_k,
-        dense_fill=None if layers == "moe" else 0 if payload_format == "npy" else -1,
+        dense_fill=None if layers == "moe" else 0 if payload_format in ("npy", "packed") else -1,
         exact=True,
         placement=None,
         version_spans=record.version_spans,

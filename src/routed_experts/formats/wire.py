@@ -6,6 +6,8 @@ payload: L or M, K experts per token."""
 
 import io
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, cast
 
 import numpy as np
@@ -17,6 +19,8 @@ from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.io_struct import RoutingOptions
 from routed_experts.core.record_validation import check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats import packed
+from routed_experts.formats.base64_text import decode_base64
 from routed_experts.formats.layout import check_ids, scatter_to_all_layers
 from routed_experts.formats.metadata import PayloadLayers, RoutedExpertsMetadata, to_metadata, to_record
 
@@ -26,10 +30,12 @@ WEIGHTS_KEY = "routed_experts_weights"
 START_KEY = "routed_experts_start_len"
 PROMPT_KEY = "prompt_routed_experts"
 REF_KEY = "routed_experts_ref"
+EncodedFormat = Literal["int32", "npy", "packed"]
+_ENCODED: Mapping[str, EncodedFormat] = MappingProxyType({"int32": "int32", "npy": "npy", "packed": "packed"})
 
 
 def encode_routed_experts(
-    record: RoutedExperts, *, payload_format: Literal["int32", "npy"], layers: PayloadLayers, aborted: bool = False
+    record: RoutedExperts, *, payload_format: EncodedFormat, layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
     """Return the fields of meta_info or a choice: `routed_experts`, its metadata, and the weights if the record has
     them.
@@ -39,11 +45,15 @@ def encode_routed_experts(
     has_no_rows = aborted and record.num_tokens == record.num_prompt_tokens
     if has_no_rows:
         record = record[record.start : record.start]
+    payload: object
     if payload_format == "int32":
         payload = pybase64.b64encode_as_string(_columns(record, layers=layers, fill=-1, dtype=np.dtype("<i4")).data)
     else:
-        payload = pybase64.b64encode_as_string(
-            npy_bytes(_columns(record, layers=layers, fill=0, dtype=record.ids.dtype))
+        ids = _columns(record, layers=layers, fill=0, dtype=record.ids.dtype)
+        payload = (
+            packed.encode(ids, start=record.start)
+            if payload_format == "packed"
+            else pybase64.b64encode_as_string(npy_bytes(ids))
         )
     metadata = to_metadata(record, payload_format=payload_format, layers=layers)
     fields: dict[str, object] = {PAYLOAD_KEY: None if has_no_rows else payload, INFO_KEY: metadata.to_json()}
@@ -53,7 +63,7 @@ def encode_routed_experts(
 
 
 def encode_meta_info(
-    record: RoutedExperts, *, payload_format: Literal["int32", "npy"], layers: PayloadLayers, aborted: bool = False
+    record: RoutedExperts, *, payload_format: EncodedFormat, layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
     """Return the keys of encode_routed_experts plus the echo of `start` that readers of meta_info look for."""
     return {
@@ -88,7 +98,7 @@ def encode_rows(record: RoutedExperts, options: RoutingOptions, *, aborted: bool
     if options.format == "list":
         fields = encode_as_lists(record, layers=layers, aborted=aborted)
     else:
-        payload_format = "npy" if options.format == "npy" else "int32"
+        payload_format = _ENCODED.get(options.format, "int32")
         fields = encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted)
     if options.stream:
         fields[INFO_KEY] = {**cast("dict[str, object]", fields[INFO_KEY]), "sha256": None}
@@ -109,12 +119,14 @@ def decode_routed_experts(
         array = _raw_int32(payload, metadata.shape)
     elif metadata.format == "npy":
         array = read_npy(decode_base64(payload), dtype=metadata.dtype, shape=metadata.shape)
+    elif metadata.format == "packed":
+        array = _packed_rows(payload, metadata)
     elif metadata.format == "list":
         array = _rows_from_lists(payload, prompt_payload, metadata)
     else:
         raise RoutingFormatError(
-            f"the payload has the format {metadata.format!r}; expected int32, npy or list: a ref is fetched from its "
-            "URL"
+            f"the payload has the format {metadata.format!r}; expected int32, npy, packed or list: a ref is fetched "
+            "from its URL"
         )
     return to_record(_canonical_ids(array, metadata), metadata, weights=_decoded_weights(weights, metadata))
 
@@ -159,18 +171,6 @@ def read_npy(encoded: bytes, *, dtype: str, shape: tuple[int, ...]) -> np.ndarra
     return np.frombuffer(encoded, expected_dtype, offset=stream.tell()).reshape(shape)
 
 
-def decode_base64(payload: object) -> bytes:
-    """Decode padded base64 without line breaks; anything else is a RoutingFormatError."""
-    if not isinstance(payload, str | bytes):
-        raise RoutingFormatError(f"payload is a {type(payload).__name__}; expected base64 text")
-    try:
-        return pybase64.b64decode(payload, validate=True)
-    except ValueError as cause:
-        raise RoutingFormatError(
-            f"payload of {len(payload)} characters is no base64: {cause}; expected RFC 4648 §4, padded"
-        ) from cause
-
-
 def _columns(
     record: RoutedExperts, *, layers: PayloadLayers, fill: int, dtype: np.dtype[np.integer]
 ) -> Int[np.ndarray, "R columns K"]:
@@ -187,6 +187,18 @@ def _raw_int32(payload: object, shape: tuple[int, int, int]) -> Int32[np.ndarray
             f"int32 payload holds {len(encoded)} bytes; expected {4 * num_expected} for the shape {list(shape)}"
         )
     return np.frombuffer(encoded, np.dtype("<i4")).reshape(shape)
+
+
+def _packed_rows(payload: object, metadata: RoutedExpertsMetadata) -> Int[np.ndarray, "R columns K"]:
+    """Read a packed payload, which must say what its metadata says."""
+    array = packed.decode(payload)
+    start = packed.start_of(cast("Mapping[str, object]", payload))
+    if (array.shape, array.dtype.name) != (metadata.shape, metadata.dtype) or start not in (None, metadata.start):
+        raise RoutingFormatError(
+            f"packed rows are {array.dtype.name}{list(array.shape)} from token {start} on; expected "
+            f"{metadata.dtype}{list(metadata.shape)} from {metadata.start} on"
+        )
+    return array
 
 
 def _to_array(name: str, nested: object, kind: type[np.generic]) -> np.ndarray:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from routed_experts.server.admin import control_routes, info_routes
+from routed_experts.server.admin import control_routes, info_routes, memory_routes, refused_routes, vllm_routes
 from routed_experts.server.anthropic import messages
 from routed_experts.server.body import json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
@@ -21,25 +21,32 @@ from routed_experts.server.openapi import Operation, openapi_document
 from routed_experts.server.playground import make_page
 from routed_experts.server.protocol import (
     AbortRequest,
+    AbortRequestsRequest,
     ChatRequest,
     CompletionRequest,
     ContinueRequest,
     CountTokensRequest,
     DetokenizeRequest,
     GenerateRequest,
+    MemoryRequest,
     MessagesRequest,
     PauseRequest,
     RememberRolloutsRequest,
+    ResetPrefixCacheRequest,
     ResponsesRequest,
     ScoreRequest,
     TokenizeRequest,
+    TokensRequest,
+    UpdateFromFolderRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
+    VllmPauseRequest,
 )
 from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.routing.score import score
 from routed_experts.server.sglang.generate import generate
 from routed_experts.server.state import ServerState
+from routed_experts.server.vllm import generate as tokens
 from routed_experts.server.vllm import tokenize
 
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
@@ -66,6 +73,8 @@ TABLE = (
     Entry("/v1/messages", ("POST",), messages.messages, MessagesRequest),
     Entry("/v1/messages/count_tokens", ("POST",), messages.count_tokens, CountTokensRequest),
     Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
+    Entry("/inference/v1/generate", ("POST",), tokens.generate, TokensRequest),
+    Entry("/skyrl/v1/generate", ("POST",), tokens.skyrl_generate, TokensRequest),
     Entry("/v1/score", ("POST",), score, ScoreRequest),
     Entry("/tokenize", ("POST",), tokenize.tokenize, TokenizeRequest),
     Entry("/detokenize", ("POST",), tokenize.detokenize, DetokenizeRequest),
@@ -90,11 +99,37 @@ TABLE = (
     Entry("/ready", ("GET",), info_routes.ready),
     Entry("/ping", ("GET", "POST"), info_routes.health),
     Entry("/health_generate", ("GET",), info_routes.health_generate),
+    Entry("/liveness", ("GET",), vllm_routes.liveness),
+    Entry("/is_paused", ("GET",), vllm_routes.is_paused),
+    Entry("/is_sleeping", ("GET",), vllm_routes.is_sleeping),
+    Entry("/get_world_size", ("GET",), vllm_routes.get_world_size, query=("include_dp",)),
     Entry("/flush_cache", ("GET", "POST"), control_routes.flush_cache, query=("drafts",), admin=True),
     Entry("/remember_rollouts", ("POST",), control_routes.remember_rollouts, RememberRolloutsRequest, admin=True),
     Entry("/abort_request", ("POST",), control_routes.abort_request, AbortRequest, admin=True),
     Entry("/pause_generation", ("POST",), control_routes.pause_generation, PauseRequest, admin=True),
     Entry("/continue_generation", ("POST",), control_routes.continue_generation, ContinueRequest, admin=True),
+    Entry("/pause", ("POST",), vllm_routes.pause, VllmPauseRequest, query=vllm_routes.PAUSE_QUERY, admin=True),
+    Entry("/resume", ("POST",), vllm_routes.resume, ContinueRequest, admin=True),
+    Entry("/update_weights", ("POST",), vllm_routes.update_weights, UpdateFromFolderRequest, admin=True),
+    Entry(
+        "/reset_prefix_cache",
+        ("POST",),
+        vllm_routes.reset_prefix_cache,
+        ResetPrefixCacheRequest,
+        query=("reset_running_requests",),
+        admin=True,
+    ),
+    Entry("/abort_requests", ("POST",), vllm_routes.abort_requests, AbortRequestsRequest, admin=True),
+    Entry("/sleep", ("POST",), vllm_routes.sleep, query=("level", "tags", "mode"), admin=True),
+    Entry("/wake_up", ("POST",), vllm_routes.wake_up, query=("tags",), admin=True),
+    Entry(
+        "/release_memory_occupation",
+        ("POST",),
+        memory_routes.release_memory_occupation,
+        MemoryRequest,
+        admin=True,
+    ),
+    Entry("/resume_memory_occupation", ("POST",), memory_routes.resume_memory_occupation, MemoryRequest, admin=True),
     Entry(
         "/update_weights_from_disk",
         ("POST",),
@@ -138,6 +173,7 @@ def make_app(
 
     routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path(table)]
     routes += [
+        *(Route(path, refused_routes.refuse, methods=["POST"]) for path in refused_routes.REFUSED),
         Route("/", root, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/version", get_version, methods=["GET"]),

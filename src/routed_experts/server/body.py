@@ -70,6 +70,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "guided_choice": (),
         "guided_grammar": (),
         "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "features": (),
+        "content_parts": ([],),
     }
 )
 # Fields that clients of other servers always send. They have no effect and are never taken for a typo.
@@ -84,7 +87,11 @@ IGNORED = frozenset(
     ).split()
 )
 _OTHER_ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # names of the prompt on other routes
-    {"prompt": ("text", "messages"), "text": ("prompt", "messages"), "messages": ("text", "prompt")}
+    {
+        "prompt": ("text", "messages", "token_ids"),
+        "text": ("prompt", "messages", "token_ids"),
+        "messages": ("text", "prompt"),
+    }
 )
 _SHAPES: Mapping[str, str] = MappingProxyType({"messages": '[{"role": "user", "content": "text"}]'})
 _RESERVED = ("routed_", "return_rout")

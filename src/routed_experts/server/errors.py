@@ -20,7 +20,14 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-_STATUS_BY_CODE = {"duplicate_request_id": 409, "routing_not_found": 404, "routing_not_ready": 409}
+_STATUS_BY_CODE = {
+    "duplicate_request_id": 409,
+    "routing_not_found": 404,
+    "routing_not_ready": 409,
+    "memory_released": 409,
+    "weights_prepared": 409,
+    "weights_released": 409,
+}
 _MAX_PARAM_CHARS = 64
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")

@@ -45,7 +45,7 @@ class ServerSettings:
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     routed_experts_dialect: Dialect = "sglang"
-    routed_experts_format: Literal["int32", "npy", "list", "ref"] | None = None  # None: the dialect's
+    routed_experts_format: Literal["int32", "npy", "packed", "list", "ref"] | None = None  # None: the dialect's
     routing_store_bytes: int = 1 << 30
     routing_store_ttl: float = 600.0
     metrics_compat: Literal["vllm", "sglang"] | None = None

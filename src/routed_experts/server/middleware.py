@@ -24,7 +24,7 @@ from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
 from routed_experts.server.errors import ApiError, ClientGone, ErrorResponse, to_anthropic, to_response, unavailable
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, RESERVED_IDS, ServerSettings
 
-PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
+PROBES = frozenset({"/health", "/health/live", "/ready", "/ping", "/liveness"})
 _LOGGED_AT_DEBUG = PROBES | {"/health_generate"}
 PUBLIC = _LOGGED_AT_DEBUG | {"/"}
 _ANTHROPIC = "/v1/messages"  # errors have another form there

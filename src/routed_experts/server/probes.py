@@ -1,4 +1,4 @@
-"""Probes of a follower: /health, /health/live and /ready of a process that serves nothing else.
+"""Probes of a follower: /health, /health/live, /ready and /liveness of a process that serves nothing else.
 
 They are answered by a thread of their own, from the state of the group alone: never from a device, and never by process
 0. Who restarts processes may so watch each one."""
@@ -32,7 +32,8 @@ class FollowerHealth:
 
 
 def make_probe_app(health: Callable[[], FollowerHealth]) -> Starlette:
-    """An app with the three routes. /health/live is 200; the others are 503 unless the process follows."""
+    """An app with the routes. /health/live is 200, and /liveness 503 where the process is dead; the others are 503
+    unless it follows."""
 
     def response(status: int) -> Response:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
@@ -44,7 +45,11 @@ def make_probe_app(health: Callable[[], FollowerHealth]) -> Starlette:
     async def ready(request: Request) -> Response:
         return response(200 if health().state == "following" else 503)
 
-    return Starlette(routes=[Route("/health", ready), Route("/ready", ready), Route("/health/live", live)])
+    async def liveness(request: Request) -> Response:
+        return response(503 if health().state == "dead" else 200)
+
+    routes = [Route("/health", ready), Route("/ready", ready), Route("/health/live", live)]
+    return Starlette(routes=[*routes, Route("/liveness", liveness)])
 
 
 class ProbeServer:

@@ -314,6 +314,23 @@ class GenerateRequest(RoutingFields, kw_only=True):
     prediction: str | list[int] | None = None
 
 
+class TokensRequest(RoutingFields, kw_only=True):
+    """POST /inference/v1/generate, in vLLM's form: the token ids of one prompt. `sampling_params` has vLLM's names."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] | None = None
+    return_routed_experts: bool | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    data_parallel_rank: int | None = None
+    return_token_ids: bool | None = None
+    output_mode: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a prompt, or messages that the chat template renders."""
 
@@ -352,6 +369,42 @@ class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /continue_generation: no fields."""
 
 
+class VllmPauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /pause, whose fields may also be query parameters. `mode`: abort (the default), wait or keep."""
+
+    mode: str | None = None
+    clear_cache: bool | None = None
+    wait_for_inflight_requests: bool | None = None
+
+
+class UpdateFromFolderRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /update_weights: `weight_dir` is a folder below --weights-root."""
+
+    weight_dir: str | None = None
+    weight_version: int | str | None = None
+    flush_cache: bool | None = None
+    update_info: dict[str, Any] | None = None
+
+
+class ResetPrefixCacheRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /reset_prefix_cache, whose field may also be a query parameter."""
+
+    reset_running_requests: bool | None = None
+
+
+class AbortRequestsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /abort_requests: these ids, or without any all."""
+
+    request_ids: list[str] | None = None
+
+
+class MemoryRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /release_memory_occupation and /resume_memory_occupation. `tags`: kv_cache, weights or both; null: both, or
+    all that is released."""
+
+    tags: list[str] | None = None
+
+
 class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /remember_rollouts: an answer to a prompt, as a draft of later ones. `seed` and `choice` (its index among n)
     are those of the requests that follow it from the start; without a seed those of temperature 0."""
@@ -366,11 +419,14 @@ class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_field
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /update_weights_from_disk. `model_path` is below --weights-root; `weight_version` is any text of at most 256
     characters, or an integer; without it the label stays. `flush_cache` false lets running requests keep their
-    pages."""
+    pages; `abort_all_requests` ends them first."""
 
     model_path: str
     weight_version: int | str | None = None
     flush_cache: bool | None = None
+    load_format: str | None = None
+    abort_all_requests: bool | None = None
+    is_async: bool | None = None
 
 
 class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -207,7 +207,7 @@ def test_expert_counts_are_summed_and_reset_on_all(client, admin):
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
 def test_a_pause_holds_all_replicas_until_all_continue(fleet, client, admin, mode):
-    assert admin.post("/pause_generation", json={"mode": mode}).json() == {"success": True, "mode": mode}
+    assert admin.post("/pause_generation", json={"mode": mode}).json()["mode"] == mode
     assert admin.get("/ready").status_code == 503 and admin.get("/health").status_code == 200
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(generate, client) for _ in range(6)]

@@ -108,11 +108,12 @@ class EngineContext:
         if self.prepared.weights is not None:
             label = short_repr(self.prepared.weights.version.label)
             text = f"{operation} while weights of version {label} are prepared"
-            raise InvalidRequestError(f"{text}; call commit_weights or drop_weights first", param="version")
+            text = f"{text}; call commit_weights or drop_weights first"
+            raise InvalidRequestError(text, param="version", code="weights_prepared")
 
     def check_not_released(self, operation: str) -> None:
         """Raise InvalidRequestError where memory is released."""
         if self.core.released:
             tags = ", ".join(sorted(self.core.released))
             text = f"{operation} needs memory that is released ({tags}); call resume_memory_occupation first"
-            raise InvalidRequestError(text, param="tags")
+            raise InvalidRequestError(text, param="tags", code="memory_released")

@@ -62,7 +62,7 @@ class MemoryControl:
                 core.update_weights(arrays, version=new, cache="flush")
             if "weights" in core.released:
                 text = "the weights were released; give state=, or call update_weights first"
-                raise InvalidRequestError(text, param="state")
+                raise InvalidRequestError(text, param="state", code="weights_released")
             core.resume_memory()
 
         with self._context.weights_lock:

@@ -21,7 +21,7 @@ class RoutingDefaults:
 
     enabled: bool = False
     format: str = "int32"
-    npy_layers: str = "moe"  # of format npy; int32 has all layers, list and ref the MoE layers
+    npy_layers: str = "moe"  # of format npy; int32 and packed have all layers, list and ref the MoE layers
     refs: bool = False
 
 
@@ -60,7 +60,7 @@ def resolve_routing_options(
         )
     start = _checked_start(start, prompt_len)
     form = _checked_format(form, defaults)
-    usual_layers = {"int32": "all", "npy": defaults.npy_layers}.get(form, "moe")
+    usual_layers = {"int32": "all", "packed": "all", "npy": defaults.npy_layers}.get(form, "moe")
     return RoutingOptions(
         enabled=True,
         start=start,
@@ -98,7 +98,7 @@ def _checked_format(form: object, defaults: RoutingDefaults) -> str:
     if form == "ref" and not defaults.refs:
         text = (
             "routed_experts_format='ref' is for servers that keep rows: here the array is already in "
-            "this process; choose int32 or npy"
+            "this process; choose int32, npy or packed"
         )
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     return form
@@ -112,7 +112,10 @@ def _checked_stream(request: GenerateReqInput, form: str) -> bool:
         text = "routed_experts_stream=True without stream=True; set stream, or drop it and read the rows of the answer"
         raise InvalidRequestError(text, param="routed_experts_stream", code="stream_required")
     if form == "ref":
-        text = "routed_experts_stream=True with format 'ref', whose rows are fetched whole; choose int32, npy or list"
+        text = (
+            "routed_experts_stream=True with format 'ref', whose rows are fetched whole; choose int32, npy, packed or "
+            "list"
+        )
         raise InvalidRequestError(text, param="routed_experts_stream", code="conflicting_parameters")
     return True
 

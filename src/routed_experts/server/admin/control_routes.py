@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.weight_version import to_label
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.weight_version import WeightVersion, to_label
+from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.body import json_response, read_body
-from routed_experts.server.errors import ApiError
+from routed_experts.server.errors import ApiError, field_names
 from routed_experts.server.generation_handler import to_seed
 from routed_experts.server.protocol import (
     AbortRequest,
@@ -77,31 +78,69 @@ async def pause_generation(request: Request, server: ServerState) -> Response:
     """Hold generation; new requests queue until it continues."""
     body = await read_body(request, PauseRequest, server.settings, allow_empty=True)
     mode = body.value.mode or "abort"
-    engine = server.accepting_engine
+    await pause_engine(server, server.accepting_engine, mode)
+    return json_response({"success": True, "status": "ok", "message": "generation is paused", "mode": mode})
+
+
+async def pause_engine(server: ServerState, engine: AsyncEngine, mode: str) -> None:
+    """Pause the engine, after the calls that wait to be submitted."""
     engine.flush_submissions()
     if mode == "wait":  # blocks for as long as started requests run
         await server.pause_executor.run(lambda: engine.engine.pause(mode="wait"))
     else:
         await asyncio.to_thread(engine.engine.pause, mode=mode)
-    return json_response({"success": True, "mode": mode})
 
 
 async def continue_generation(request: Request, server: ServerState) -> Response:
     """End a pause."""
     await read_body(request, ContinueRequest, server.settings, allow_empty=True)
     await asyncio.to_thread(server.accepting_engine.engine.resume)
-    return json_response({"success": True})
+    return json_response({"success": True, "status": "ok", "message": "generation continues"})
 
 
 async def update_weights_from_disk(request: Request, server: ServerState) -> Response:
     """Serve the weights of another checkpoint of the same model; a refused one leaves the old ones serving."""
-    body = await read_body(request, UpdateWeightsRequest, server.settings)
-    engine = server.accepting_engine.engine
-    folder = await asyncio.to_thread(folder_under_root, server.settings.weights_root, body.value.model_path)
-    label = parse_label(body.value.weight_version, param="weight_version")
-    cache = "keep" if body.value.flush_cache is False else "flush"
-    version = await asyncio.to_thread(engine.update_weights_from_disk, folder, version=label, cache=cache)
+    fields = (await read_body(request, UpdateWeightsRequest, server.settings)).value
+    check_load_options(fields)
+    version = await update_from_folder(
+        server,
+        fields.model_path,
+        fields.weight_version,
+        cache="keep" if fields.flush_cache is False else "flush",
+        abort_first=fields.abort_all_requests is True,
+    )
     return json_response({"success": True, "message": "updated", **version.to_json()})
+
+
+def check_load_options(fields: UpdateWeightsRequest) -> None:
+    """Raise ApiError for a way of loading that this server has not."""
+    if fields.load_format not in (None, "auto", "safetensors"):
+        text = f"load_format={short_repr(fields.load_format)} is not supported; send auto, or leave it out"
+        raise ApiError(text, status=400, code="unsupported_parameter", param="load_format")
+    if fields.is_async is True:
+        text = "is_async=true is not supported: the call returns when the weights serve; leave it out"
+        raise ApiError(text, status=400, code="unsupported_parameter", param="is_async")
+
+
+async def update_from_folder(
+    server: ServerState,
+    path: str,
+    weight_version: int | str | None,
+    *,
+    cache: str,
+    abort_first: bool = False,
+    param: str = "model_path",
+) -> WeightVersion:
+    """Serve the weights of a folder below --weights-root, and return their version. `abort_first`: end all
+    requests before; a folder that is none ends none. `param`: the field of the route that names the folder."""
+    engine = server.accepting_engine
+    with field_names({"model_path": param}):
+        folder = await asyncio.to_thread(folder_under_root, server.settings.weights_root, path)
+        label = parse_label(weight_version, param="weight_version")
+        if abort_first:
+            engine.flush_submissions()
+            await asyncio.to_thread(engine.engine.abort, abort_all=True)
+        return await asyncio.to_thread(engine.engine.update_weights_from_disk, folder, version=label, cache=cache)
 
 
 async def update_weight_version(request: Request, server: ServerState) -> Response:
@@ -110,10 +149,18 @@ async def update_weight_version(request: Request, server: ServerState) -> Respon
     engine = server.accepting_engine
     label = to_label(body.value.new_version, param="new_version")
     if body.value.abort_all_requests is not False:
+        check_awake(engine)
         engine.flush_submissions()
         await asyncio.to_thread(engine.engine.abort, abort_all=True)
     version = await asyncio.to_thread(engine.engine.update_weight_version, label)
     return json_response({"success": True, "message": "updated", "new_version": label, **version.to_json()})
+
+
+def check_awake(engine: AsyncEngine) -> None:
+    """Raise ApiError (409) while memory is released: before a call ends requests, and is refused then."""
+    if engine.engine.released:
+        text = f"{', '.join(engine.engine.released)} is released; call /resume_memory_occupation or /wake_up first"
+        raise ApiError(text, status=409, code="memory_released")
 
 
 def folder_under_root(root: str | None, model_path: str) -> Path:
@@ -122,9 +169,9 @@ def folder_under_root(root: str | None, model_path: str) -> Path:
         text = "this server takes no weights; start it with --weights-root DIR"
         raise ApiError(text, status=403, code="weights_root_unset")
     if "\0" in model_path or len(model_path) > _MAX_PATH_CHARS:
-        raise InvalidRequestError(f"model_path={short_repr(model_path)} is no path", param="model_path")
+        raise InvalidRequestError(f"{PARAM}={short_repr(model_path)} is no path", param="model_path")
     base = Path(root).resolve()
-    text = f"model_path={short_repr(model_path)} is no folder under --weights-root"
+    text = f"{PARAM}={short_repr(model_path)} is no folder under --weights-root"
     refusal = InvalidRequestError(text, param="model_path")
     try:
         folder = (base / model_path).resolve()
