@@ -103,6 +103,10 @@ def test_an_engine_of_our_names_tells_nothing(folder, caplog):
         ({"speculative_config": {"method": "ngram"}}, r"SpeculativeConfig.from_vllm"),
         ({"tensor_parallel_size": 2, "tp_size": 2}, "tensor_parallel_size and tp_size are one parameter"),
         ({"nnodes": 2}, "nnodes=2 needs dist_init_addr"),
+        ({"server_args": object()}, r"Engine\(\*\*dataclasses.asdict\(server_args\)\)"),
+        ({"trust_remote_cod": True}, r"no parameter of Engine; did you mean trust_remote_code\?"),
+        ({"max_num_seq": 4}, r"did you mean max_num_seqs\?"),
+        ({"of_nobody": 4}, "of_nobody is no parameter of Engine; known are model_path, model, "),
         ({"page_sise": 4}, r"page_sise is no parameter of Engine; did you mean page_size\?"),
     ],
 )

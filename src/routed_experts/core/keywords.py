@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from routed_experts.core import peer_names
-from routed_experts.core.error_text import short_repr
+from routed_experts.core.error_text import nearest_name, short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.peer_names import Arity, NameGroup
 
@@ -54,6 +54,17 @@ class PeerNames:
         if name in self.no_effect:
             return self.no_effect[name]
         return self.refused[name][1] if name in self.refused else None
+
+    def suggest(self, name: str, known: Sequence[str]) -> str:
+        """`suggestion` among `known` and the names of others; without a near one, all of `known`."""
+        others = (
+            *self.no_effect,
+            *self.refused,
+            *self.inverses,
+            *(other for names in self.synonyms for other in names),
+        )
+        nearest = nearest_name(name, known) or nearest_name(name, others)
+        return suggestion(name, known) if nearest is None else f"did you mean {nearest}?"
 
     def own_name(self, name: str, known: Iterable[str]) -> str | None:
         """The one of `known` that means the same, or None."""

@@ -750,6 +750,7 @@ IN_PROCESS: tuple[NameGroup, ...] = (  # flags that have another form in Python
             kt_max_deferred_experts_per_token kt_gpu_prefill_token_threshold""",
     ),
     NameGroup(reason="give speculative=SpeculativeConfig.from_vllm({...})", values="speculative_config"),
+    NameGroup(reason="give its fields: Engine(**dataclasses.asdict(server_args))", values="server_args"),
 )
 OTHER_REQUEST_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # keywords of `generate`
     {"data_parallel_rank": ("routed_dp_rank",), "extra_key": ("cache_salt",)}

@@ -73,7 +73,7 @@ def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
     if of_drafts in {field.name for field in dataclasses.fields(SpeculativeConfig)}:
         fix = f"give it as {of_drafts} of speculative=SpeculativeConfig(...)"
     else:
-        fix = suggestion(name, known)
+        fix = ENGINE_NAMES.suggest(name, known)
     return ConfigError(f"{name} is no parameter of Engine; {fix}")
 
 

@@ -32,7 +32,7 @@ Messages = Sequence[Mapping[str, object]]
 
 
 def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{name} is no parameter of LLM; {suggestion(name, known)}")
+    return ConfigError(f"{name} is no parameter of LLM; {ENGINE_NAMES.suggest(name, known)}")
 
 
 def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
