@@ -2,7 +2,8 @@
 scripts/compat.
 
 A client that fails, or cannot be installed, is marked in the table and makes the exit code 1. Each has a folder of its
-own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
+own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page. With --peers
+FOLDER and what follows, the tests of other servers run instead: compat_peers/run.py."""
 
 import argparse
 import contextlib
@@ -20,6 +21,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from compat_peers import run as peers
 
 from routed_experts.demo import demo_model_path
 
@@ -96,6 +99,10 @@ class Workspace:
 
 
 def main() -> int:
+    if "--peers" in sys.argv:
+        at = sys.argv.index("--peers")
+        sys.argv.remove("--peers")
+        return peers.main(sys.argv[at:] + sys.argv[1:at])
     parser = argparse.ArgumentParser(description=__doc__)
     names = [client.name for client in CLIENTS]
     parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="and leave the page as it is")

@@ -1,0 +1,241 @@
+"""Run the peers' own tests against this project, and compare what they say with the committed table.
+
+scripts/compat --peers FOLDER: FOLDER has checkouts named vllm, sglang and sglang-jax, or some of them; nothing of them
+is committed here. expected.json says of each test: pass, not applicable (with the reason) or fails (with the reason).
+The exit code is 1 if a test of a checkout differs from the table. Checkouts of other commits have other tests: those
+that the table does not know are listed and count for nothing."""
+
+import argparse
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from compat_peers.serving import LEAVE_OUT
+from compat_peers.suites import SUITES
+from routed_experts.demo import demo_model_path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TABLE = HERE / "expected.json"
+REQUIREMENTS = ("pytest>=8.3", "pytest-asyncio", "pytest-timeout", "aiohttp", "prometheus_client", "jsonschema")
+CONTEXT = 32768  # of the model of the tests: the demo model has 1,024, and tests set 8,192 and more
+TEST_S, FILE_S = 150, 1500
+WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
+
+Outcome = tuple[str, str]  # pass, not applicable or fails; and the reason
+Table = dict[str, dict[str, dict[str, Outcome]]]  # peer -> file -> test -> outcome
+
+
+def main(args: list[str]) -> int:
+    """Run what is chosen; print the differences and the shares."""
+    parser = argparse.ArgumentParser(prog="scripts/compat --peers", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with the checkouts vllm, sglang, sglang-jax")
+    parser.add_argument("--file", action="append", metavar="TEXT", help="only files whose path has this text in it")
+    parser.add_argument("--test", metavar="EXPRESSION", help="only tests that pytest's -k chooses; no shares then")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where packages are installed and logs stay")
+    parser.add_argument(
+        "--leave-out",
+        metavar="FLAG:VALUES",
+        default="",
+        help="flags that servers are started without, with the number of their values: to see what the tests of a "
+        "server say that would not start",
+    )
+    parser.add_argument("--write", action="store_true", help="take what was seen into the table; reasons stay")
+    options = parser.parse_args(args)
+    os.environ[LEAVE_OUT] = options.leave_out
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.keep or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        seen: Table = {}
+        for peer, files in suites(options.folder.absolute(), options.file or [""]):
+            for file in files:
+                print(f"... {peer} {file}", flush=True)
+                seen.setdefault(peer, {})[file] = run_file(options.folder.absolute() / peer, file, folder, options.test)
+    if not seen:
+        raise SystemExit(f"{options.folder} has no checkout named vllm, sglang or sglang-jax with the tests asked for")
+    table = read_table()
+    differing = list(differences(table, seen))
+    print("\n".join(differing) or "no test differs from the table")
+    for peer, files in seen.items():
+        print(f"{peer}: {shares(outcome for tests in files.values() for outcome in tests.values())}")
+    if options.write:
+        write_table(merged(table, seen, whole=options.test is None))
+        return 0
+    return 1 if differing else 0
+
+
+def suites(folder: Path, texts: list[str]) -> Iterable[tuple[str, list[str]]]:
+    """The files of each checkout that is there. Prints those that it lacks."""
+    for peer, files in SUITES.items():
+        if not (folder / peer).is_dir():
+            print(f"{peer}: no checkout in {folder}")
+            continue
+        chosen = [file for file in files if any(text in file for text in texts)]
+        for file in chosen:
+            if not (folder / peer / file).is_file():
+                print(f"{peer}: this checkout has no {file}")
+        yield peer, [file for file in chosen if (folder / peer / file).is_file()]
+
+
+def environment(folder: Path) -> Path:
+    """The Python that runs the tests: this one's packages, and those that tests need."""
+    python = folder / "venv" / "bin" / "python"
+    if not python.is_file():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, *REQUIREMENTS], check=True)
+        site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
+        ours = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "zz_project.pth").write_text("\n".join(ours))
+    return python
+
+
+def model_of_tests(folder: Path) -> Path:
+    """The demo model with CONTEXT positions, and an end token that it hardly chooses (its row of the embedding is
+    zero): prompts and answers of the tests are as long as those of the models that they name."""
+    model = folder / "model"
+    if not model.is_dir():
+        shutil.copytree(demo_model_path(), model, ignore=shutil.ignore_patterns("draft_head", "README.md"))
+        for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+            fields = json.loads((model / name).read_text())
+            (model / name).write_text(json.dumps({**fields, key: CONTEXT}))
+        clear_row(
+            model / "model.safetensors", "model.embed_tokens.weight", json.loads((model / "config.json").read_text())
+        )
+    return model
+
+
+def clear_row(file: Path, tensor: str, config: Mapping[str, int]) -> None:
+    """Zero the row of the end token in a tensor of a safetensors file."""
+    content = bytearray(file.read_bytes())
+    (header,) = struct.unpack_from("<Q", content)
+    begin, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
+    row = (end - begin) // config["vocab_size"]
+    at = 8 + header + begin + row * config["eos_token_id"]
+    content[at : at + row] = bytes(row)
+    file.write_bytes(content)
+
+
+def run_file(checkout: Path, file: str, folder: Path, expression: str | None) -> dict[str, Outcome]:
+    """Run a test file in a process of its own; the outcome of each test by its id within the file."""
+    results, log = folder / "results.jsonl", folder / "logs" / f"{checkout.name}-{file.replace('/', '.')}.log"
+    results.unlink(missing_ok=True)
+    log.parent.mkdir(exist_ok=True)
+    workspace = folder / "run"
+    workspace.mkdir(exist_ok=True)
+    env = {
+        **os.environ,
+        "COMPAT_PEER": checkout.name,
+        "COMPAT_CHECKOUT": str(checkout),
+        "COMPAT_MODEL_PATH": str(model_of_tests(folder)),
+        "COMPAT_RESULTS": str(results),
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(HERE.parent), str(HERE / "stand_ins"))),
+        "TMPDIR": str(workspace),
+        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(environment(folder)), "-m", "pytest", "-p", "compat_peers.plugin", "-c", os.devnull, "--noconftest"]
+    command += [f"--rootdir={checkout}", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "--tb=short", "-rA"]
+    command += [f"--timeout={TEST_S}", "-o", "asyncio_default_fixture_loop_scope=function"]
+    command += ["-k", expression] if expression else []
+    with log.open("w") as stream:
+        try:
+            subprocess.run(
+                [*command, str(checkout / file)],
+                cwd=workspace,
+                env=env,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=FILE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            stream.write(f"\nended after {FILE_S} s\n")
+    return outcomes(results, file)
+
+
+def outcomes(results: Path, file: str) -> dict[str, Outcome]:
+    """The worst outcome that the plugin wrote of each test."""
+    found: dict[str, Outcome] = {}
+    for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
+        nodeid, outcome, reason = json.loads(line)
+        test = nodeid.partition("::")[2] or "collection"
+        if test not in found or WORSE.index(outcome) > WORSE.index(found[test][0]):
+            found[test] = (outcome, reason)
+    return {
+        test: ("not applicable", reason) if outcome == "skipped" else (outcome, reason)
+        for test, (outcome, reason) in found.items()
+    } or {"collection": ("fails", f"no test of {file} was run")}
+
+
+def read_table() -> Table:
+    """The committed table."""
+    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
+
+
+def write_table(table: Table) -> None:
+    """Commit a table: sorted, a line a test."""
+    TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def merged(table: Table, seen: Table, *, whole: bool) -> Table:
+    """The table with what was seen. A test whose outcome is the same keeps its reason; one that the table says is not
+    applicable stays so unless it passes. `whole`: tests of a file that were not seen are dropped."""
+    result: Table = {peer: dict(files) for peer, files in table.items()}
+    for peer, files in seen.items():
+        for file, tests in files.items():
+            before = result.setdefault(peer, {}).get(file, {})
+            after = {} if whole else dict(before)
+            for test, outcome in tests.items():
+                old = before.get(test)
+                same = old is not None and (old[0] == outcome[0] or old[0] == "not applicable" != outcome[0] != "pass")
+                after[test] = old if same and old is not None else outcome
+            result[peer][file] = after
+    return result
+
+
+def differences(table: Table, seen: Table) -> Iterable[str]:
+    """A line for each test that is not as the table says. A test that is not applicable may fail in any way."""
+    for peer, files in seen.items():
+        for file, tests in files.items():
+            expected = table.get(peer, {}).get(file, {})
+            for test, (outcome, reason) in tests.items():
+                name = f"{peer} {file}::{test}"
+                if test not in expected:
+                    yield f"NEW  {name}: {outcome} {reason}"
+                elif expected[test][0] != outcome and not (
+                    expected[test][0] == "not applicable" and outcome == "fails"
+                ):
+                    yield f"DIFF {name}: {outcome} {reason} (the table: {expected[test][0]} {expected[test][1]})"
+
+
+def shares(results: Iterable[Outcome]) -> str:
+    """How many pass of those that are applicable."""
+    counts = {outcome: 0 for outcome in ("pass", "fails", "not applicable")}
+    for outcome, _ in results:
+        counts[outcome] += 1
+    applicable = counts["pass"] + counts["fails"]
+    percent = 100 * counts["pass"] / applicable if applicable else 100
+    passing = f"{counts['pass']} of {applicable} applicable tests pass ({percent:.0f} %)"
+    return f"{passing}, {counts['not applicable']} are not applicable"
+
+
+def page_section(table: Mapping[str, Mapping[str, Mapping[str, Outcome]]]) -> list[str]:
+    """The lines of docs/compatibility.md on the peers' tests."""
+    lines = ["| peer | file | pass | fail | not applicable |", "|---|---|---|---|---|"]
+    for peer, files in table.items():
+        for file, tests in files.items():
+            counts = [sum(outcome == kind for outcome, _ in tests.values()) for kind in ("pass", "fails")]
+            lines.append(f"| {peer} | {file} | {counts[0]} | {counts[1]} | {len(tests) - sum(counts)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
