@@ -292,6 +292,25 @@ def test_tokens_and_text_go_both_ways(engine, server):
         assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
 
 
+def test_lists_of_prompts_and_of_ids_are_lists_of_answers(engine, server):
+    prompts = [PROMPT, "", "a b"]
+    for path in ("/tokenize", "/v1/tokenize"):
+        output = server.post(path, {"prompt": prompts, "return_token_strs": True}).json()
+        single = [server.post(path, {"prompt": prompt, "return_token_strs": True}).json() for prompt in prompts]
+        for name in ("tokens", "count", "token_strs"):
+            assert output[name] == [one[name] for one in single], name
+        assert server.post(path, {"prompt": []}).json()["tokens"] == []
+    assert server.post("/tokenize", {"prompt": PROMPT}).json()["token_strs"] is None
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert server.post(path, {"tokens": output["tokens"]}).json()["text"] == prompts
+        assert server.post(path, {"tokens": []}).json() == {"prompt": "", "text": ""}
+    for tokens in ([[5], 6], [[5], [10**6]], [["a"]], [[[5]]]):
+        assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"].startswith("tokens")
+    assert server.client.get("/tokenizer_info").json()["tokenizer_class"] == engine.tokenizer.class_name
+    with running(engine, routed_experts_dialect="vllm") as other:
+        assert other.post("/detokenize", {"tokens": [5]}).json().keys() == {"prompt"}
+
+
 def test_a_server_reports_what_it_is(server):
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == 512

@@ -115,10 +115,10 @@ class GenerateRequest(RoutingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a prompt, or messages that the chat template renders."""
+    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -127,10 +127,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize."""
+    """POST /detokenize: the ids of one text, or a list of lists of them."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int | list[int]]
     skip_special_tokens: bool | None = None
 
 
