@@ -93,6 +93,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--stall-timeout", type=float, metavar="S", text=stall)
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
+    add("--enable-force-include-usage", action="store_true", text="streams of /v1 end with the usage, asked for or not")
     add("--log-level", choices=LOG_LEVELS, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())

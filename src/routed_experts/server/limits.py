@@ -56,6 +56,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0
     strict_fields: bool = False
+    enable_force_include_usage: bool = False  # every stream ends with the usage
     weights_root: str | None = None  # new weights are read only from folders below it
 
     def __post_init__(self) -> None:
