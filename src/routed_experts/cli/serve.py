@@ -82,7 +82,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--routed-experts-format", choices=_FORMATS, text="default: the dialect's")
     add("--routing-store-bytes", type=_size, metavar="BYTES", text="for format ref; default: 1GiB")
     add("--routing-store-ttl", type=float, metavar="S", text="default: 600")
-    add("--metrics-compat", choices=("vllm", "sglang"), text="adds gauges under the other server's names")
+    add("--metrics-compat", choices=("vllm", "sglang"), text="adds metrics under the other server's names")
     add("--expert-metrics", action="store_true", text="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", text="one origin that browsers may call from; default: none")
     add("--request-timeout", type=float, metavar="S", text="default: 600")
