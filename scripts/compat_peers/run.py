@@ -23,8 +23,16 @@ from routed_experts.demo import demo_model_path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "expected.json"
-REQUIREMENTS = ("pytest>=8.3", "pytest-asyncio", "pytest-timeout", "aiohttp", "anthropic", "prometheus_client", "jsonschema")
-CONTEXT = 32768  # of the model of the tests: the demo model has 1,024, and tests set 8,192 and more
+REQUIREMENTS = (
+    "pytest>=8.3",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "aiohttp",
+    "anthropic",
+    "prometheus_client",
+    "jsonschema",
+)
+CONTEXT = 8192  # of the model of the tests: the demo model has 1,024, and tests set as many as 8,192
 TEST_S, FILE_S = 150, 1500
 WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
 

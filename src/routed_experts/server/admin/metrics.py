@@ -130,6 +130,7 @@ class _EngineCollector(Collector):
 
     def __init__(self, engine: AsyncEngine, store: RoutingStore, compat: "_CompatMetrics | None") -> None:
         self._engine, self._store, self._compat = engine.engine, store, compat
+        self._context_length = engine.context_length
 
     def collect(self) -> Iterator[Metric]:
         stats, compiles = self._engine.stats(), self._engine.compiles
@@ -184,7 +185,7 @@ class _EngineCollector(Collector):
                 stats,
                 usage,
                 page_size=self._engine.server_args.page_size,
-                context_length=self._engine.context_length,
+                context_length=self._context_length,
             )
 
 
