@@ -1,4 +1,4 @@
-"""vLLM's `tests.utils`: RemoteOpenAIServer over `routed-experts serve`."""
+"""vLLM's `tests.utils`: RemoteOpenAIServer over `routed-experts serve`, with what a client of vLLM is told to set."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import openai
 from compat_peers import serving
 from compat_peers.placeholders import missing
 
+DIALECT = ("--routed-experts-dialect", "vllm", "--metrics-compat", "vllm")
 __getattr__ = missing("tests.utils")
 
 
@@ -38,7 +39,7 @@ class RemoteOpenAIServer:
             del args[at : at + 2]
         if seed is not None:
             args += ["--seed", str(seed)]
-        self._server = serving.Server(model, args, port=self.port, env=env_dict)
+        self._server = serving.Server(model, [*DIALECT, *args], port=self.port, env=env_dict)
         self.proc = self._server.process
 
     def __enter__(self) -> "RemoteOpenAIServer":

@@ -34,9 +34,8 @@ def popen_launch_server(
 ) -> "Popen[bytes]":
     """A server at `base_url`."""
     port = int(base_url.rstrip("/").rpartition(":")[2])
-    server = serving.Server(
-        model, other_args or (), port=port, api_key=api_key, env=env, outputs=return_stdout_stderr, health="/health"
-    )
+    args = ["--metrics-compat", "sglang", *(other_args or ())]
+    server = serving.Server(model, args, port=port, api_key=api_key, env=env, outputs=return_stdout_stderr)
     return server.process
 
 
