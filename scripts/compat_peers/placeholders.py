@@ -14,9 +14,31 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PEERS = ("vllm", "sglang", "sgl_jax")
-HELPERS = ("sglang.test.kits.",)  # modules that hold tests: taken from the checkout
-MODELS = ("torch",)  # imported by tests that use it for arrays: a placeholder where it is not installed
+_KITS = "abort_timeout pause_generation matched_stop anthropic_messages".split()
+_CLIENT = ("utils.http_utils", "utils.types", "rollout.sglang_rollout", "backends.sglang_utils.sglang_engine")
+_SLIME = (
+    *_CLIENT,
+    *("utils.misc", "observability.trace_utils"),
+    *("backends.sglang_utils.server_control", "backends.sglang_utils.external"),
+)
+_MILES = (*_CLIENT, "utils.misc", "utils.lora", "utils.multi_lora")
+_SERVERS = "backends.skyrl_train.inference_servers"
+_SERVERS = "backends.skyrl_train.inference_servers"
+_SKYRL = (
+    *("env_vars", "backends.utils", "backends.skyrl_train.utils.routed_experts"),
+    *(
+        f"backends.skyrl_train.inference_servers.{name}"
+        for name in ("base", "generate_wire", "remote_inference_client")
+    ),
+)
+PEERS = ("vllm", "sglang", "sgl_jax", "slime", "miles", "skyrl")
+HELPERS = {  # modules that hold tests, or the client of a trainer: taken from the checkout, from this folder of it
+    **{f"sglang.test.kits.{name}_kit": "python" for name in _KITS},
+    **{f"slime.{name}": "." for name in _SLIME},
+    **{f"miles.{name}": "." for name in _MILES},
+    **{f"skyrl.{name}": "." for name in _SKYRL},
+}
+OTHERS = ("torch", "ray", "sglang_router")  # placeholders where they are not installed
 
 
 class PeersOwn(Exception):
@@ -57,10 +79,10 @@ class PeerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """A helper's file of the checkout, or a module of placeholders."""
         root = fullname.partition(".")[0]
-        if root not in (*PEERS, *MODELS) or (root in MODELS and path is not None and list(path)):
+        if root not in (*PEERS, *OTHERS) or (root in OTHERS and path is not None and list(path)):
             return None  # a module that an installed package lacks
-        if fullname.startswith(HELPERS):
-            file = Path(os.environ["COMPAT_CHECKOUT"], "python", *fullname.split(".")).with_suffix(".py")
+        if fullname in HELPERS:
+            file = Path(os.environ["COMPAT_CHECKOUT"], HELPERS[fullname], *fullname.split(".")).with_suffix(".py")
             if file.is_file():
                 return importlib.util.spec_from_file_location(fullname, file)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from compat_peers.serving import LEAVE_OUT
-from compat_peers.suites import SUITES
+from compat_peers.suites import OURS, SUITES
 from routed_experts.demo import demo_model_path
 
 HERE = Path(__file__).parent
@@ -29,6 +29,7 @@ REQUIREMENTS = (
     "pytest-timeout",
     "aiohttp",
     "anthropic",
+    "orjson",
     "prometheus_client",
     "jsonschema",
 )
@@ -82,13 +83,18 @@ def suites(folder: Path, texts: list[str]) -> Iterable[tuple[str, list[str]]]:
     """The files of each checkout that is there. Prints those that it lacks."""
     for peer, files in SUITES.items():
         if not (folder / peer).is_dir():
-            print(f"{peer}: no checkout in {folder}")
+            print(f"{peer}: no checkout in {folder}, its tests are not run")
             continue
         chosen = [file for file in files if any(text in file for text in texts)]
         for file in chosen:
-            if not (folder / peer / file).is_file():
+            if not path_of(folder / peer, file).is_file():
                 print(f"{peer}: this checkout has no {file}")
-        yield peer, [file for file in chosen if (folder / peer / file).is_file()]
+        yield peer, [file for file in chosen if path_of(folder / peer, file).is_file()]
+
+
+def path_of(checkout: Path, file: str) -> Path:
+    """A test file of the checkout, or one of ours."""
+    return (HERE if file.startswith(OURS) else checkout) / file
 
 
 def environment(folder: Path) -> Path:
@@ -149,13 +155,21 @@ def run_file(checkout: Path, file: str, folder: Path, expression: str | None) ->
         "HF_HUB_OFFLINE": "1",
     }
     command = [str(environment(folder)), "-m", "pytest", "-p", "compat_peers.plugin", "-c", os.devnull, "--noconftest"]
-    command += [f"--rootdir={checkout}", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "--tb=short", "-rA"]
+    command += [
+        f"--rootdir={HERE if file.startswith(OURS) else checkout}",
+        "--import-mode=importlib",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-rA",
+    ]
     command += [f"--timeout={TEST_S}", "-o", "asyncio_default_fixture_loop_scope=function"]
     command += ["-k", expression] if expression else []
     with log.open("w") as stream:
         try:
             subprocess.run(
-                [*command, str(checkout / file)],
+                [*command, str(path_of(checkout, file))],
                 cwd=workspace,
                 env=env,
                 stdout=stream,

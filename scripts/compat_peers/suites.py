@@ -1,8 +1,10 @@
-"""The peers' test files that are run, by the folder of the checkout that a user has."""
+"""The peers' test files that are run, by the folder of the checkout that a user has. Those of trainers are ours: they
+call the functions of the checkout that talk to a server."""
 
 VLLM = "tests/entrypoints/"
 SGLANG = "test/registered/"
 SGL_JAX = "test/srt/"
+OURS = "trainers/"  # in this folder
 SUITES: dict[str, tuple[str, ...]] = {
     "vllm": (
         VLLM + "openai/completion/test_completion.py",
@@ -59,4 +61,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         SGL_JAX + "test_logprobs.py",
         SGL_JAX + "rl/test_return_routed_experts.py",
     ),
+    "slime": (OURS + "slime_client.py",),
+    "miles": (OURS + "miles_client.py",),
+    "skyrl": (OURS + "skyrl_client.py",),
 }
