@@ -1,7 +1,8 @@
 """`routed-experts serve` on the model of the tests, under the name that a test asks for.
 
-Flags are passed as the test gives them, but for those of the machine (tests ask for four chips) and of adapters (the
-model of the tests has none): LEFT_OUT."""
+Flags are passed as the test gives them, but for those of LEFT_OUT: of the machine (tests ask for four chips), of adapters
+and random weights (the model of the tests has weights and no adapters), and of code that tests send (it is never run;
+other tests of such a server are run all the same)."""
 
 import contextlib
 import os
@@ -24,7 +25,8 @@ END_S = 40
 LEFT_OUT = {
     **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size", "--device", "--download-dir"), 1),
     **dict.fromkeys(("--lora-modules", "--max-lora-rank", "--max-cpu-loras"), 1),
-    "--enable-lora": 0,
+    "--load-format": 1,
+    **dict.fromkeys(("--enable-lora", "--enable-custom-logit-processor"), 0),
     **{flag: int(count) for flag, _, count in (word.partition(":") for word in os.environ.get(LEAVE_OUT, "").split())},
 }
 _RUNNING: dict[int, subprocess.Popen[bytes]] = {}  # by port
