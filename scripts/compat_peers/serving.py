@@ -1,8 +1,8 @@
 """`routed-experts serve` on the model of the tests, under the name that a test asks for.
 
-Flags are passed as the test gives them, but for those of LEFT_OUT: of the machine (tests ask for four chips), of adapters
-and random weights (the model of the tests has weights and no adapters), and of code that tests send (it is never run;
-other tests of such a server are run all the same)."""
+Flags are passed as the test gives them, but for those of LEFT_OUT: of the machine (tests ask for four chips), of
+adapters and random weights (the model of the tests has weights and no adapters), and of code that tests send (it is
+never run; other tests of such a server are run all the same)."""
 
 import contextlib
 import os
