@@ -94,7 +94,7 @@ def serve(engine: Engine) -> int:
     service.set_ready(AsyncEngine(engine))
     freeze_gc()
     listener = bind(service.settings)
-    server = uvicorn.Server(server_config(make_app(service, version="0")[0]))
+    server = uvicorn.Server(server_config(make_app(service)[0]))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
     return int(listener_url(listener).rsplit(":", 1)[1])
 

@@ -28,7 +28,7 @@ class RecordingRunner:
     """Notes the calls of its methods; stands for a device."""
 
     def __init__(self):
-        self.calls, self.rows = [], Rows()
+        self.calls, self.rows, self.num_ranks = [], Rows(), 1
 
     def follow_step(self, inputs):
         self.calls.append(("step", inputs))
@@ -60,7 +60,7 @@ def send(leader, inputs):
 @pytest.mark.parametrize("targets", [None, np.arange(2, dtype=np.int32)], ids=["no targets", "targets"])
 def test_a_step_keeps_its_values_through_its_order(mode, targets):
     inputs = step_inputs(7, mode, targets)
-    read = StepInputs.from_order(Order(kind=OrderKind.STEP, head=inputs.head, arrays=inputs.arrays))
+    read = StepInputs.from_order(Order(kind=OrderKind.STEP, head=inputs.head, arrays=inputs.arrays), num_ranks=1)
     assert (read.shape, read.sampling_mode) == (SHAPE, mode)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(read.arrays, inputs.arrays, strict=True))
     assert (read.bias is None) == (inputs.bias is None) and (read.prompt_targets is None) == (targets is None)
@@ -81,7 +81,7 @@ def test_a_step_keeps_its_values_through_its_order(mode, targets):
 )
 def test_an_order_that_is_no_step_is_refused(head, arrays):
     with pytest.raises(ProcessMismatchError, match="order 5 "):
-        StepInputs.from_order(Order(kind=OrderKind.STEP, seq=5, head=head, arrays=arrays))
+        StepInputs.from_order(Order(kind=OrderKind.STEP, seq=5, head=head, arrays=arrays), num_ranks=1)
 
 
 def test_orders_reach_the_runner_in_order_and_the_last_is_reported_as_done():

@@ -9,7 +9,7 @@ from oracles.driver import request
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.server.openai.completions import TextFormat
-from routed_experts.server.openai.handler import ChoiceState
+from routed_experts.server.openai.handler import ChoiceState, LogprobOptions
 
 
 def output(num_tokens=1, *, finish_reason=None, exact=True):
@@ -30,22 +30,25 @@ def output(num_tokens=1, *, finish_reason=None, exact=True):
     )
 
 
+LOGPROBS = LogprobOptions(enabled=True, top=2, prompt=None, as_ids=False, echo=False)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_finish_reports_what_is_not_exact(exact):
     sequence = SequenceState(request("one", [5, 6, 7]).source, None, logprobs_mode="raw")
-    choice = ChoiceState(0, sequence, echo=None, prompt_only=False)
+    choice = ChoiceState(0, sequence, echo=None, prompt_only=False, logprobs=LOGPROBS)
     finished = output(finish_reason=FinishReason(type="length", length=1), exact=exact)
     delta = choice.to_delta(sequence.update(finished))
     assert (delta.token_ids, choice.full().token_ids) == ((8,), (8,))
-    fields = {"finish_reason": "length", "stop_reason": None}
+    fields = {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
     assert choice.finish_fields() == fields | ({} if exact else {"exact": False})
 
 
 def test_a_delta_takes_the_same_memory_at_any_position():
     source = dataclasses.replace(request("one", [5, 6, 7]).source, return_logprob=True, top_logprobs_num=2)
     sequence = SequenceState(source, None, logprobs_mode="raw")
-    choice = ChoiceState(0, sequence, echo=None, prompt_only=False)
-    response_format = TextFormat(logprobs=True, token_ids=True)
+    choice = ChoiceState(0, sequence, echo=None, prompt_only=False, logprobs=LOGPROBS)
+    response_format = TextFormat(logprobs=LOGPROBS, token_ids=True)
 
     def peak_bytes(render):
         tracemalloc.start()

@@ -11,6 +11,7 @@ from support.http_server import parse_error, running, stream
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_tokens": 8}
+CONTINUE = "continue_final_message"
 
 
 def engine_text(engine, prompt, **params):
@@ -224,7 +225,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
 
 
 def test_usage_in_a_stream_is_as_asked(engine, server):
-    """vLLM's rules: usage in every chunk needs usage at the end; --enable-force-include-usage adds the latter."""
+    """vLLM's rules: usage in every chunk needs usage at the end; --enable-force-include-usage adds both."""
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
     def usages(server, **options):
@@ -243,9 +244,8 @@ def test_usage_in_a_stream_is_as_asked(engine, server):
     assert not any(chunks) and last["completion_tokens"] == 3
     with running(engine, enable_force_include_usage=True) as other:
         for options in ({}, {"include_usage": False}, {"include_usage": True}):
-            *chunks, last = usages(other, **options)
-            assert not any(chunks) and last["completion_tokens"] == 3, options
-        assert all(usages(other, continuous_usage_stats=True))
+            found = usages(other, **options)
+            assert all(found) and found[-1]["completion_tokens"] == 3, options
         assert "usage" in other.post("/v1/completions", body).json()
 
 
@@ -291,8 +291,16 @@ def test_ids_of_a_chat_prompt_stand_where_vllm_has_them(engine, server):
     output = chat(server, return_token_ids=True)
     prompt = output["prompt_token_ids"]
     assert prompt == output["choices"][0]["prompt_token_ids"] and len(prompt) == output["usage"]["prompt_tokens"]
-    assert "prompt_token_ids" not in chat(server)
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "return_token_ids": True}
+    plain = chat(server)
+    assert plain["prompt_token_ids"] is None and plain["prompt_logprobs"] is None, "null, as clients of vLLM expect"
+    plain = completion(server)["choices"][0]
+    assert plain["prompt_token_ids"] is plain["token_ids"] is plain["prompt_logprobs"] is None
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     for path, fields in (
         ("/v1/chat/completions", body),
         ("/v1/completions", {**body, "messages": None, "prompt": "a"}),
@@ -304,6 +312,95 @@ def test_ids_of_a_chat_prompt_stand_where_vllm_has_them(engine, server):
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         assert sum("prompt_token_ids" in choice for choice in choices) == 1, "once, and not in every chunk"
         assert sum(len(choice.get("token_ids", ())) for choice in choices) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_prompt_logprobs_are_the_engines_by_token_id(engine, server, path):
+    text = PROMPT if path == "/v1/completions" else engine.tokenizer.apply_chat_template(MESSAGES)
+    ids = engine.tokenizer.encode(text)
+    expected = engine.generate(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": 2},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+    )["meta_info"]
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {**prompt, "temperature": 0, "max_tokens": 2, "prompt_logprobs": 2, "n": 2}
+    answer = server.post(path, body).json()
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None], "those of the answer are not requested"
+    for fields in answer["choices"] if path == "/v1/completions" else [answer]:
+        first, *others = fields["prompt_logprobs"]
+        assert first is None and len(others) == len(ids) - 1
+        for entry, own, top in zip(
+            others, expected["input_token_logprobs"][1:], expected["input_top_logprobs"][1:], strict=True
+        ):
+            assert next(iter(entry)) == str(own[1]), "the token of the prompt is first"
+            assert set(entry) == {str(own[1])} | {str(alternative[1]) for alternative in top}
+            for rank, (logprob, token_id, token_text) in enumerate(top, 1):
+                known = entry[str(token_id)]
+                assert (known["rank"], known["decoded_token"]) == (rank, token_text)
+                assert known["logprob"] == pytest.approx(logprob, abs=1e-4)
+            assert entry[str(own[1])]["logprob"] == pytest.approx(own[0], abs=1e-4)
+    zero = server.post(path, {**body, "prompt_logprobs": 0, "n": 1}).json()
+    (zero,) = zero["choices"] if path == "/v1/completions" else [zero]
+    assert all(len(entry) == 1 for entry in zero["prompt_logprobs"][1:]), "0: the token alone"
+
+
+def test_alternatives_of_prompt_and_answer_are_counted_apart(server):
+    choice = completion(server, prompt_logprobs=4, logprobs=1, echo=True)["choices"][0]
+    assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    assert all(4 <= len(entry) <= 5 for entry in choice["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_tokens_are_written_by_their_ids_on_request(server, path):
+    prompt = {"prompt": PROMPT, "logprobs": 2} if path == "/v1/completions" else {"messages": MESSAGES}
+    prompt |= {} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
+    body = {**prompt, **GREEDY, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = server.post(path, body).json()["choices"][0]
+    expected = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    if path == "/v1/completions":
+        assert choice["logprobs"]["tokens"] == expected
+        assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+    else:
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == expected
+        assert all(top["token"].startswith("token_id:") for entry in content for top in entry["top_logprobs"])
+        assert any(entry["bytes"] for entry in content), "the bytes stay those of the text"
+
+
+def test_an_answer_continues_the_final_message(engine, server):
+    """The prompt ends with the message's content, to the character, as that of transformers does."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "The experts are "}]
+    open_prompt = engine.tokenizer.apply_chat_template(MESSAGES)
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    answer = chat(server, messages=messages, **fields)
+    assert engine.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False) == (
+        open_prompt + "The experts are "
+    )
+    expected = engine.generate(input_ids=answer["prompt_token_ids"], sampling_params=GREEDY)["text"]
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert chat(server, messages=messages, **fields, echo=True)["choices"][0]["message"]["content"] == (
+        "The experts are " + expected
+    )
+    chunks = stream(server, "/v1/chat/completions", {"messages": messages, **GREEDY, **fields, "echo": True})
+    texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(texts) == "The experts are " + expected
+    twice = [*MESSAGES, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a"}]
+    ids = chat(server, messages=twice, **fields)["prompt_token_ids"]
+    assert engine.tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_start|>assistant\na")
+
+
+def test_an_end_is_named_as_sglang_and_as_vllm_name_it(engine, server):
+    text = engine_text(engine, PROMPT)["text"]
+    choice = completion(server, stop=text[4:6])["choices"][0]
+    assert choice["matched_stop"] == choice["stop_reason"] == text[4:6]
+    choice = completion(server)["choices"][0]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+    (eos,) = engine.tokenizer.eos_token_ids
+    choice = completion(server, logit_bias={str(eos): 100})["choices"][0]
+    assert (choice["matched_stop"], choice["stop_reason"]) == (eos, None), "vLLM's field names what was requested"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -359,6 +456,7 @@ def test_rows_stand_where_sglangs_clients_look(server, path):
         ({"prompt": "a", "stream_options": {}, "stream": False}, "stream_options"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ],
 )
@@ -371,7 +469,11 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
     [
         ({"messages": []}, "messages"),
         ({}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "a" * 65, "content": "a"}]}, "messages[0].role"),
+        ({"messages": MESSAGES, "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"messages": MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True}, CONTINUE),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),

@@ -22,6 +22,7 @@ PATHS = sorted(
     {re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"}
 )
 ADMIN_PATHS = {
+    "/v1/routing/reset",
     "/flush_cache",
     "/remember_rollouts",
     "/abort_request",

@@ -324,7 +324,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     url, ready, codes = listener_url(listener), threading.Event(), []
     opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
     state = ServerState(settings, model_path="tiny")
-    process = ServerProcess(state, listener, version="0", load=lambda: AsyncEngine(opened), on_ready=ready.set)
+    process = ServerProcess(state, listener, load=lambda: AsyncEngine(opened), on_ready=ready.set)
     thread = threading.Thread(target=lambda: codes.append(process.run()))
     thread.start()
     assert ready.wait(30)
@@ -336,7 +336,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
         def fall(*_):
             raise MemoryError("the device is out of memory at 0x7f00deadbeef in /root/secret/file.py")
 
-        opened.components.core.ranks[0].schedule = fall
+        opened.components.core.ranks[0].choose = fall
         response = http.post("/generate", json={"text": "a"})
         error = parse_error(response, 503)
         assert error["code"] == "engine_dead" and "0x7f00" not in error["message"] and "/root" not in error["message"]

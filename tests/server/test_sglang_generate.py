@@ -311,9 +311,28 @@ def test_lists_of_prompts_and_of_ids_are_lists_of_answers(engine, server):
         assert other.post("/detokenize", {"tokens": [5]}).json().keys() == {"prompt"}
 
 
+def test_equal_prompts_under_one_seed_have_equal_answers_and_seeds_of_their_own_differ(engine, server):
+    """In process and over HTTP; `n` and lists of seeds give different ones."""
+    params = {"max_new_tokens": 8, "temperature": 1.0, "seed": 7}
+    seeds = [{**params, "seed": seed} for seed in (7, 8)]
+
+    def texts(answers):
+        return [answer["text"] for answer in answers]
+
+    one, two = texts(engine.generate([PROMPT] * 2, params))
+    assert one == two
+    assert texts(server.post("/generate", {"text": [PROMPT] * 2, "sampling_params": params}).json()) == [one, one]
+    first, second = texts(engine.generate([PROMPT] * 2, seeds))
+    assert first == one != second
+    assert texts(server.post("/generate", {"text": [PROMPT] * 2, "sampling_params": seeds}).json()) == [one, second]
+    both = texts(engine.generate([PROMPT] * 2, {**params, "n": 2}))
+    assert both[:2] == both[2:] and both[0] == one != both[1]
+
+
 def test_a_server_reports_what_it_is(server):
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == 512
+    assert (model["root"], model["parent"]) == ("tiny", None)
     assert model["moe"] == {"num_layers": 4, "moe_layer_ids": [1, 2, 3], "num_experts": 16, "top_k": 4}
     assert server.client.get("/v1/models/tiny").json() == model
     assert parse_error(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"

@@ -39,14 +39,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine, **settings):
+def running(engine, *, model_path="tiny", **settings):
     """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event
     of its own."""
-    state = ServerState(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
+    state = ServerState(
+        ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path=model_path, version="0"
+    )
     if engine is not None:
         state.set_ready(AsyncEngine(engine))
     listener = bind(state.settings)
-    app, middleware = make_app(state, version="0")
+    app, middleware = make_app(state)
     server = uvicorn.Server(server_config(app))
     started = threading.Event()
     loops = []

@@ -93,7 +93,11 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--stall-timeout", type=float, metavar="S", text=stall)
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
-    add("--enable-force-include-usage", action="store_true", text="streams of /v1 end with the usage, asked for or not")
+    add(
+        "--enable-force-include-usage",
+        action="store_true",
+        text="every chunk of streams of /v1 has the usage, asked for or not",
+    )
     add("--log-level", choices=LOG_LEVELS, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())
@@ -147,7 +151,9 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         spec = ReplicaSpec(args=args, server=settings, fleet=fleet, dist=dist, **parts)
         return serve_fleet(spec, options, start_time)
     listener = run_module.bind(settings)
-    server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
+    server: ServerState = state_module.ServerState(
+        settings, model_path=args.model_path, tokenizer_path=args.tokenizer_path, version=version()
+    )
     joined: list[AnyGroup] = []  # the group, once all its processes have met
 
     def print_ready() -> None:
@@ -156,7 +162,6 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     process = run_module.ServerProcess(
         server,
         listener,
-        version=version(),
         load=lambda: _load(args, groups, dist, joined, server, start_time),
         on_ready=print_ready,
     )

@@ -88,6 +88,9 @@ def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
             ("/v1/models", "GET"): gate.models,
             ("/get_server_info", "GET"): gate.server_info,
             ("/server_info", "GET"): gate.server_info,
+            ("/get_load", "GET"): gate.get_load,
+            ("/v1/loads", "GET"): gate.loads,
+            ("/load", "GET"): gate.load,
             ("/get_weight_version", "GET"): gate.weight_version,
             ("/metrics", "GET"): gate.metrics,
             ("/health", "GET"): gate.health,
@@ -145,6 +148,18 @@ class Gate:
     async def server_info(self, request: Request, server: ServerState) -> Response:
         """Describe the configuration of one replica, which is that of all, and every replica's state."""
         return await self._with_replicas(await info_routes.server_info(request, server), version=True)
+
+    async def get_load(self, request: Request, server: ServerState) -> Response:
+        """Tell the load of every data rank of every replica, in SGLang's older form."""
+        return info_routes.get_load_response(await self._loads(request, server))
+
+    async def loads(self, request: Request, server: ServerState) -> Response:
+        """Tell the load of every data rank of every replica, or of ?dp_rank=, and the sums."""
+        return info_routes.loads_response(request, server, await self._loads(request, server))
+
+    async def load(self, request: Request, server: ServerState) -> Response:
+        """Tell how many requests run or wait on all replicas, in vLLM's form."""
+        return info_routes.load_response(await self._loads(request, server))
 
     async def weight_version(self, request: Request, server: ServerState) -> Response:
         """Say which weights the fleet serves."""
@@ -274,6 +289,16 @@ class Gate:
 
     async def _summed_stats(self, *, reset: bool) -> RoutingStats:
         return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))
+
+    async def _loads(self, request: Request, server: ServerState) -> list[info_routes.Load]:
+        """The load of every data rank of every replica; a replica that does not answer is an error, for who waits until
+        a fleet is idle must not be misled."""
+        call = dataclasses.replace(_call(request, "/v1/loads"), query=b"")
+        answers = await self._ask_all("route", call=call)
+        loads: list[info_routes.Load] = []
+        for tag, answer in zip(answers, _values(answers), strict=True):
+            loads += [{**load, "replica": tag} for load in msgspec.json.decode(answer.body)["loads"]]
+        return loads
 
     async def _version(self, value: int | str | None, *, param: str) -> int | None:
         if value is None:

@@ -81,7 +81,12 @@ class Replica:
             proxy = _proxy_name()
             check_proxy(settings.routing_policy, proxy)
             engine = await asyncio.to_thread(self._build, spec)
-            self._state = server = ServerState(spec.server, model_path=spec.args.model_path or "")
+            self._state = server = ServerState(
+                spec.server,
+                model_path=spec.args.model_path or "",
+                tokenizer_path=spec.args.tokenizer_path,
+                version=version,
+            )
             server.set_ready(AsyncEngine(engine))
             weights = weight_member(engine, spec.server)
             operations = Operations(server, weights, drain=self._drain, proxy=proxy)
@@ -102,9 +107,7 @@ class Replica:
                 await client.call("failed", to_refusal(error), isinstance(error, MachineError), timeout_s=30.0)
             raise
         table = fleet_table(link, update_s=settings.weight_update_timeout)
-        app, self._middleware = make_app(
-            server, version=version, table=table, new_request_id=request_id_maker(joined.tag)
-        )
+        app, self._middleware = make_app(server, table=table, new_request_id=request_id_maker(joined.tag))
         self._app: ASGIApp = RequestIds(app)
         self._engine = engine
         link.start()

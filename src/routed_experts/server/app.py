@@ -67,13 +67,16 @@ TABLE = (
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
     Entry("/v1/routing/stats", ("GET",), routing_routes.stats, etag=True),
-    Entry("/v1/routing/reset", ("POST",), routing_routes.reset),
+    Entry("/v1/routing/reset", ("POST",), routing_routes.reset, admin=True),
     Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch, query=("format", "choice"), etag=True),
     Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
     Entry("/get_model_info", ("GET",), info_routes.model_info),
     Entry("/model_info", ("GET",), info_routes.model_info),
     Entry("/get_server_info", ("GET",), info_routes.server_info),
     Entry("/server_info", ("GET",), info_routes.server_info),
+    Entry("/get_load", ("GET",), info_routes.get_load),
+    Entry("/v1/loads", ("GET",), info_routes.loads, query=("include", "dp_rank")),
+    Entry("/load", ("GET",), info_routes.load),
     Entry("/get_weight_version", ("GET",), info_routes.weight_version),
     Entry("/metrics", ("GET",), info_routes.metrics),
     Entry("/health/live", ("GET",), info_routes.live),
@@ -106,7 +109,6 @@ TABLE = (
 def make_app(
     server: ServerState,
     *,
-    version: str,
     table: Sequence[Entry] = TABLE,
     new_request_id: Callable[[], str] = random_id,
 ) -> tuple[ASGIApp, RequestMiddleware]:
@@ -116,14 +118,14 @@ def make_app(
         Operation(entry.path, entry.methods, entry.handler.__doc__ or "", entry.body, entry.query, etag=entry.etag)
         for entry in table
     ]
-    document = openapi_document(operations, version=version)
+    document = openapi_document(operations, version=server.version)
     page = make_page()
 
     async def openapi(request: Request) -> Response:
         return json_response(document)
 
     async def get_version(request: Request) -> Response:
-        return json_response({"version": version})
+        return json_response({"version": server.version})
 
     async def root(request: Request) -> Response:
         return page

@@ -56,13 +56,15 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     extra_key: str | None = None
     data_parallel_rank: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """POST /v1/completions. `prompt`: text, a list of texts, token ids, or a list of lists of them."""
 
     prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
     logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
@@ -92,6 +94,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
 

@@ -84,13 +84,12 @@ class ServerProcess:
         server: ServerState,
         listener: socket.socket,
         *,
-        version: str,
         load: Callable[[], AsyncEngine],
         on_ready: Callable[[], None],
     ) -> None:
         self._state, self._listener = server, listener
         self._load, self._on_ready = load, on_ready
-        app, self._middleware = make_app(server, version=version)
+        app, self._middleware = make_app(server)
         self._server = _Server(server_config(app), self._on_signal)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exit_now = asyncio.Event()

@@ -14,7 +14,7 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
-from routed_experts.models.loading.model_source import model_name
+from routed_experts.models.loading.model_source import full_path, model_name
 from routed_experts.server.admin.integrity import IntegrityWatch
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.errors import ApiError, unavailable
@@ -37,12 +37,22 @@ class Health:
 
 
 class ServerState:
-    """Shared by all routes of one server."""
+    """Shared by all routes of one server.
+
+    `model_path`, `tokenizer_path`: folders, in full, or ids of repositories; clients that
+    count tokens load the tokenizer from there. `version`: of this package."""
 
     def __init__(
-        self, settings: ServerSettings, *, model_path: str, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: ServerSettings,
+        *,
+        model_path: str,
+        tokenizer_path: str | None = None,
+        version: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
+        self.settings, self.version = settings, version
+        self.model_path, self.tokenizer_path = full_path(model_path), full_path(tokenizer_path or model_path)
         self.model_name = settings.served_model_name or model_name(model_path)
         self.created = int(time.time())
         self.metrics = Metrics(

@@ -57,6 +57,11 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
+def full_path(model: str) -> str:
+    """The absolute path of a folder; the id of a repository as it is."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
 def find_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of a model; a repository is fetched, without `weights` its configs and tokenizer alone.
 

@@ -1,13 +1,19 @@
 """Routes that describe the server: models, configuration, version, metrics, health.
 
-Configuration leaves by an allow-list: no key, no path beyond the model's name, no address."""
+Configuration leaves by an allow-list: no key, no address, no path but those of the model and
+its tokenizer."""
 
 import asyncio
+import datetime
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.server.body import json_response
 from routed_experts.server.errors import unavailable
@@ -27,6 +33,8 @@ _STATUSES = MappingProxyType(
         "dead": (503, 503),
     }
 )
+Load = Mapping[str, Any]  # of one data rank, in the fields of SGLang
+_SUMMED = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 _SERVER_INFO_FIELDS = (
     "dtype random_seed tp_size ep_size dp_size page_size mem_fraction_static max_total_tokens max_running_requests "
     "max_queued_requests chunked_prefill_size max_prefill_tokens precompile_bs_paddings precompile_token_paddings "
@@ -50,10 +58,11 @@ async def model(request: Request, server: ServerState) -> Response:
 async def model_info(request: Request, server: ServerState) -> Response:
     """Describe the model in SGLang's fields."""
     fields: dict[str, object] = {
-        "model_path": server.model_name,
-        "tokenizer_path": server.model_name,
+        "model_path": server.model_path,
+        "tokenizer_path": server.tokenizer_path,
         "served_model_name": server.model_name,
         "is_generation": True,
+        "preferred_sampling_params": None,
         "max_model_len": server.engine.context_length,
         "vocab_size": server.engine.vocab_size,
         "weight_version": _weight_version(server),
@@ -66,17 +75,112 @@ async def server_info(request: Request, server: ServerState) -> Response:
     """Describe the configuration of the engine and what it has done, by an allow-list."""
     info = server.engine.engine.get_server_info()
     stats = server.engine.engine.stats()
+    by_rank = _loads(server)
+    used, total = (sum(load[name] for load in by_rank) for name in ("num_used_tokens", "max_total_num_tokens"))
     state: dict[str, object] = {
         "num_running_reqs": stats.running,
         "num_queue_reqs": stats.waiting,
+        "running_batch_size": stats.running,
+        "waiting_queue_size": stats.waiting,
+        "available_kv_tokens": total - used,
+        "engine_paused": server.engine.engine.paused is not None,
         "last_step_age_s": stats.last_step_age_s,
         "weight_version": str(stats.weight_version),
     }
     if stats.speculative is not None:
         state["avg_spec_accept_length"] = stats.speculative.requests.accept_length
     allowed = {name: info[name] for name in _SERVER_INFO_FIELDS if name in info}
-    head = {"model_path": server.model_name, "served_model_name": server.model_name, "status": server.health().state}
+    head = {
+        "model_path": server.model_path,
+        "tokenizer_path": server.tokenizer_path,
+        "served_model_name": server.model_name,
+        "status": server.health().state,
+        "version": server.version,
+        "max_total_num_tokens": total,
+        "pp_size": 1,
+        "is_embedding": False,
+        "disaggregation_mode": "null",
+    }
     return json_response({**head, **allowed, "internal_states": [state]})
+
+
+async def get_load(request: Request, server: ServerState) -> Response:
+    """Tell the load of every data rank, in SGLang's older form."""
+    return get_load_response(_loads(server))
+
+
+def get_load_response(by_rank: Sequence[Load]) -> Response:
+    """The body of GET /get_load."""
+    return json_response(
+        [
+            {
+                "dp_rank": load["dp_rank"],
+                "num_reqs": load["num_total_reqs"],
+                "num_waiting_reqs": load["num_waiting_reqs"],
+                "num_tokens": load["num_used_tokens"],
+            }
+            for load in by_rank
+        ]
+    )
+
+
+async def loads(request: Request, server: ServerState) -> Response:
+    """Tell the load of every data rank, or of ?dp_rank=, and the sums. ?include= is taken: every section is sent."""
+    return loads_response(request, server, _loads(server))
+
+
+def loads_response(request: Request, server: ServerState, by_rank: Sequence[Load]) -> Response:
+    """The body of GET /v1/loads. Raises InvalidRequestError for a data rank that does not exist."""
+    asked = request.query_params.get("dp_rank")
+    if asked is not None:
+        ranks = sorted({int(load["dp_rank"]) for load in by_rank})
+        if asked not in map(str, ranks):
+            text = f"dp_rank={short_repr(asked)} must be one of {', '.join(map(str, ranks))}"
+            raise InvalidRequestError(text, param="dp_rank")
+        by_rank = [load for load in by_rank if load["dp_rank"] == int(asked)]
+    sums = {f"total_{name.removeprefix('num_')}": sum(load[name] for load in by_rank) for name in _SUMMED}
+    usage = sum(load["num_used_tokens"] for load in by_rank) / sum(load["max_total_num_tokens"] for load in by_rank)
+    body = {
+        "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
+        "version": server.version,
+        "dp_rank_count": len(by_rank),
+        "loads": by_rank,
+        "aggregate": {**sums, "avg_token_usage": round(usage, 4)},
+    }
+    return json_response(body)
+
+
+async def load(request: Request, server: ServerState) -> Response:
+    """Tell how many requests run or wait, in vLLM's form."""
+    return load_response(_loads(server))
+
+
+def load_response(by_rank: Sequence[Load]) -> Response:
+    """The body of GET /load."""
+    return json_response({"server_load": sum(load["num_total_reqs"] for load in by_rank)})
+
+
+def _loads(server: ServerState) -> list[Load]:
+    """Return the load of every data rank, in SGLang's fields."""
+    engine = server.engine.engine
+    stats, args = engine.stats(), engine.server_args
+    ranks = stats.data_ranks or (stats,)
+    loads = list[Load]()
+    for number, rank in enumerate(ranks):
+        used, total = rank.total_pages - rank.free_pages - rank.cached_pages, rank.total_pages
+        loads.append(
+            {
+                "dp_rank": number,
+                "num_running_reqs": rank.running,
+                "num_waiting_reqs": rank.waiting,
+                "num_total_reqs": rank.running + rank.waiting,
+                "num_used_tokens": used * args.page_size,
+                "max_total_num_tokens": total * args.page_size,
+                "token_usage": round(used / total, 4),
+                "max_running_requests": args.running_limit,
+            }
+        )
+    return loads
 
 
 async def weight_version(request: Request, server: ServerState) -> Response:
@@ -150,6 +254,8 @@ def _model(server: ServerState) -> dict[str, object]:
         "object": "model",
         "created": server.created,
         "owned_by": "routed-experts",
+        "root": server.model_path,
+        "parent": None,
         "max_model_len": server.engine.context_length,
         "moe": _moe(server),
     }

@@ -13,8 +13,10 @@ from routed_experts.server.body import read_body
 from routed_experts.server.errors import ApiError, field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.openai.handler import (
+    MAX_LOGPROBS,
     ChoiceState,
     Delta,
+    LogprobOptions,
     OpenAIHandler,
     completion_logprobs,
     parse_options,
@@ -25,7 +27,6 @@ from routed_experts.server.routing.response import openai_defaults, to_routing_p
 from routed_experts.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
-_MAX_LOGPROBS = 20
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
     {"max_new_tokens": "max_tokens", "input_ids": "prompt", "text": "prompt", "rid": "request_id"}
@@ -37,14 +38,15 @@ class TextFormat:
 
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, *, logprobs: bool, token_ids: bool) -> None:
+    def __init__(self, *, logprobs: LogprobOptions, token_ids: bool) -> None:
         self._logprobs, self._token_ids = logprobs, token_ids
 
     def full(self, choice: ChoiceState) -> dict[str, object]:
         """Return the body of a finished choice."""
-        return self.chunk(choice, choice.full())
+        nulls = {"token_ids": None, "prompt_token_ids": None}
+        return {**nulls, **self.chunk(choice, choice.full()), "prompt_logprobs": choice.prompt_logprobs()}
 
-    def head(self, choice: ChoiceState) -> dict[str, object]:
+    def head(self, choice: ChoiceState, *, stream: bool) -> dict[str, object]:
         """Return nothing: a response has several prompts."""
         return {}
 
@@ -55,8 +57,10 @@ class TextFormat:
     def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
         """Return the chunk of a delta; `text_offset` continues from chunk to chunk."""
         body: dict[str, object] = {"index": choice.index, "text": delta.text, "logprobs": None}
-        if self._logprobs:
-            body["logprobs"], choice.text_offset = completion_logprobs(delta.logprobs, offset=choice.text_offset)
+        if self._logprobs.enabled:
+            body["logprobs"], choice.text_offset = completion_logprobs(
+                delta.logprobs, offset=choice.text_offset, as_ids=self._logprobs.as_ids
+            )
         return body | choice.token_fields(delta) if self._token_ids else body
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
@@ -72,8 +76,10 @@ async def completions(request: Request, server: ServerState) -> Response:
     if completion.best_of is not None and completion.best_of != (completion.n or 1):
         text = "best_of other than n is not supported; leave it out"
         raise ApiError(text, status=400, code="unsupported_parameter", param="best_of")
-    options = parse_options(request, server, body, prefix="cmpl-", fields=_FIELDS)
-    logprobs, top_logprobs = _logprobs(completion)
+    options = parse_options(
+        request, server, body, prefix="cmpl-", fields=_FIELDS, logprobs=_num_alternatives(completion.logprobs)
+    )
+    logprobs = options.logprobs
     with field_names(_FIELDS):
         texts, input_ids = await run_in_thread_if_large(body.num_bytes, lambda: _prompts(server, completion))
         inputs = GenerateReqInput(
@@ -84,9 +90,9 @@ async def completions(request: Request, server: ServerState) -> Response:
             extra_key=completion.extra_key or completion.cache_salt,
             data_parallel_rank=completion.data_parallel_rank,
             stream=completion.stream is True,
-            return_logprob=logprobs,
-            logprob_start_len=0 if logprobs and completion.echo else -1,
-            top_logprobs_num=top_logprobs,
+            return_logprob=logprobs.enabled or logprobs.prompt is not None,
+            logprob_start_len=logprobs.start,
+            top_logprobs_num=logprobs.num_requested,
             **to_routing_params(completion, enabled=completion.return_routed_experts),
         )
         requests = await server.process(
@@ -111,14 +117,13 @@ async def completions(request: Request, server: ServerState) -> Response:
     return await handler.respond(request, stream=completion.stream is True)
 
 
-def _logprobs(completion: CompletionRequest) -> tuple[bool, int]:
-    """Return whether logprobs are returned, and the number of alternatives."""
-    value = completion.logprobs
-    if value is None or value is False:
-        return False, 0
-    if not 0 <= value <= _MAX_LOGPROBS:
-        raise InvalidRequestError(f"logprobs={short_repr(value)} must be 0..{_MAX_LOGPROBS}", param="logprobs")
-    return True, int(value)
+def _num_alternatives(logprobs: bool | int | None) -> int | None:
+    """Return the number of alternatives of a token; None without logprobs."""
+    if logprobs is None or logprobs is False:
+        return None
+    if not 0 <= logprobs <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"logprobs={short_repr(logprobs)} must be 0..{MAX_LOGPROBS}", param="logprobs")
+    return int(logprobs)
 
 
 def _prompts(
@@ -149,6 +154,8 @@ def _prompts(
 
 
 def _decode(server: ServerState, requests: Sequence[TokenizedGenerateReqInput]) -> list[str]:
-    """Return the text of prompts that are token ids."""
-    tokenizer = server.tokenizer("echo")
+    """Return the text of prompts that are token ids; without a tokenizer they have none."""
+    tokenizer = server.engine.tokenizer
+    if tokenizer is None:
+        return [""] * len(requests)
     return [tokenizer.decode(request.input_ids.tolist(), skip_special_tokens=False) for request in requests]

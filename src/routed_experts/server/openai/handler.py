@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
@@ -29,6 +30,7 @@ from routed_experts.server.routing.response import ResponseRouting, ref_url, rou
 from routed_experts.server.sse import event
 from routed_experts.server.state import ServerState
 
+MAX_LOGPROBS = 20
 _LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express
 _SAMPLING_FIELDS = (
     "temperature top_p top_k min_p n stop stop_token_ids min_tokens ignore_eos presence_penalty frequency_penalty "
@@ -37,11 +39,34 @@ _SAMPLING_FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobOptions:
+    """Which logprobs a call returns: of generated tokens, with `top` alternatives; of the prompt, with `prompt`
+    alternatives (None: not returned). `as_ids`: tokens are written as token_id:N, from which the id can be read."""
+
+    enabled: bool
+    top: int
+    prompt: int | None
+    as_ids: bool
+    echo: bool  # those of the prompt precede those of the generated tokens
+
+    @property
+    def num_requested(self) -> int:
+        """The number of alternatives that the engine returns."""
+        return max(self.top, self.prompt or 0)
+
+    @property
+    def start(self) -> int:
+        """The first token of the prompt with a logprob; -1 without."""
+        return 0 if self.echo or self.prompt is not None else -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIOptions(CallOptions):
-    """Options of a call of /v1: whether its stream ends with the usage, and whether every chunk has it."""
+    """Options of a call of /v1: whether its stream ends with the usage, and whether every chunk has it; logprobs."""
 
     include_usage: bool
     continuous_usage: bool
+    logprobs: LogprobOptions
 
 
 def parse_options(
@@ -51,8 +76,10 @@ def parse_options(
     *,
     prefix: str,
     fields: Mapping[str, str],
+    logprobs: int | None,
 ) -> OpenAIOptions:
-    """Read the options of a call. Raises for options that need a stream."""
+    """Read the options of a call. `logprobs`: alternatives of generated tokens; None without logprobs. Raises for
+    options that need a stream, or forbid one."""
     call, options = body.value, body.value.stream_options
     include_usage = server.settings.enable_force_include_usage or (
         options is not None and options.include_usage is True
@@ -71,7 +98,25 @@ def parse_options(
         fields=fields,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
+        logprobs=_logprob_options(call, logprobs),
         headers=ignored_params_header(body.ignored),
+    )
+
+
+def _logprob_options(call: OpenAIRequest, logprobs: int | None) -> LogprobOptions:
+    prompt = call.prompt_logprobs
+    if prompt is not None and not 0 <= prompt <= MAX_LOGPROBS:
+        text = f"prompt_logprobs={short_repr(prompt)} must be 0..{MAX_LOGPROBS}"
+        raise InvalidRequestError(text, param="prompt_logprobs")
+    if prompt is not None and call.stream is True:
+        text = "prompt_logprobs with stream; set stream to false"
+        raise ApiError(text, status=400, code="conflicting_parameters", param="prompt_logprobs")
+    return LogprobOptions(
+        enabled=logprobs is not None,
+        top=logprobs or 0,
+        prompt=prompt,
+        as_ids=call.return_tokens_as_token_ids is True,
+        echo=logprobs is not None and call.echo is True,
     )
 
 
@@ -116,8 +161,17 @@ class ChoiceState:
     `echo`: the text of the prompt, which the first delta begins with; `prompt_only`: the one token that the engine
     generated is left out."""
 
-    def __init__(self, index: int, sequence: SequenceState, *, echo: str | None, prompt_only: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        sequence: SequenceState,
+        *,
+        echo: str | None,
+        prompt_only: bool,
+        logprobs: LogprobOptions,
+    ) -> None:
         self.index, self.sequence, self.request, self.prompt_only = index, sequence, sequence.request, prompt_only
+        self._logprobs = logprobs
         self._echo, self._has_sent_echo, self._has_sent_prompt = echo, False, False
         self._num_logprobs = 0  # sent in earlier deltas
         self.text_offset = 0  # characters of the token texts sent in earlier deltas
@@ -144,19 +198,34 @@ class ChoiceState:
         return self._delta(text, token_ids, first_logprob=0, with_echo=self._echo is not None)
 
     def _delta(self, text: str, token_ids: tuple[int, ...], *, first_logprob: int, with_echo: bool) -> Delta:
-        sequence, logprobs = self.sequence, list[LogprobEntry]()
-        if with_echo and sequence.input_logprobs is not None:
-            pairs = zip(sequence.input_logprobs, sequence.input_top_logprobs, strict=True)
-            logprobs += [
-                LogprobEntry(token=token, top=top or (), is_known=index > 0) for index, (token, top) in enumerate(pairs)
-            ]
+        sequence, logprobs, num_top = self.sequence, list[LogprobEntry](), self._logprobs.top
+        if with_echo and self._logprobs.echo:
+            logprobs += self._prompt_entries(num_top)
         if self.prompt_only:
             text, token_ids = "", ()
         else:
             new, new_top = sequence.output_logprobs[first_logprob:], sequence.output_top_logprobs[first_logprob:]
-            logprobs += [LogprobEntry(token=token, top=top or ()) for token, top in zip(new, new_top, strict=True)]
+            pairs = zip(new, new_top, strict=True)
+            logprobs += [LogprobEntry(token=token, top=(top or ())[:num_top]) for token, top in pairs]
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
+
+    def _prompt_entries(self, num_top: int) -> list[LogprobEntry]:
+        """Return the logprobs of the prompt; none of a request that ended before its first token."""
+        sequence = self.sequence
+        pairs = zip(sequence.input_logprobs or (), sequence.input_top_logprobs, strict=True)
+        return [
+            LogprobEntry(token=token, top=(top or ())[:num_top], is_known=index > 0)
+            for index, (token, top) in enumerate(pairs)
+        ]
+
+    def prompt_logprobs(self) -> list[dict[str, object] | None] | None:
+        """Return the logprobs of the prompt by token id, in vLLM's form; None where they are not requested. `rank` is
+        null for a token that is not among the alternatives."""
+        if self._logprobs.prompt is None:
+            return None
+        entries = self._prompt_entries(self._logprobs.prompt)
+        return [_by_id(entry) if entry.is_known else None for entry in entries]
 
     def num_tokens(self) -> tuple[int, int]:
         """Return the tokens of the prompt that came from the prefix cache, and the generated tokens so far."""
@@ -179,14 +248,18 @@ class ChoiceState:
         return counts or SpeculativeCounts()
 
     def finish_fields(self) -> dict[str, object]:
-        """Return `finish_reason` and `stop_reason` (the stop string, or the stop id that the request named), and
-        `exact` where it is false."""
+        """Return `finish_reason`, `stop_reason` (the stop string, or the stop id that the request named; vLLM's field),
+        `matched_stop` (also an end token that the model has; SGLang's), and `exact` where it is false."""
         finish = self.sequence.finish_reason
         assert finish is not None, self.request.rid
         if self.prompt_only and finish.type == "stop":
             finish = FinishReason(type="length", length=0)
         is_named = isinstance(finish.matched, str) or finish.matched in self.request.sampling.stop_token_ids
-        fields: dict[str, object] = {"finish_reason": finish.type, "stop_reason": finish.matched if is_named else None}
+        fields: dict[str, object] = {
+            "finish_reason": finish.type,
+            "stop_reason": finish.matched if is_named else None,
+            "matched_stop": finish.matched,
+        }
         return fields if self.sequence.last.exact else {**fields, "exact": False}
 
 
@@ -200,7 +273,7 @@ class ResponseFormat(Protocol):
         """Return the body of a finished choice."""
         ...
 
-    def head(self, choice: ChoiceState) -> dict[str, object]:
+    def head(self, choice: ChoiceState, *, stream: bool) -> dict[str, object]:
         """Return fields of the whole response, from its first choice; a stream has them in its first chunk."""
         ...
 
@@ -235,7 +308,13 @@ class OpenAIHandler(GenerationHandler):
         self._include_usage, self._continuous_usage = options.include_usage, options.continuous_usage
         n = requests[0].sampling.n
         self._choices = [
-            ChoiceState(index, sequence, echo=None if echo is None else echo[index // n], prompt_only=prompt_only)
+            ChoiceState(
+                index,
+                sequence,
+                echo=None if echo is None else echo[index // n],
+                prompt_only=prompt_only,
+                logprobs=options.logprobs,
+            )
             for index, sequence in enumerate(self._generation.sequences)
         ]
         self._created = int(time.time())
@@ -246,7 +325,7 @@ class OpenAIHandler(GenerationHandler):
         async for index, output in self._generation.outputs():
             self._observe(index, output)
         bodies: list[dict[str, object]] = []
-        response_fields = self._format.head(self._choices[0])
+        response_fields = self._format.head(self._choices[0], stream=False)
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
@@ -257,7 +336,7 @@ class OpenAIHandler(GenerationHandler):
         return json_response(body, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        head = self._format.head(self._choices[0])
+        head = self._format.head(self._choices[0], stream=True)
         for choice in self._choices:
             if (first := self._format.first_chunk(choice)) is not None:
                 yield self._chunk(choice, first, ResponseRouting({}, head) if choice.index == 0 else None)
@@ -338,9 +417,9 @@ class OpenAIHandler(GenerationHandler):
         return event(chunk)
 
 
-def completion_logprobs(entries: Sequence[LogprobEntry], *, offset: int) -> tuple[dict[str, object], int]:
+def completion_logprobs(entries: Sequence[LogprobEntry], *, offset: int, as_ids: bool) -> tuple[dict[str, object], int]:
     """Return logprobs in the form of /v1/completions. `offset`: characters before these tokens; the second value is the
-    number of characters after them.
+    number of characters after them. `as_ids`: tokens are written by their ids.
 
     Texts are those of single tokens; a token that is part of a character has a replacement character."""
     offsets: list[int] = []
@@ -348,20 +427,21 @@ def completion_logprobs(entries: Sequence[LogprobEntry], *, offset: int) -> tupl
         offsets.append(offset)
         offset += len(_text(entry.token))
     fields: dict[str, object] = {
-        "tokens": [_text(entry.token) for entry in entries],
+        "tokens": [_text(entry.token, as_ids=as_ids) for entry in entries],
         "token_logprobs": [_logprob(entry.token) if entry.is_known else None for entry in entries],
-        "top_logprobs": [_top_by_text(entry) for entry in entries],
+        "top_logprobs": [_top_by_text(entry, as_ids=as_ids) for entry in entries],
         "text_offset": offsets,
     }
     return fields, offset
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[LogprobEntry]) -> dict[str, object]:
-    """Return logprobs in the form of /v1/chat/completions; the `bytes` of all tokens join to the text in UTF-8."""
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[LogprobEntry], *, as_ids: bool) -> dict[str, object]:
+    """Return logprobs in the form of /v1/chat/completions; the `bytes` of all tokens join to the text in UTF-8.
+    `as_ids`: tokens are written by their ids."""
 
     def to_json(token: TokenLogprob) -> dict[str, object]:
         raw = b"" if tokenizer is None else tokenizer.token_bytes(token.token_id)
-        return {"token": _text(token), "logprob": _logprob(token), "bytes": list(raw)}
+        return {"token": _text(token, as_ids=as_ids), "logprob": _logprob(token), "bytes": list(raw)}
 
     content = [{**to_json(entry.token), "top_logprobs": [to_json(token) for token in entry.top]} for entry in entries]
     return {"content": content, "refusal": None}
@@ -389,19 +469,29 @@ def _usage(choices: Sequence[ChoiceState]) -> dict[str, object]:
     return usage
 
 
-def _text(token: TokenLogprob) -> str:
-    return f"token_id:{token.token_id}" if token.text is None else token.text
+def _text(token: TokenLogprob, *, as_ids: bool = False) -> str:
+    return f"token_id:{token.token_id}" if as_ids or token.text is None else token.text
 
 
 def _logprob(token: TokenLogprob) -> float:
     return _LOWEST_LOGPROB if token.logprob is None else token.logprob
 
 
-def _top_by_text(entry: LogprobEntry) -> dict[str, float] | None:
+def _by_id(entry: LogprobEntry) -> dict[str, object]:
+    """Return the token and the alternatives by their ids, with logprob, rank and text; the token comes first."""
+    ranks = {token.token_id: index + 1 for index, token in enumerate(entry.top)}
+    by_id: dict[str, object] = {}
+    for token in (entry.token, *entry.top):
+        fields = {"logprob": _logprob(token), "rank": ranks.get(token.token_id), "decoded_token": token.text}
+        by_id.setdefault(str(token.token_id), fields)
+    return by_id
+
+
+def _top_by_text(entry: LogprobEntry, *, as_ids: bool) -> dict[str, float] | None:
     """Return the alternatives and the token itself by their text; None without a logprob."""
     if not entry.is_known:
         return None
     by_text: dict[str, float] = {}
     for token in (*entry.top, entry.token):
-        by_text.setdefault(_text(token), _logprob(token))
+        by_text.setdefault(_text(token, as_ids=as_ids), _logprob(token))
     return by_text

@@ -1,0 +1,86 @@
+"""Routes that describe the server, in the fields that clients of SGLang and vLLM read."""
+
+import pytest
+
+from support.engines import PausedRequests
+from support.http_server import parse_error, running
+from support.tiny_checkpoint import write_tiny_checkpoint
+
+
+def idle_load(engine):
+    total = engine.stats().total_pages * engine.server_args.page_size
+    return {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_total_reqs": 0, "max_total_num_tokens": total}
+
+
+def test_loads_of_an_idle_engine_are_zero(engine, server):
+    server.wait_idle()
+    body = server.client.get("/v1/loads?include=core").json()
+    (load,) = body["loads"]
+    assert load.items() >= {**idle_load(engine), "dp_rank": 0, "num_used_tokens": 0}.items()
+    assert body["dp_rank_count"] == 1 and body["aggregate"]["total_running_reqs"] == 0
+    assert server.client.get("/get_load").json() == [
+        {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    ]
+    assert server.client.get("/load").json() == {"server_load": 0}
+
+
+def test_loads_count_requests_and_tokens_in_use(engine, server):
+    """What slime polls until a server is idle."""
+    server.wait_idle()
+    paused = PausedRequests(engine, [5, 6, 7], [8, 9], sampling_params={"max_new_tokens": 400, "ignore_eos": True})
+    (load,) = server.client.get("/v1/loads").json()["loads"]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (2, 0, 2)
+    page = engine.server_args.page_size
+    assert load["num_used_tokens"] % page == 0 and 2 * page <= load["num_used_tokens"] < load["max_total_num_tokens"]
+    assert load["token_usage"] == pytest.approx(load["num_used_tokens"] / load["max_total_num_tokens"], abs=1e-4)
+    assert server.client.get("/load").json() == {"server_load": 2}
+    assert server.client.get("/get_load").json()[0]["num_reqs"] == 2
+    state = server.client.get("/get_server_info").json()["internal_states"][0]
+    assert (state["running_batch_size"], state["waiting_queue_size"], state["engine_paused"]) == (2, 0, True)
+    assert state["available_kv_tokens"] == load["max_total_num_tokens"] - load["num_used_tokens"]
+    engine.abort(abort_all=True)
+    engine.resume()
+    paused.results()
+    assert server.client.get("/v1/loads").json()["aggregate"]["total_total_reqs"] == 0
+
+
+def test_a_data_rank_that_does_not_exist_is_refused(server):
+    assert server.client.get("/v1/loads?dp_rank=0").json()["dp_rank_count"] == 1
+    error = parse_error(server.client.get("/v1/loads?dp_rank=1"), 400)
+    assert error["param"] == "dp_rank" and "one of 0" in error["message"]
+
+
+def test_a_pause_is_told(server):
+    server.post("/pause_generation", {"mode": "retract"})
+    try:
+        assert server.client.get("/get_server_info").json()["internal_states"][0]["engine_paused"] is True
+    finally:
+        server.post("/continue_generation", {})
+    assert server.client.get("/get_server_info").json()["internal_states"][0]["engine_paused"] is False
+
+
+def test_clients_find_the_folder_of_the_tokenizer(tmp_path, engine):
+    folder = str(write_tiny_checkpoint(tmp_path))
+    with running(engine, model_path=folder, served_model_name="nick") as server:
+        assert server.client.get("/v1/models").json()["data"][0]["root"] == folder
+        for path in ("/get_model_info", "/get_server_info"):
+            info = server.client.get(path).json()
+            assert info["model_path"] == info["tokenizer_path"] == folder, path
+            assert info["served_model_name"] == "nick"
+
+
+def test_server_info_has_the_fields_of_sglang(engine, server):
+    info = server.client.get("/server_info").json()
+    total = engine.stats().total_pages * engine.server_args.page_size
+    expected = {"version": "0", "pp_size": 1, "tp_size": 1, "ep_size": 1, "max_total_num_tokens": total}
+    assert info.items() >= expected.items()
+    assert info["is_embedding"] is False and info["disaggregation_mode"] == "null"
+
+
+def test_only_an_admin_resets_the_statistics(engine):
+    keys = {"api_key": "user-key-12345678", "admin_api_key": "admin-key-12345678"}
+    with running(engine, **keys) as server:
+        user, admin = ({"authorization": f"Bearer {key}"} for key in keys.values())
+        refused = server.client.post("/v1/routing/reset", headers=user)
+        assert parse_error(refused, 403)["code"] == "admin_key_required"
+        assert server.client.post("/v1/routing/reset", headers=admin).json() == {"success": True}
