@@ -22,6 +22,8 @@ from compat_peers import placeholders, serving  # noqa: E402
 from compat_peers.placeholders import PeersOwn  # noqa: E402
 
 placeholders.install()
+# Sizes of the model that a test names, in its module or class: those of the model of the tests stand instead.
+SIZES = {"_QWEN3_30B_A3B_NUM_LAYERS": 6, "_QWEN3_30B_A3B_TOPK": 4, "abort_all_max_new_tokens": 4000}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(importlib.import_module("tests.entrypoints.conftest"), "vllm entry fixtures")
     if os.environ["COMPAT_PEER"] == "sglang-jax":
         sys.path.append(str(CHECKOUT / "test" / "srt"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Set the sizes of the model."""
+    for item in items:
+        for owner in (getattr(item, "module", None), getattr(item, "cls", None)):
+            for name in SIZES:
+                if hasattr(owner, name):
+                    setattr(owner, name, SIZES[name])
 
 
 def pytest_sessionfinish() -> None:

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from compat_peers.serving import LEAVE_OUT
@@ -111,28 +111,29 @@ def environment(folder: Path) -> Path:
 
 
 def model_of_tests(folder: Path) -> Path:
-    """The demo model with CONTEXT positions, and an end token that it hardly chooses (its row of the embedding is
-    zero): prompts and answers of the tests are as long as those of the models that they name."""
+    """The demo model with CONTEXT positions, and ends that it hardly chooses (their rows of the embedding are zero):
+    prompts and answers of the tests are as long as those of the models that they name."""
     model = folder / "model"
     if not model.is_dir():
         shutil.copytree(demo_model_path(), model, ignore=shutil.ignore_patterns("draft_head", "README.md"))
         for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
             fields = json.loads((model / name).read_text())
             (model / name).write_text(json.dumps({**fields, key: CONTEXT}))
-        clear_row(
-            model / "model.safetensors", "model.embed_tokens.weight", json.loads((model / "config.json").read_text())
-        )
+        config = json.loads((model / "config.json").read_text())
+        ids = [config["eos_token_id"], config["pad_token_id"]]
+        clear_rows(model / "model.safetensors", "model.embed_tokens.weight", ids, num_rows=config["vocab_size"])
     return model
 
 
-def clear_row(file: Path, tensor: str, config: Mapping[str, int]) -> None:
-    """Zero the row of the end token in a tensor of a safetensors file."""
+def clear_rows(file: Path, tensor: str, rows: Sequence[int], *, num_rows: int) -> None:
+    """Zero rows of a tensor in a safetensors file."""
     content = bytearray(file.read_bytes())
     (header,) = struct.unpack_from("<Q", content)
     begin, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
-    row = (end - begin) // config["vocab_size"]
-    at = 8 + header + begin + row * config["eos_token_id"]
-    content[at : at + row] = bytes(row)
+    size = (end - begin) // num_rows
+    for row in rows:
+        at = 8 + header + begin + size * row
+        content[at : at + size] = bytes(size)
     file.write_bytes(content)
 
 

@@ -98,7 +98,8 @@ class Server:
                         return
             time.sleep(0.2)
         end(port)
-        lines = [line for line in self.log.read_text().splitlines() if line.strip()]
+        texts = [self.log.read_text(), *(Path(output.name).read_text() for output in outputs or ())]
+        lines = [line for text in texts for line in text.splitlines() if line.strip()]
         raise RuntimeError("the server did not start: " + " ".join(lines[-2:])[:400])
 
 

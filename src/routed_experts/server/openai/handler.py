@@ -81,10 +81,10 @@ def parse_options(
     """Read the options of a call. `logprobs`: alternatives of generated tokens; None without logprobs. Raises for
     options that need a stream, or forbid one."""
     call, options = body.value, body.value.stream_options
-    include_usage = server.settings.enable_force_include_usage or (
-        options is not None and options.include_usage is True
-    )
-    continuous_usage = include_usage and options is not None and options.continuous_usage_stats is True
+    is_forced = server.settings.enable_force_include_usage
+    include_usage = is_forced or (options is not None and options.include_usage is True)
+    is_continuous = options is not None and options.continuous_usage_stats is True
+    continuous_usage = is_forced or (include_usage and is_continuous)
     if options is not None and call.stream is not True:
         text = "stream_options without stream; set stream to true"
         raise ApiError(text, status=400, code="stream_required", param="stream_options")

@@ -35,6 +35,8 @@ def popen_launch_server(
     """A server at `base_url`."""
     port = int(base_url.rstrip("/").rpartition(":")[2])
     args = ["--metrics-compat", "sglang", *(other_args or ())]
+    if "--page-size" not in args:
+        args += ["--page-size", 1]  # SGLang's own default
     server = serving.Server(model, args, port=port, api_key=api_key, env=env, outputs=return_stdout_stderr)
     return server.process
 
