@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from compat_peers import run as peers
+from compat_peers.model import model_with_tools
 
 from routed_experts.demo import demo_model_path
 
@@ -132,7 +133,7 @@ def main() -> int:
             for client in chosen
             if options.ci and not client.needs_what_is_missing
         }
-        url = stack.enter_context(serving(folder / "logs" / "server.log"))
+        url = stack.enter_context(serving(model_with_tools(folder), folder / "logs" / "server.log"))
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
             together = (client for client in chosen if not client.alone)
             ended = dict(
@@ -153,15 +154,15 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """A server process of the demo model; its address once it is ready. One that is not within START_S is killed, and
-    nothing runs."""
+def serving(model: Path, log: Path) -> Iterator[str]:
+    """A server process of a model; its address once it is ready. One that is not within START_S is killed, and nothing
+    runs."""
     command = [
         sys.executable,
         "-m",
         "routed_experts",
         "serve",
-        str(demo_model_path()),
+        str(model),
         "--port",
         "0",
         "--served-model-name",

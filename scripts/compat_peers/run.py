@@ -8,17 +8,15 @@ that the table does not know are listed and count for nothing."""
 import argparse
 import json
 import os
-import shutil
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from compat_peers.model import model_of_tests
 from compat_peers.serving import LEAVE_OUT
 from compat_peers.suites import OURS, SUITES
-from routed_experts.demo import demo_model_path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -33,7 +31,6 @@ REQUIREMENTS = (
     "prometheus_client",
     "jsonschema",
 )
-CONTEXT = 8192  # of the model of the tests: the demo model has 1,024, and tests set as many as 8,192
 TEST_S, FILE_S = 150, 1500
 WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
 
@@ -108,33 +105,6 @@ def environment(folder: Path) -> Path:
         ours = [path for path in sys.path if path.endswith("site-packages")]
         (site / "zz_project.pth").write_text("\n".join(ours))
     return python
-
-
-def model_of_tests(folder: Path) -> Path:
-    """The demo model with CONTEXT positions, and ends that it hardly chooses (their rows of the embedding are zero):
-    prompts and answers of the tests are as long as those of the models that they name."""
-    model = folder / "model"
-    if not model.is_dir():
-        shutil.copytree(demo_model_path(), model, ignore=shutil.ignore_patterns("draft_head", "README.md"))
-        for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
-            fields = json.loads((model / name).read_text())
-            (model / name).write_text(json.dumps({**fields, key: CONTEXT}))
-        config = json.loads((model / "config.json").read_text())
-        ids = [config["eos_token_id"], config["pad_token_id"]]
-        clear_rows(model / "model.safetensors", "model.embed_tokens.weight", ids, num_rows=config["vocab_size"])
-    return model
-
-
-def clear_rows(file: Path, tensor: str, rows: Sequence[int], *, num_rows: int) -> None:
-    """Zero rows of a tensor in a safetensors file."""
-    content = bytearray(file.read_bytes())
-    (header,) = struct.unpack_from("<Q", content)
-    begin, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
-    size = (end - begin) // num_rows
-    for row in rows:
-        at = 8 + header + begin + size * row
-        content[at : at + size] = bytes(size)
-    file.write_bytes(content)
 
 
 def run_file(checkout: Path, file: str, folder: Path, expression: str | None) -> dict[str, Outcome]:
