@@ -11,7 +11,8 @@ from routed_experts.demo import demo_model_path
 CONTEXT = 8192  # of the model of the peers' tests: the demo model has 1,024, and tests set as many as 8,192
 # The demo model's own, and before the messages the tools in the words of Hermes and Qwen.
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>\\nCall one as <tool_call>{"name": name, "arguments": object}</tool_call><|im_end|>\\n' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\nCall one as <tool_call>{"name": name, "arguments": object}</tool_call><|im_end|>\\n' }}
 {%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
 {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>' + '\\n' }}{%- endfor %}
