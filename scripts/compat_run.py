@@ -322,6 +322,7 @@ def page(results: Sequence[Result]) -> str:
             "sglang-jax's `bench_serving.py` was not tried: no package index has it. The tests of `/generate` cover",
             "the fields that it reads.",
             "",
+            *peers.page_section(peers.read_table()),
         ]
     )
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compat_peers.model import model_of_tests
@@ -21,6 +21,7 @@ from compat_peers.suites import OURS, SUITES
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "expected.json"
+PAGE = ROOT / "docs" / "compatibility.md"
 REQUIREMENTS = (
     "pytest>=8.3",
     "pytest-asyncio",
@@ -71,7 +72,9 @@ def main(args: list[str]) -> int:
     for peer, files in seen.items():
         print(f"{peer}: {shares(outcome for tests in files.values() for outcome in tests.values())}")
     if options.write:
-        write_table(merged(table, seen, whole=options.test is None))
+        table = merged(table, seen, whole=options.test is None)
+        write_table(table)
+        write_section(table)
         return 0
     return 1 if differing else 0
 
@@ -220,14 +223,58 @@ def shares(results: Iterable[Outcome]) -> str:
     return f"{passing}, {counts['not applicable']} are not applicable"
 
 
-def page_section(table: Mapping[str, Mapping[str, Mapping[str, Outcome]]]) -> list[str]:
-    """The lines of docs/compatibility.md on the peers' tests."""
-    lines = ["| peer | file | pass | fail | not applicable |", "|---|---|---|---|---|"]
+HEADING = "## Other servers' and trainers' own tests"
+ABOUT = """
+`scripts/compat --peers FOLDER` runs test files of vLLM, SGLang and sgl-jax, from checkouts named vllm, sglang and
+sglang-jax in a folder of yours, against `routed-experts serve` or the engine in process. Nothing of theirs is part of
+this project. Their helpers have stand-ins in `scripts/compat_peers/stand_ins`, which start our server under the name of
+the model that a test asks for, and pass its flags on. The model is the demo model with 8,192 positions, an end token
+that it hardly chooses, and a chat template with a place for tools. Servers have the dialect and the page size of their
+peer. Flags of adapters, devices and random weights are left out, and sizes of a model that a test names are ours. For
+slime, Miles and SkyRL (slime, miles, skyrl) their own functions that talk to a server are called.
+
+`scripts/compat_peers/expected.json` has the expected outcome of every test, with the reason where one fails or is not
+applicable: a unit test of the peer's own code, a model's text or vocabulary, adapters, images. The command prints what
+differs from it.
+"""
+
+
+def page_section(table: Table) -> list[str]:
+    """The lines of docs/compatibility.md on these tests."""
+    lines = [
+        HEADING,
+        *ABOUT.splitlines(),
+        "",
+        "| peer | file | pass | fail | not applicable |",
+        "|---|---|---|---|---|",
+    ]
+    failing: list[str] = []
     for peer, files in table.items():
+        outcomes = [outcome for tests in files.values() for outcome, _ in tests.values()]
         for file, tests in files.items():
-            counts = [sum(outcome == kind for outcome, _ in tests.values()) for kind in ("pass", "fails")]
-            lines.append(f"| {peer} | {file} | {counts[0]} | {counts[1]} | {len(tests) - sum(counts)} |")
-    return lines
+            found = [outcome for outcome, _ in tests.values()]
+            lines.append(f"| {peer} | `{file}` | {_counts(found)} |")
+            failing += [
+                f"| {peer} | `{Path(file).stem}` | `{test.split('::')[-1].partition('[')[0]}` | {reason} |"
+                for test, (outcome, reason) in tests.items()
+                if outcome == "fails"
+            ]
+        passing, failed = outcomes.count("pass"), outcomes.count("fails")
+        share = 100 * passing / max(1, passing + failed)
+        lines.append(f"| **{peer}** | **{share:.0f} % of the applicable** | {_counts(outcomes)} |")
+    heading = ["", "What fails:", "", "| peer | file | test | why |", "|---|---|---|---|"]
+    return [*lines, *heading, *dict.fromkeys(line.replace("\n", " ") for line in failing), ""]
+
+
+def _counts(outcomes: Sequence[str]) -> str:
+    passing, failing = outcomes.count("pass"), outcomes.count("fails")
+    return f"{passing} | {failing} | {len(outcomes) - passing - failing}"
+
+
+def write_section(table: Table) -> None:
+    """Put the section into the page, in place of the one that is there."""
+    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip()
+    PAGE.write_text("\n".join([text, "", *page_section(table)]), encoding="utf-8")
 
 
 if __name__ == "__main__":
