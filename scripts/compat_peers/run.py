@@ -253,7 +253,7 @@ def page_section(table: Table) -> list[str]:
         outcomes = [outcome for tests in files.values() for outcome, _ in tests.values()]
         for file, tests in files.items():
             found = [outcome for outcome, _ in tests.values()]
-            lines.append(f"| {peer} | `{file}` | {_counts(found)} |")
+            lines.append(f"| {peer} | {file} | {_counts(found)} |")
             failing += [
                 f"| {peer} | `{Path(file).stem}` | `{test.split('::')[-1].partition('[')[0]}` | {reason} |"
                 for test, (outcome, reason) in tests.items()

@@ -20,6 +20,7 @@ from typing import IO
 
 LEAVE_OUT = "COMPAT_LEAVE_OUT"  # the environment variable of scripts/compat --peers --leave-out
 CONTEXT = 4096  # where a test sets none: answers without a limit, of a model that hardly ends them, do end in time
+POOL = 65536  # tokens of KV where a test sets none: fractions of the memory are meant for accelerators
 START_S = 240
 END_S = 40
 # Flags that are left out, with the number of their values.
@@ -59,6 +60,8 @@ def serve_command(model: str, args: Sequence[object]) -> list[str]:
     added = [] if "--served-model-name" in given else ["--served-model-name", model]
     if not given & {"--context-length", "--max-model-len"}:
         added += ["--context-length", str(CONTEXT)]
+    if not given & {"--max-total-tokens", "--max-total-token"}:
+        added += ["--max-total-tokens", str(POOL)]
     return [sys.executable, "-m", "routed_experts", "serve", model_path(), *added, *kept]
 
 

@@ -16,8 +16,13 @@ class VllmRunner:
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         from routed_experts import LLM
 
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("tensor_parallel_size",)}
-        self.llm = LLM(serving.model_path(), **kwargs)
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("tensor_parallel_size", "gpu_memory_utilization")
+        }
+        kwargs.setdefault("max_model_len", 1024)  # as vLLM's runner does
+        self.llm = LLM(serving.model_path(), gpu_memory_utilization=0.02, **kwargs)
 
     def __enter__(self) -> "VllmRunner":
         return self

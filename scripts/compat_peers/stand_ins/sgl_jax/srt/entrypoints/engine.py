@@ -1,4 +1,4 @@
-"""Our Engine on the model of the tests; tp_size and device are the machine's."""
+"""Our Engine on the model of the tests; devices, folders and memory are the machine's."""
 
 from typing import Any
 
@@ -11,5 +11,6 @@ class Engine(routed_experts.Engine):
     """As sgl-jax's is called."""
 
     def __init__(self, model_path: str, **kwargs: Any) -> None:
-        kept = {name: value for name, value in kwargs.items() if name not in ("tp_size", "device")}
-        super().__init__(serving.model_path(), **kept)
+        left_out = ("tp_size", "device", "download_dir", "mem_fraction_static")
+        kept = {name: value for name, value in kwargs.items() if name not in left_out}
+        super().__init__(serving.model_path(), max_total_tokens=serving.POOL, context_length=serving.CONTEXT, **kept)
