@@ -292,6 +292,16 @@ def test_tokens_and_text_go_both_ways(engine, server):
         assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
 
 
+def test_messages_that_go_on_are_tokens_up_to_the_last_one(engine, server):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure,"}]
+    whole = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    cut = whole[: whole.rindex("Sure,") + len("Sure,")]
+    tokens = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert tokens == engine.tokenizer.encode(cut, add_special_tokens=False)
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert parse_error(server.post("/tokenize", both), 400)["param"] == "continue_final_message"
+
+
 def test_lists_of_prompts_and_of_ids_are_lists_of_answers(engine, server):
     prompts = [PROMPT, "", "a b"]
     for path in ("/tokenize", "/v1/tokenize"):

@@ -69,9 +69,16 @@ def _encode(server: ServerState, body: TokenizeRequest) -> list[list[int]]:
     if body.prompt is not None:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False) for text in prompts]
-    add_generation_prompt = body.add_generation_prompt is not False
+    continue_final_message = body.continue_final_message is True
+    if continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message with add_generation_prompt; send one of them as true"
+        raise InvalidRequestError(message, param="continue_final_message")
     text = render(
-        tokenizer, body.messages, add_generation_prompt=add_generation_prompt, scalars=body.chat_template_kwargs
+        tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False and not continue_final_message,
+        continue_final_message=continue_final_message,
+        scalars=body.chat_template_kwargs,
     )
     return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens is True)]
 
