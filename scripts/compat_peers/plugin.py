@@ -23,7 +23,7 @@ from compat_peers.placeholders import PeersOwn  # noqa: E402
 
 placeholders.install()
 # Sizes of the model that a test names, in its module or class: those of the model of the tests stand instead.
-SIZES = {"_QWEN3_30B_A3B_NUM_LAYERS": 6, "_QWEN3_30B_A3B_TOPK": 4, "abort_all_max_new_tokens": 4000}
+SIZES = {"_QWEN3_30B_A3B_NUM_LAYERS": 6, "_QWEN3_30B_A3B_TOPK": 4, "abort_all_max_new_tokens": 1900}
 
 
 def pytest_configure(config: pytest.Config) -> None:

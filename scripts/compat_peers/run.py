@@ -32,7 +32,7 @@ REQUIREMENTS = (
     "prometheus_client",
     "jsonschema",
 )
-TEST_S, FILE_S = 150, 1500
+TEST_S, FILE_S = 240, 1800
 WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
 
 Outcome = tuple[str, str]  # pass, not applicable or fails; and the reason
@@ -56,6 +56,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="take what was seen into the table; reasons stay")
     options = parser.parse_args(args)
     os.environ[LEAVE_OUT] = options.leave_out
+    table = read_table()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +65,10 @@ def main(args: list[str]) -> int:
             for file in files:
                 print(f"... {peer} {file}", flush=True)
                 seen.setdefault(peer, {})[file] = run_file(options.folder.absolute() / peer, file, folder, options.test)
+                if options.write:  # a long run may be ended
+                    write_table(merged(table, seen, whole=options.test is None))
     if not seen:
         raise SystemExit(f"{options.folder} has no checkout named vllm, sglang or sglang-jax with the tests asked for")
-    table = read_table()
     differing = list(differences(table, seen))
     print("\n".join(differing) or "no test differs from the table")
     for peer, files in seen.items():

@@ -96,7 +96,7 @@ def test_abort_waits_until_the_server_is_idle(served, args):
 
     async def main():
         tasks = [
-            asyncio.create_task(rollout.generate(args, sample, {"max_new_tokens": 4000, "ignore_eos": True}))
+            asyncio.create_task(rollout.generate(args, sample, {"max_new_tokens": 1900, "ignore_eos": True}))
             for sample in samples
         ]
         while await server_control._get_server_num_requests(served[0]) < 32:
