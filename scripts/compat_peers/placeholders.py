@@ -4,6 +4,7 @@ A name of vllm, sglang or sgl_jax is looked for among our stand-ins, then among 
 (HELPERS), and else it is a placeholder. To call a placeholder, or to read an attribute of it, raises PeersOwn; the
 plugin counts such a test as not applicable."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -38,7 +39,7 @@ HELPERS = {  # modules that hold tests, or the client of a trainer: taken from t
     **{f"miles.{name}": "." for name in _MILES},
     **{f"skyrl.{name}": "." for name in _SKYRL},
 }
-OTHERS = ("torch", "ray", "sglang_router")  # placeholders where they are not installed
+OTHERS = ("torch", "ray", "sglang_router", "fastapi")  # placeholders where they are not installed
 
 
 class PeersOwn(Exception):
@@ -63,11 +64,14 @@ def placeholder(name: str) -> type:
 
 
 def missing(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a stand-in module: names that it lacks are placeholders."""
+    """The `__getattr__` of a stand-in module: names that it lacks are its modules, or placeholders."""
 
     def get(name: str) -> Any:
         if name.startswith(("__", "pytest")):
             raise AttributeError(name)
+        path = getattr(sys.modules.get(module), "__path__", None)
+        if path and importlib.machinery.PathFinder.find_spec(f"{module}.{name}", path) is not None:
+            return importlib.import_module(f"{module}.{name}")
         return placeholder(f"{module}.{name}")
 
     return get
