@@ -32,7 +32,7 @@ REQUIREMENTS = (
     "prometheus_client",
     "jsonschema",
 )
-TEST_S, FILE_S = 240, 1800
+TEST_S, FILE_S = 300, 1800
 WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
 
 Outcome = tuple[str, str]  # pass, not applicable or fails; and the reason

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 LEAVE_OUT = "COMPAT_LEAVE_OUT"  # the environment variable of scripts/compat --peers --leave-out
-CONTEXT = 2048  # where a test sets none: answers without a limit, of a model that hardly ends them, do end in time
+CONTEXT = 3584  # where a test sets none: answers without a limit, of a model that hardly ends them, do end in time
 POOL = 65536  # tokens of KV where a test sets none: fractions of the memory are meant for accelerators
 START_S = 240
 END_S = 40
