@@ -2,7 +2,8 @@
 scripts/compat.
 
 A client that fails, or cannot be installed, is marked in the table and makes the exit code 1. Each has a folder of its
-own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
+own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page. With --peers
+FOLDER and what follows, the tests of other servers run instead: compat_peers/run.py."""
 
 import argparse
 import contextlib
@@ -20,6 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from compat_peers import run as peers
+from compat_peers.model import model_with_tools
 
 from routed_experts.demo import demo_model_path
 
@@ -96,6 +100,10 @@ class Workspace:
 
 
 def main() -> int:
+    if "--peers" in sys.argv:
+        at = sys.argv.index("--peers")
+        sys.argv.remove("--peers")
+        return peers.main(sys.argv[at:] + sys.argv[1:at])
     parser = argparse.ArgumentParser(description=__doc__)
     names = [client.name for client in CLIENTS]
     parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="and leave the page as it is")
@@ -125,7 +133,7 @@ def main() -> int:
             for client in chosen
             if options.ci and not client.needs_what_is_missing
         }
-        url = stack.enter_context(serving(folder / "logs" / "server.log"))
+        url = stack.enter_context(serving(model_with_tools(folder), folder / "logs" / "server.log"))
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
             together = (client for client in chosen if not client.alone)
             ended = dict(
@@ -146,15 +154,15 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """A server process of the demo model; its address once it is ready. One that is not within START_S is killed, and
-    nothing runs."""
+def serving(model: Path, log: Path) -> Iterator[str]:
+    """A server process of a model; its address once it is ready. One that is not within START_S is killed, and nothing
+    runs."""
     command = [
         sys.executable,
         "-m",
         "routed_experts",
         "serve",
-        str(demo_model_path()),
+        str(model),
         "--port",
         "0",
         "--served-model-name",
@@ -314,6 +322,7 @@ def page(results: Sequence[Result]) -> str:
             "sglang-jax's `bench_serving.py` was not tried: no package index has it. The tests of `/generate` cover",
             "the fields that it reads.",
             "",
+            *peers.page_section(peers.read_table()),
         ]
     )
 

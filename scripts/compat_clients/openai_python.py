@@ -2,8 +2,10 @@
 routed experts."""
 
 import os
+from typing import Literal
 
 import openai
+import pydantic
 from rows import decode_rows
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
@@ -17,6 +19,8 @@ def main():
     complete(client)
     whole = chat_at_once(client)
     chat_streamed(client, whole)
+    parsed(client)
+    tools_called(client)
     for wrong, kind in (({"temperature": -1}, openai.BadRequestError), ({"model": "gpt"}, openai.NotFoundError)):
         try:
             client.completions.create(**{"model": model, "prompt": "a", **wrong})
@@ -24,7 +28,10 @@ def main():
             assert error.code and error.type and [error.param] == list(wrong), error
         else:
             raise AssertionError(f"{wrong} was not refused")
-    summary = "models, completions (text, ids, n, seed, logprobs), chat, streams with usage, .stream(), typed errors"
+    summary = (
+        "models, completions (text, ids, n, seed, logprobs), chat, streams with usage, .stream(), .parse() of answers "
+        "and tool calls, typed errors"
+    )
     print(f"{summary}; rows decoded: int32 = npy, streamed = at once, every choice")
 
 
@@ -79,6 +86,50 @@ def chat_streamed(client, whole):
     long = client.chat.completions.create(**CHAT, max_tokens=64)
     with client.chat.completions.stream(**CHAT, max_tokens=64) as events:
         assert events.get_final_completion().choices[0].message.content == long.choices[0].message.content
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city, in few tokens: every field is one of a few words."""
+
+    city: Literal["Paris", "Oslo"]
+    unit: Literal["C", "F"]
+    is_sunny: bool
+
+
+def parsed(client):
+    """Answers as objects of a class, at once and streamed: the grammar leaves nothing else."""
+    kwargs = {**CHAT, "max_tokens": 64, "response_format": Weather}
+    (choice,) = client.chat.completions.parse(**kwargs).choices
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Weather), choice
+    with client.chat.completions.stream(**kwargs) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_completion().choices[0].message.parsed
+    assert final == choice.message.parsed and "content.done" in kinds, (final, kinds)
+
+
+def tools_called(client):
+    """Calls of tools that must be called, with parsed arguments; at once, streamed, and answered."""
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        kwargs = {**CHAT, "max_tokens": 128, "tools": [tool], "tool_choice": choice}
+        message = client.chat.completions.parse(**kwargs).choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "weather" and isinstance(call.function.parsed_arguments, Weather), message
+        with client.chat.completions.stream(**kwargs) as events:
+            kinds = {event.type for event in events}
+            (streamed,) = events.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.parsed_arguments == call.function.parsed_arguments, streamed
+        assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds, kinds
+    turns = [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"function": {"parsed_arguments"}})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"},
+    ]
+    answer = client.chat.completions.create(
+        **{**CHAT, "messages": turns}, tools=[tool], tool_choice="none", max_tokens=4
+    )
+    assert answer.choices[0].message.tool_calls is None and answer.usage.completion_tokens <= 4
 
 
 main()

@@ -117,7 +117,8 @@ def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
     text = refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
     assert text.endswith("with one new token; shorten it to at most 511")
     text = refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens")
-    assert text.startswith("max_new_tokens=510 is too large. This model's maximum context length is 512 tokens")
+    assert text.startswith("max_new_tokens=510 is too large. Requested token count exceeds the model's maximum context")
+    assert "This model's maximum context length is 512 tokens" in text
     assert text.endswith("ask for at most 509")
     assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)
 

@@ -1,6 +1,8 @@
 """What /metrics counts: every name in API.md, each outcome once, and nothing compiled once the server is ready."""
 
+import re
 import threading
+import time
 
 import httpx
 
@@ -58,6 +60,72 @@ def test_every_name_is_there_and_counts(server):
     )
     assert after["capture_missing_rows_total"] == 0 and after["watchdog_trips_total"] == before["watchdog_trips_total"]
     assert after["request_queue_time_seconds_sum"] <= after["e2e_request_latency_seconds_sum"]
+
+
+def compat_metrics(server, prefix):
+    """Samples under another server's names, without the label that all have: the model."""
+    lines = server.client.get("/metrics").text.splitlines()
+    split = [line.rsplit(" ", 1) for line in lines if line.startswith(prefix) and ":spec_" not in line]
+    assert all('model_name="tiny"' in name for name, _ in split), split
+    return {re.sub(r',?model_name="tiny",?', "", name).replace("{}", ""): float(value) for name, value in split}
+
+
+def test_names_of_vllm_count_what_vllm_counts(engine):
+    """Requests that follow one another: a step a token, and every token of prompts and answers in the sum."""
+    body = {"prompt": [5, 6, 7] * 4, "max_tokens": 6, "ignore_eos": True}
+    with running(engine, metrics_compat="vllm") as server:
+        before = compat_metrics(server, "vllm:")
+        for _ in range(3):
+            assert server.post("/v1/completions", body).status_code == 200
+        assert stream(server, "/v1/completions", body)
+        after = compat_metrics(server, "vllm:")
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    for name, value in (
+        ("iteration_tokens_total_sum", 4 * 18),
+        ("iteration_tokens_total_count", 4 * 6),
+        ("prompt_tokens_total", 4 * 12),
+        ("generation_tokens_total", 4 * 6),
+        ('request_success_total{finished_reason="length"}', 4),
+        ("request_prompt_tokens_sum", 4 * 12),
+        ("request_generation_tokens_sum", 4 * 6),
+        ("request_params_max_tokens_sum", 4 * 6),
+        ("request_params_n_count", 4),
+        ("request_queue_time_seconds_count", 4),
+        ("request_inference_time_seconds_count", 4),
+        ("e2e_request_latency_seconds_count", 4),
+        ("request_prefill_time_seconds_count", 1),
+        ("request_decode_time_seconds_count", 1),
+        ("time_to_first_token_seconds_count", 1),
+        ("inter_token_latency_seconds_count", 1),
+        ("request_num_preemptions_count", 4),
+    ):
+        assert grown[f"vllm:{name}"] == value, name
+    assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
+    total = after["vllm:e2e_request_latency_seconds_sum"]
+    assert total >= after["vllm:request_inference_time_seconds_sum"] >= after["vllm:request_prefill_time_seconds_sum"]
+    (config,) = [name for name in after if name.startswith("vllm:cache_config_info")]
+    assert 'kv_cache_size_tokens="' in config and 'kv_cache_max_concurrency="' in config and 'block_size="' in config
+
+
+def test_names_of_sglang_count_what_sglang_counts(engine):
+    body = {"input_ids": [5, 6, 7] * 12, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    with running(engine, metrics_compat="sglang") as server:
+        engine.pause(mode="in_place")
+        try:
+            waiting = threading.Thread(target=lambda: server.post("/generate", body))
+            waiting.start()
+            deadline = time.monotonic() + 20
+            while compat_metrics(server, "sglang:")["sglang:num_queue_reqs"] < 1:
+                assert time.monotonic() < deadline
+        finally:
+            engine.resume()
+        waiting.join()
+        assert server.post("/generate", body).status_code == 200
+        after = compat_metrics(server, "sglang:")
+    assert after["sglang:num_used_tokens"] == 0 < after["sglang:max_total_num_tokens"]
+    assert after["sglang:prompt_tokens_total"] == 72 and after["sglang:generation_tokens_total"] == 8
+    assert after["sglang:num_requests_total"] == after["sglang:e2e_request_latency_seconds_count"] == 2
+    assert after["sglang:cached_tokens_total"] >= 32 and 0 < after["sglang:cache_hit_rate"] <= 1
 
 
 def test_nothing_is_compiled_for_requests(server):

@@ -7,7 +7,7 @@ import pytest
 
 from routed_experts import extract_routed_experts_from_meta_info
 from support.engines import letter_bias
-from support.http_server import parse_error, stream
+from support.http_server import parse_error, running, stream
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -224,6 +224,46 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, *range(1, 9), 8, 8]
 
 
+def test_usage_in_a_stream_is_as_asked(engine, server):
+    """vLLM's rules: usage in every chunk needs usage at the end; --enable-force-include-usage adds both."""
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+    def usages(server, **options):
+        fields = {"stream_options": options} if options else {}
+        return [chunk.get("usage") for chunk in stream(server, "/v1/completions", {**body, **fields})]
+
+    for options in (
+        {},
+        {"continuous_usage_stats": True},
+        {"include_usage": False, "continuous_usage_stats": True},
+        {"include_usage": None},
+    ):
+        assert not any(usages(server, **options)), options
+    assert all(usages(server, include_usage=True, continuous_usage_stats=True))
+    *chunks, last = usages(server, include_usage=True)
+    assert not any(chunks) and last["completion_tokens"] == 3
+    with running(engine, enable_force_include_usage=True) as other:
+        for options in ({}, {"include_usage": False}, {"include_usage": True}):
+            found = usages(other, **options)
+            assert all(found) and found[-1]["completion_tokens"] == 3, options
+        assert "usage" in other.post("/v1/completions", body).json()
+
+
+def test_values_that_other_servers_take(server):
+    """Numbers as text, biases beyond 100 (clamped), and two names of the length, of which the newer one counts."""
+    output = chat(server, max_tokens=3, max_completion_tokens=5, ignore_eos=True)
+    assert output["usage"]["completion_tokens"] == 5
+    body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 3}
+    for text, number in (("0.5", 0.5), ("1", 1), ("0", 0.0), ("1e-1", 0.1)):
+        texts = [completion(server, **{**body, "temperature": value})["choices"][0]["text"] for value in (text, number)]
+        assert texts[0] == texts[1], text
+    ids = [
+        completion(server, **{**body, "logit_bias": {"5": bias, "7": -bias}, "return_token_ids": True})["choices"][0]
+        for bias in (100, 101, 1e30)
+    ]
+    assert ids[0]["token_ids"] == ids[1]["token_ids"] == ids[2]["token_ids"] == [5] * 6
+
+
 def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
     output = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
     content = output["logprobs"]["content"]
@@ -406,9 +446,14 @@ def test_rows_stand_where_sglangs_clients_look(server, path):
         ({"prompt": "a", "stop": ["a"] * 5}, "stop"),
         ({"prompt": "a", "stop": ""}, "stop"),
         ({"prompt": "a", "seed": 2**63}, "seed"),
-        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "temperature": "warm"}, "temperature"),
+        ({"prompt": "a", "temperature": "nan"}, "temperature"),
+        ({"prompt": "a", "temperature": "-3"}, "temperature"),
+        ({"prompt": "a", "top_p": " 1"}, "top_p"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "stream_options": {"include_usage": None}}, "stream_options"),
+        ({"prompt": "a", "stream_options": {}, "stream": False}, "stream_options"),
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
@@ -430,7 +475,6 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
         ({"messages": MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True}, CONTINUE),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
-        ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),

@@ -385,6 +385,33 @@ def test_requests_that_come_together_are_all_answered(server):
     assert answer.count(b"HTTP/1.1 400") == answer.count(b'"code":"invalid_request"') == 4
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_http_1_0_gets_a_body_that_ends_with_the_connection(server, is_stream):
+    """HTTP/1.0 has no chunks: proxies and `ab` would read their sizes as text. A length that is known is told."""
+    fields = {"text": "a", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "stream": is_stream}
+    content = json.dumps(fields).encode()
+    head = b"POST /generate HTTP/%s\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
+    for version, extra in ((b"1.0", b""), (b"1.0", b"Connection: keep-alive\r\n"), (b"1.1", b"Connection: close\r\n")):
+        with socket.create_connection(server.address, timeout=15) as wire:
+            wire.sendall(head % (version, len(content), extra) + content)
+            answer = b""
+            while chunk := wire.recv(65536):  # until the server closes
+                answer += chunk
+        headers, _, body = answer.partition(b"\r\n\r\n")
+        assert headers.startswith(b"HTTP/1.1 200 ") and b"\r\nconnection: close" in headers.lower()
+        is_chunked = b"\r\ntransfer-encoding: chunked" in headers.lower()
+        assert is_chunked is (is_stream and version == b"1.1")
+        assert (b"\r\ncontent-length: " in headers.lower()) is not is_stream
+        if version == b"1.0":
+            lines = [line for line in body.decode().splitlines() if line]
+            if is_stream:
+                assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+                assert len(json.loads(lines[-2].removeprefix("data: "))["output_ids"]) == 3
+            else:
+                assert len(json.loads(body)["output_ids"]) == 3
+    server.wait_idle()
+
+
 @pytest.mark.parametrize("value", [10**6, 10**18, 10**30, -1, True, "5", 1.5, [], {}])
 @pytest.mark.parametrize("field", ["n", "max_tokens", "logprobs", "seed", "top_k", "min_tokens"])
 def test_fan_out_is_bounded(server, field, value):

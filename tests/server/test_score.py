@@ -43,6 +43,31 @@ def test_scores_are_the_engines(engine, server):
     )
 
 
+def test_labels_after_a_query_and_items_are_scored_as_sglang_does(engine, server):
+    """Against a softmax over the whole vocabulary: the next token's top logprobs after each prompt."""
+    query, items, labels = [5, 9, 200], [[17, 3], [88], [41, 7, 6]], [11, 12, 300]
+    fields = {"query": query, "items": items, "label_token_ids": labels}
+    for item_first in (False, True):
+        prompts = [[*item, *query] if item_first else [*query, *item] for item in items]
+        expected = [[engine.score([*prompt, label]).logprobs[-1] for label in labels] for prompt in prompts]
+        plain = score(server, **fields, item_first=item_first)
+        assert np.allclose(plain["scores"], np.exp(expected), rtol=1e-5)
+        among = np.asarray(score(server, **fields, item_first=item_first, apply_softmax=True)["scores"])
+        assert np.allclose(among, plain["scores"] / np.sum(plain["scores"], axis=1, keepdims=True), rtol=1e-5)
+        assert np.allclose(among.sum(axis=1), 1, atol=1e-9)
+    assert plain["object"] == "scoring" and plain["usage"] == {
+        "prompt_tokens": 15,
+        "completion_tokens": 0,
+        "total_tokens": 15,
+    }
+    whole = score(server, query=query, items=[items[0]], label_token_ids=list(range(256)))["scores"]
+    assert 0.2 < np.sum(whole) <= 1 + 1e-6, "probabilities over most of the vocabulary"
+    text = score(server, query="The sea ", items=["is", "was"], label_token_ids=labels)["scores"]
+    ids = [engine.tokenizer.encode(f"The sea {item}") for item in ("is", "was")]
+    assert text == score(server, query=[], items=ids, label_token_ids=labels)["scores"]
+    assert score(server, query="The sea ", items="is", label_token_ids=labels)["scores"] == text[:1]
+
+
 @pytest.mark.parametrize("form", ["int32", "npy", "list", "ref"])
 def test_a_row_of_every_token_comes_in_every_format(engine, server, form):
     fields = {
@@ -109,6 +134,20 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
     [
         ({}, "token_ids"),
         ({"token_ids": []}, "token_ids"),
+        ({"token_ids": TOKENS, "query": "a"}, "query"),
+        ({"query": "a", "items": ["b"]}, "label_token_ids"),
+        ({"query": "a", "label_token_ids": [5]}, "items"),
+        ({"query": "a", "items": [[5]], "label_token_ids": [5]}, "items"),
+        ({"query": [5], "items": "b", "label_token_ids": [5]}, "items"),
+        ({"query": [], "items": [[]], "label_token_ids": [5]}, "query"),
+        ({"query": [313], "items": [[5]], "label_token_ids": [5]}, "items"),
+        ({"query": [5], "items": [[6]], "label_token_ids": [313]}, "label_token_ids"),
+        ({"query": [5], "items": [[6]], "label_token_ids": [-1]}, "label_token_ids"),
+        ({"query": [5], "items": [[6]] * 257, "label_token_ids": [5]}, "items"),
+        (
+            {"query": [5], "items": [[6]], "label_token_ids": [5], "return_routed_experts": True},
+            "return_routed_experts",
+        ),
         ({"token_ids": [[]]}, "token_ids"),
         ({"token_ids": [1, [2]]}, "token_ids"),
         ({"token_ids": [313]}, "token_ids"),

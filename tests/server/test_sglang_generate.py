@@ -293,6 +293,35 @@ def test_tokens_and_text_go_both_ways(engine, server):
         assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
 
 
+def test_messages_that_go_on_are_tokens_up_to_the_last_one(engine, server):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure,"}]
+    whole = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    cut = whole[: whole.rindex("Sure,") + len("Sure,")]
+    tokens = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert tokens == engine.tokenizer.encode(cut, add_special_tokens=False)
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert parse_error(server.post("/tokenize", both), 400)["param"] == "continue_final_message"
+
+
+def test_lists_of_prompts_and_of_ids_are_lists_of_answers(engine, server):
+    prompts = [PROMPT, "", "a b"]
+    for path in ("/tokenize", "/v1/tokenize"):
+        output = server.post(path, {"prompt": prompts, "return_token_strs": True}).json()
+        single = [server.post(path, {"prompt": prompt, "return_token_strs": True}).json() for prompt in prompts]
+        for name in ("tokens", "count", "token_strs"):
+            assert output[name] == [one[name] for one in single], name
+        assert server.post(path, {"prompt": []}).json()["tokens"] == []
+    assert server.post("/tokenize", {"prompt": PROMPT}).json()["token_strs"] is None
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert server.post(path, {"tokens": output["tokens"]}).json()["text"] == prompts
+        assert server.post(path, {"tokens": []}).json() == {"prompt": "", "text": ""}
+    for tokens in ([[5], 6], [[5], [10**6]], [["a"]], [[[5]]]):
+        assert parse_error(server.post("/detokenize", {"tokens": tokens}), 400)["param"].startswith("tokens")
+    assert server.client.get("/tokenizer_info").json()["tokenizer_class"] == engine.tokenizer.class_name
+    with running(engine, routed_experts_dialect="vllm") as other:
+        assert other.post("/detokenize", {"tokens": [5]}).json().keys() == {"prompt"}
+
+
 def test_equal_prompts_under_one_seed_have_equal_answers_and_seeds_of_their_own_differ(engine, server):
     """In process and over HTTP; `n` and lists of seeds give different ones."""
     params = {"max_new_tokens": 8, "temperature": 1.0, "seed": 7}

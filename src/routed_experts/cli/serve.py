@@ -85,7 +85,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--routed-experts-format", choices=_FORMATS, text="default: the dialect's")
     add("--routing-store-bytes", type=_size, metavar="BYTES", text="for format ref; default: 1GiB")
     add("--routing-store-ttl", type=float, metavar="S", text="default: 600")
-    add("--metrics-compat", choices=("vllm", "sglang"), text="adds gauges under the other server's names")
+    add("--metrics-compat", choices=("vllm", "sglang"), text="adds metrics under the other server's names")
     add("--expert-metrics", action="store_true", text="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", text="one origin that browsers may call from; default: none")
     add("--request-timeout", type=float, metavar="S", text="default: 600")
@@ -99,6 +99,11 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", text=parsers.format("qwen3, glm45, deepseek-r1, gpt-oss"))
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
+    add(
+        "--enable-force-include-usage",
+        action="store_true",
+        text="every chunk of streams of /v1 has the usage, asked for or not",
+    )
     add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())

@@ -78,6 +78,8 @@ TABLE = (
     Entry("/v1/score", ("POST",), score, ScoreRequest),
     Entry("/tokenize", ("POST",), tokenize.tokenize, TokenizeRequest),
     Entry("/detokenize", ("POST",), tokenize.detokenize, DetokenizeRequest),
+    Entry("/v1/tokenize", ("POST",), tokenize.tokenize, TokenizeRequest),
+    Entry("/v1/detokenize", ("POST",), tokenize.detokenize, DetokenizeRequest),
     Entry("/tokenizer_info", ("GET",), tokenize.tokenizer_info),
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),

@@ -95,6 +95,8 @@ _OTHER_ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # names of the
 )
 _SHAPES: Mapping[str, str] = MappingProxyType({"messages": '[{"role": "user", "content": "text"}]'})
 _RESERVED = ("routed_", "return_rout")
+_NUMBERS = ("temperature", "top_p", "min_p")  # fields that some clients send as text, such as "0.5"
+_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE]-?[0-9]{1,2})?")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # The quantifier is possessive, so that a string without an end is scanned once.
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
@@ -209,6 +211,9 @@ def _decode(raw: bytes, kind: type[_Struct], *, strict: bool) -> ParsedBody[_Str
         text = f"the body is a JSON {type(decoded).__name__}; send an object"
         raise ApiError(text, status=400, code="invalid_json")
     values, ignored = check_fields(cast("dict[str, Any]", decoded), kind.__struct_fields__, strict=strict)
+    for name in _NUMBERS:
+        if isinstance(text := values.get(name), str) and _NUMBER.fullmatch(text):
+            values[name] = float(text)
     return ParsedBody(_convert(values, kind), ignored, len(raw))
 
 

@@ -146,6 +146,8 @@ class GenerationHandler(ABC):
             prompt_tokens=int(request.input_ids.size),
             cached_tokens=out.cached_tokens,
             completion_tokens=0 if self._prompt_only else out.completion_tokens,
+            max_tokens=0 if self._prompt_only else request.sampling.max_tokens,
+            n=request.sampling.n,
             first_token_s=self._first_token_s.get(index) if request.stream else None,
             total_s=elapsed_s,
             queue_s=out.queue_s,

@@ -4,10 +4,12 @@ Headers arrive in time and within their limits, or the connection closes with an
 reading is disconnected. uvicorn has no settings for these limits and does not publish its protocol class, so the range
 of its versions in pyproject.toml is a tested one. Of that class this file uses, beyond asyncio.Protocol and httptools'
 callbacks: `on_response_complete`, `timeout_keep_alive_handler`, `send_400_response`, and the attributes `transport`,
-`loop`, `scope`, `headers`, `url`, `cycle`, `pipeline` and `connections`."""
+`loop`, `scope`, `headers`, `url`, `cycle`, `pipeline` and `connections`; of a cycle `send`, `chunked_encoding` and
+`expected_content_length`."""
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import httptools
 import msgspec
@@ -42,6 +44,23 @@ class _Timer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Have a response of unknown length end with its connection: HTTP/1.0 has no chunks."""
+    send, is_unchunked = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_unchunked
+        if message["type"] == "http.response.start":
+            is_unchunked = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if is_unchunked:
+                cycle.chunked_encoding, cycle.keep_alive = False, False
+        elif is_unchunked:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this part of the body
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -96,6 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_timer.stop()
         self.scope["extensions"] = {"routed_experts.abort": {"call": self.transport.abort}}
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            _send_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Note the progress."""

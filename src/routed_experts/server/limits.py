@@ -59,6 +59,7 @@ class ServerSettings:
     strict_fields: bool = False
     tool_call_parser: str = "auto"  # auto: by the chat template; none: calls stay in the content
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
+    enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
     weights_root: str | None = None  # new weights are read only from folders below it
 
     @property

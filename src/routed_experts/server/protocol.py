@@ -332,23 +332,24 @@ class TokensRequest(RoutingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a prompt, or messages that the chat template renders."""
+    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize."""
+    """POST /detokenize: the ids of one text, or a list of lists of them."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int | list[int]]
     skip_special_tokens: bool | None = None
 
 
@@ -439,9 +440,17 @@ class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fi
 
 class ScoreRequest(RoutingFields, kw_only=True):
     """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to replay, each a meta_info (or a
-    choice) of a response with its `routed_experts_info`; one for one sequence, else a list. null: routed live."""
+    choice) of a response with its `routed_experts_info`; one for one sequence, else a list. null: routed live.
 
-    token_ids: list[int | list[int]]
+    SGLang's form has `query`, `items` and `label_token_ids` instead: how probable each label is after the query and an
+    item. Query and items are all text or all ids; `item_first` puts the item before the query."""
+
+    token_ids: list[int | list[int]] | None = None
+    query: str | list[int] | None = None
+    items: str | list[str | list[int]] | None = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
     routed_experts: dict[str, Any] | list[dict[str, Any] | None] | None = None
     return_routed_experts: bool | None = None
     model: str | None = None

@@ -57,7 +57,9 @@ class ServerState:
         self.model_path, self.tokenizer_path = full_path(model_path), full_path(tokenizer_path or model_path)
         self.model_name = settings.served_model_name or model_name(model_path)
         self.created = int(time.time())
-        self.metrics = Metrics(compat=settings.metrics_compat, each_expert=settings.expert_metrics)
+        self.metrics = Metrics(
+            compat=settings.metrics_compat, each_expert=settings.expert_metrics, model_name=self.model_name
+        )
         self.store = RoutingStore(
             max_bytes=settings.routing_store_bytes,
             ttl_s=settings.routing_store_ttl,

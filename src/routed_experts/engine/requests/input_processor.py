@@ -194,7 +194,7 @@ class InputProcessor:
         vocab = self.limits.vocab_size
         if ids.size and (ids.min() < 0 or ids.max() >= vocab):
             wrong = int(ids[(ids < 0) | (ids >= vocab)][0])
-            text = f"{PARAM} holds the token id {wrong}, outside 0..{vocab - 1}; use this model's ids"
+            text = f"{PARAM} holds the token id {wrong}, out of vocabulary: this model's {vocab} ids are 0..{vocab - 1}"
             raise InvalidRequestError(text, param=param)
         return ids
 
@@ -279,7 +279,8 @@ class InputProcessor:
             if cut:
                 return room
             text = (
-                f"{PARAM}={params.max_tokens} is too large. This model's maximum context length is "
+                f"{PARAM}={params.max_tokens} is too large. Requested token count exceeds the model's maximum context "
+                "length. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
             raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")
@@ -299,7 +300,8 @@ class InputProcessor:
         ):
             wrong = [token for token in ids if token >= vocab]
             if wrong:
-                text = f"{PARAM} holds the token id {wrong[0]}, outside 0..{vocab - 1}; use this model's ids"
+                ids = f"this model's {vocab} ids are 0..{vocab - 1}"
+                text = f"{PARAM} holds the token id {wrong[0]}, out of vocabulary: {ids}"
                 raise InvalidRequestError(text, param=param)
         room = MAX_BIAS - len(sampling.logit_bias)
         if sampling.min_tokens > 0 and len(stop_token_ids) > room:

@@ -40,6 +40,7 @@ class SpecialTokens:
     named: Mapping[str, str]  # those of bos_token, eos_token, pad_token, unk_token that exist
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
+    class_name: str  # of transformers
 
 
 class Tokenizer:
@@ -58,6 +59,7 @@ class Tokenizer:
         self._template, self._tool_template = template, tool_template or template
         self.named_tokens = special.named
         self.eos_token_ids = special.eos_token_ids
+        self.class_name = special.class_name
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_level = tuple(decoders) == ("ByteLevel",)
         self._byte_fallback = "ByteFallback" in decoders
@@ -347,7 +349,13 @@ def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) 
     eos_ids.update(read_eos_token_ids(folder))
     contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = {backend.token_to_id(content) for content in contents}
-    return SpecialTokens(named=named, eos_token_ids=frozenset(eos_ids), special_ids=frozenset(special))
+    class_name = settings.get("tokenizer_class")
+    return SpecialTokens(
+        named=named,
+        eos_token_ids=frozenset(eos_ids),
+        special_ids=frozenset(special),
+        class_name=class_name if isinstance(class_name, str) else "PreTrainedTokenizerFast",
+    )
 
 
 def _content(token: object) -> str | None:

@@ -278,12 +278,8 @@ def _prediction(prediction: Prediction | None) -> str | None:
 
 
 def _max_tokens(chat: ChatRequest) -> int | None:
-    """Return the limit of tokens; both of its names must agree."""
-    old, new = chat.max_tokens, chat.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        text = f"max_tokens={old} and max_completion_tokens={new} differ; send one of them"
-        raise InvalidRequestError(text, param="max_completion_tokens", code="conflicting_parameters")
-    return new if old is None else old
+    """Return the limit of tokens; of its two names the newer one counts."""
+    return chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
 
 
 def _fields(chat: ChatRequest) -> dict[str, str]:

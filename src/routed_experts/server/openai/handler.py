@@ -15,7 +15,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -83,9 +83,11 @@ def parse_options(
     """Read the options of a call. `logprobs`: alternatives of generated tokens; None without logprobs. Raises for
     options that need a stream, or forbid one."""
     call, options = body.value, body.value.stream_options
-    include_usage = options is not None and options.include_usage is True
-    continuous_usage = options is not None and options.continuous_usage_stats is True
-    if (include_usage or continuous_usage) and call.stream is not True:
+    is_forced = server.settings.enable_force_include_usage
+    include_usage = is_forced or (options is not None and options.include_usage is True)
+    is_continuous = options is not None and options.continuous_usage_stats is True
+    continuous_usage = is_forced or (include_usage and is_continuous)
+    if options is not None and call.stream is not True:
         text = "stream_options without stream; set stream to true"
         raise ApiError(text, status=400, code="stream_required", param="stream_options")
     if call.rid is not None and call.request_id is not None and call.rid != call.request_id:
@@ -128,6 +130,9 @@ def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingP
         raise InvalidRequestError(text, param="stop")
     values: dict[str, object] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     values |= {"seed": to_seed(body.seed), "max_tokens": max_tokens, "structured_outputs": grammar_of(body)}
+    if body.logit_bias is not None:  # clamped, as vLLM does
+        clamp = {token: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)) for token, bias in body.logit_bias.items()}
+        values["logit_bias"] = clamp
     if max_tokens == 0:
         values |= {"max_tokens": 1, "min_tokens": None}
     return SamplingParams.from_dict(values)

@@ -1,4 +1,4 @@
-"""POST /v1/score: logprobs and rows of given tokens, on live routes or on those of a record.
+"""POST /v1/score: logprobs and rows of given tokens, on live routes or on those of a record; SGLang's scores of labels.
 
 Scores bypass the queue of requests, in chunks, so that other calls are not blocked."""
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +23,8 @@ from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.server.body import ignored_params_header, json_response, read_body
+from routed_experts.server.body import ParsedBody, ignored_params_header, json_response, read_body
+from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
 from routed_experts.server.middleware import request_owner, resolve_request_id
@@ -42,10 +44,15 @@ _LOGPROB_BYTES = 24  # of one number in JSON
 
 
 async def score(request: Request, server: ServerState) -> Response:
-    """Score sequences of token ids."""
+    """Score sequences of token ids, or labels after a query and items."""
     body = await read_body(request, ScoreRequest, server.settings)
     fields, engine = body.value, server.accepting_engine
     server.check_model(fields.model)
+    if (fields.token_ids is None) == (fields.query is None):
+        text = "send token_ids; or query, items and label_token_ids"
+        raise InvalidRequestError(text, param="token_ids" if fields.query is None else "query")
+    if fields.query is not None:
+        return await _score_labels(request, server, body)
     request_id = resolve_request_id(request, fields.request_id, prefix="score-")
     server.metrics.ignored(body.ignored)
     sequences = _sequences(fields)
@@ -84,9 +91,78 @@ async def score(request: Request, server: ServerState) -> Response:
     return await run_in_thread_if_large(num_bytes, lambda: json_response(response, headers=headers))
 
 
+async def _score_labels(request: Request, server: ServerState, body: ParsedBody[ScoreRequest]) -> Response:
+    """The probability of each label after the query and each item; with apply_softmax among the labels."""
+    fields = body.value
+    server.metrics.ignored(body.ignored)
+    labels = fields.label_token_ids or []
+    _check_label_fields(fields, labels, server.engine.vocab_size)
+    prompts = await run_in_thread_if_large(body.num_bytes, lambda: _label_prompts(server, fields))
+    if not all(prompts):
+        raise InvalidRequestError("the query and an item are both empty; send some text or ids", param="query")
+    sequences = [[*prompt, label] for prompt in prompts for label in labels]
+    num_tokens = sum(len(ids) for ids in sequences)
+    if len(sequences) > MAX_SCORED_SEQUENCES or num_tokens > MAX_SCORED_TOKENS:
+        text = (
+            f"items and label_token_ids make {len(sequences)} sequences of {num_tokens} tokens; a call has at most "
+            f"{MAX_SCORED_SEQUENCES} of {MAX_SCORED_TOKENS}: send fewer items at once"
+        )
+        raise InvalidRequestError(text, param="items")
+    cancelled = threading.Event()
+    try:
+        with field_names({"token_ids": "items"}):
+            outputs = await run_until_disconnect(
+                request,
+                server.score_executor.run(lambda: _score_in_chunks(server, sequences, None, cancelled)),
+                timeout_s=server.settings.request_timeout,
+            )
+    finally:
+        cancelled.set()
+    logprobs = np.array([output.logprobs[-1] for output in outputs], np.float64).reshape(len(prompts), len(labels))
+    scores = np.exp(logprobs)
+    if fields.apply_softmax:
+        scores = np.exp(logprobs - logprobs.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+    num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+    response = {
+        "scores": scores.tolist(),
+        "object": "scoring",
+        "model": server.model_name,
+        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens},
+    }
+    return json_response(response, headers=ignored_params_header(body.ignored))
+
+
+def _check_label_fields(fields: ScoreRequest, labels: Sequence[int], vocab_size: int) -> None:
+    if not labels:
+        raise InvalidRequestError("label_token_ids must hold an id; send those to score", param="label_token_ids")
+    unknown = next((label for label in labels if not 0 <= label < vocab_size), None)
+    if unknown is not None:
+        text = f"label_token_ids holds {unknown}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
+        raise InvalidRequestError(text[:200], param="label_token_ids")
+    given = [name for name in ("routed_experts", "return_routed_experts") if getattr(fields, name)]
+    if given:
+        raise InvalidRequestError(f"{given[0]} needs token_ids; query and items have no rows", param=given[0])
+
+
+def _label_prompts(server: ServerState, fields: ScoreRequest) -> list[list[int]]:
+    """The token ids of the query with each item."""
+    items = [fields.items] if isinstance(fields.items, str) else fields.items or []
+    query = fields.query
+    if isinstance(query, str) and items and all(isinstance(item, str) for item in items):
+        tokenizer, texts = server.tokenizer("query"), cast("list[str]", items)
+        return [tokenizer.encode(item + query if fields.item_first else query + item) for item in texts]
+    if isinstance(query, list) and items and all(isinstance(item, list) for item in items):
+        ids = cast("list[list[int]]", items)
+        return [[*item, *query] if fields.item_first else [*query, *item] for item in ids]
+    raise InvalidRequestError(
+        "items must be texts where query is text, and lists of ids where it is ids", param="items"
+    )
+
+
 def _sequences(fields: ScoreRequest) -> list[list[int]]:
     """Return the token ids of each sequence."""
-    ids = fields.token_ids
+    ids = fields.token_ids or []
     if ids and all(isinstance(part, int) for part in ids):
         return [cast("list[int]", ids)]
     num_tokens = sum(len(part) for part in ids if isinstance(part, list))

@@ -1,0 +1,5 @@
+"""Stand-ins for sgl_jax."""
+
+from compat_peers.placeholders import missing
+
+__getattr__ = missing("sgl_jax")

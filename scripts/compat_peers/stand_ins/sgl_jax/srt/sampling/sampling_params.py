@@ -1,0 +1,5 @@
+"""SamplingParams is ours."""
+
+from routed_experts import SamplingParams
+
+__all__ = ["SamplingParams"]

@@ -1,0 +1,1 @@
+"""Stand-ins for the helpers of vLLM's tests."""
