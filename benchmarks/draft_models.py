@@ -148,13 +148,14 @@ def main() -> None:
             policy = drafting.speculation.policy = FixedPolicy()
             modes = {"off": (plain, False, False), "rest": (drafting, False, False)}
             modes |= {name: (drafting, True, name != "draft") for name in ("draft", "joined", "ahead")}
-            schedule_ahead = drafting.scheduler.schedule_ahead
+            (scheduler,) = drafting.ranks
+            schedule_ahead = scheduler.schedule_ahead
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
                 for mode in modes if turn % 2 else reversed(modes):
                     core, policy.drafts, policy.verifies = modes[mode]
-                    drafting.scheduler.schedule_ahead = schedule_ahead if mode == "ahead" else lambda num_drafts: None
+                    scheduler.schedule_ahead = schedule_ahead if mode == "ahead" else lambda num_drafts: None
                     took = time_mode(core, batch, turn, config.vocab_size)
                     if turn:
                         seconds[mode].append(took * 1e3)

@@ -48,7 +48,7 @@ class Forgetful:
 def test_a_replay_that_routes_live_is_refused(engine):
     engine, _ = engine
     core = engine.components.core
-    new_core = lambda: type(core)(core.ranks[0], core.runner, core.capturers[0])  # noqa: E731
+    new_core = lambda: type(core)(core.ranks, core.runner, core.capturers)  # noqa: E731
     sizes = {"vocab_size": 313, "context_length": 512}
     run = lambda scorer: on_engine_thread(engine, lambda _: self_check.check_replay(new_core, scorer, **sizes))  # noqa: E731
     assert run(engine.scorer) == 15

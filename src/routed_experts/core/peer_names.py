@@ -649,7 +649,7 @@ REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
         reason="a request asks for it: stream_options, return_token_ids, return_tokens_as_token_ids",
         switches="""
-            enable_force_include_usage return_input_ids return_output_ids return_tokens_as_token_ids
+            return_input_ids return_output_ids return_tokens_as_token_ids
             stream_response_default_include_usage""",
     ),
     NameGroup(
