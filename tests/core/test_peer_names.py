@@ -98,13 +98,12 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted_as_text_and_as_val
         ("kv_cache_dtype", "auto"),
         ("schedule_policy", "lpm"),
         ("scheduling_policy", "fcfs"),
-        ("max_logprobs", "20"),
         ("cpu_offload_gb", 0.0),
         ("disaggregation_mode", "null"),
         ("hf_overrides", "{}"),
     ):
         assert ENGINE_NAMES.refusal(name, value) is None, (name, value)
-    for name, value in (("pp_size", 2), ("max_logprobs", -1), ("max_logprobs", "21"), ("enable_lora", 1)):
+    for name, value in (("pp_size", 2), ("enable_lora", 1)):
         assert ENGINE_NAMES.refusal(name, value) is not None, (name, value)
 
 

@@ -58,8 +58,7 @@ def session():
 def wake_up(engine):
     """Should the case have released memory, take it back."""
     if "weights" in engine.released:
-        version = engine.stats().weight_version + 1
-        engine.update_weights_from_disk(engine.server_args.model_path, version=version)
+        engine.update_weights_from_disk(engine.server_args.model_path)
     engine.resume_memory_occupation()
 
 

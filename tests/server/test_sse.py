@@ -41,6 +41,12 @@ def send_all(chunks, *, fail_on=None, hold=False):
     return [(message["body"], message["more_body"]) for message in sent[1:]]
 
 
+@pytest.mark.parametrize("text", ["a\x85b", "\u2028\u2029", "é\u2028\x85\x1c\x0b\n\r日"])
+def test_a_text_is_one_line_also_by_the_rules_of_unicode(text):
+    line, *rest = event({"text": text}).decode().splitlines()
+    assert rest == [""] and json.loads(line.removeprefix("data: ")) == {"text": text}
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_the_last_words_are_one_message(together):
     chunks = [event({"a": 1}), event({"a": 2})]

@@ -207,6 +207,12 @@ def test_a_stop_id_ends_and_is_told(server):
     assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", stop, stop)
 
 
+def test_structured_outputs_are_followed(server):
+    choice = tokens(server, {"max_tokens": 20, "structured_outputs": {"regex": "(ab){3}"}})["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert server.post("/detokenize", {"tokens": choice["token_ids"]}).json()["prompt"].startswith("ababab")
+
+
 def test_names_without_effect_are_named(server):
     body = {"token_ids": IDS, "sampling_params": {**GREEDY, "output_kind": 1, "spaces_between_special_tokens": True}}
     response = server.post(ROUTE, {**body, "priority": 0, "output_mode": "tokens", "features": None})
@@ -222,7 +228,7 @@ def test_names_without_effect_are_named(server):
         ({"kv_transfer_params": {"a": 1}}, {}, "kv_transfer_params", "unsupported_parameter"),
         ({"priority": 3}, {}, "priority", "unsupported_parameter"),
         ({"output_mode": "text"}, {}, "output_mode", "unsupported_parameter"),
-        ({}, {"structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter"),
+        ({}, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "conflicting_parameters"),
         ({}, {"allowed_token_ids": [4]}, "allowed_token_ids", "unsupported_parameter"),
         ({}, {"max_tokenz": 4}, "max_tokenz", "unknown_field"),
         ({}, {"max_tokens": 0}, "max_tokens", "invalid_request"),

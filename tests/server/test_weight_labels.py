@@ -70,13 +70,19 @@ def answers(server, path, body, streamed):
         return [(whole["meta_info"], whole["meta_info"]["completion_tokens"])]
     if not streamed:
         whole = server.post(path, body).json()
-        first = [(whole["metadata"], 5)]
-        several = len(whole["choices"]) > 1
-        return [(choice["meta_info"], 5) for choice in whole["choices"]] if several else first
-    chunks = stream(server, path, body)
-    holders = [chunk for chunk in chunks if "metadata" in chunk]
+        told = [choice["meta_info"] for choice in whole["choices"]]
+        assert whole["metadata"] == texts(told[0])
+        return [(fields, 5) for fields in told]
+    holders = [chunk for chunk in stream(server, path, body) if "metadata" in chunk]
     assert [chunk["choices"][0]["finish_reason"] for chunk in holders] == ["length"] * body.get("n", 1), "the last ones"
-    return [(chunk["metadata"], 5) for chunk in sorted(holders, key=lambda chunk: chunk["choices"][0]["index"])]
+    assert all(chunk["metadata"] == texts(chunk["choices"][0]["meta_info"]) for chunk in holders)
+    choices = sorted((chunk["choices"][0] for chunk in holders), key=lambda choice: choice["index"])
+    return [(choice["meta_info"], 5) for choice in choices]
+
+
+def texts(told):
+    """SGLang's field of a response, whose values are texts."""
+    return {name: str(told[name]) for name in ("weight_version", "update_count")}
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["no rows", "rows"])

@@ -9,10 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol, cast
-
-import numpy as np
-from jaxtyping import UInt32
+from typing import Any, NoReturn, cast
 
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, InvalidRequestError
@@ -147,41 +144,6 @@ class GrammarSpec:
             text = 'lacks json_schema.schema; send {"type": "json_schema", "json_schema": {"name": .., "schema": ..}}'
             _refuse(param, text)
         return GrammarSpec.json_schema(schema, param=param)
-
-
-class GrammarState(Protocol):
-    """Where one sequence stands in its grammar. Engine thread only. Ids are those of the model's vocabulary."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output has ended with an end token that the grammar allowed."""
-        ...
-
-    @property
-    def error(self) -> str | None:
-        """Why the grammar cannot be followed any further (a limit was met); None while it can."""
-        ...
-
-    def accept(self, token: int) -> None:
-        """Move on by one token of the output."""
-        ...
-
-    def forced_tokens(self) -> tuple[int, ...]:
-        """The tokens that follow whatever is sampled; empty where there is a choice."""
-        ...
-
-    def fill(self, words: UInt32[np.ndarray, " W"], *, keep_end: bool) -> None:
-        """Write the bits of the tokens that may follow: bit i % 32 of word i // 32 is token i. At least one bit is set
-        where `error` is None afterwards. `keep_end` False: without end tokens, unless nothing else may follow."""
-        ...
-
-
-class CompiledGrammar(Protocol):
-    """A grammar that was compiled for a tokenizer. Any thread."""
-
-    def start(self) -> GrammarState:
-        """The state of a new sequence."""
-        ...
 
 
 def _refuse(param: str, text: str, *, code: str = "invalid_grammar") -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from routed_experts.core.grammar_spec import CompiledGrammar
+from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.core.speculative_stats import SpeculativeCounts

@@ -109,6 +109,18 @@ OTHER_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(  # of na
 )
 NO_EFFECT: tuple[NameGroup, ...] = (
     NameGroup(
+        reason="the model may call a tool wherever a request has tools",
+        switches="enable_auto_tool_choice",
+    ),
+    NameGroup(
+        reason="times of a request are in meta_info of /generate, and of all at /metrics",
+        switches="enable_per_request_metrics",
+    ),
+    NameGroup(
+        reason="at most 20 top logprobs are returned a token; a request for more is refused",
+        values="max_logprobs",
+    ),
+    NameGroup(
         reason="code of a checkpoint is never run; an architecture that is not built in is refused by its name",
         switches="trust_remote_code",
         values="code_revision",
@@ -638,23 +650,12 @@ REFUSED: tuple[NameGroup, ...] = (
         values="generation_config override_generation_config preferred_sampling_params sampling_defaults",
     ),
     NameGroup(
-        reason="at most 20 top logprobs are returned a token; ask for no more in a request",
-        own=tuple(range(21)),
-        values="max_logprobs",
-    ),
-    NameGroup(
         reason="a prompt that is too long is an error",
         switches="allow_auto_truncate",
     ),
     NameGroup(
-        reason="a request asks for it: stream_options, return_token_ids, return_tokens_as_token_ids",
-        switches="""
-            return_input_ids return_output_ids return_tokens_as_token_ids
-            stream_response_default_include_usage""",
-    ),
-    NameGroup(
-        reason="times of a request are in meta_info, and of all at /metrics",
-        switches="enable_per_request_metrics",
+        reason="a request asks for it: stream_options, return_token_ids",
+        switches="return_input_ids return_output_ids stream_response_default_include_usage",
     ),
     NameGroup(
         reason="streams of /generate are cumulative; /v1 sends what is new",
@@ -675,10 +676,8 @@ REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
         reason="the parts of answers are found by the model's family",
         own=("auto",),
-        switches="enable_auto_tool_choice exclude_tools_when_tool_choice_none",
-        values="""
-            reasoning_config reasoning_parser reasoning_parser_plugin tool_call_parser tool_parser_plugin
-            tool_strict_level""",
+        switches="exclude_tools_when_tool_choice_none",
+        values="reasoning_config reasoning_parser_plugin tool_parser_plugin tool_strict_level",
     ),
     NameGroup(
         reason="structured output has one backend",
@@ -714,11 +713,6 @@ REFUSED: tuple[NameGroup, ...] = (
         values="fingerprint_mode",
     ),
     NameGroup(
-        reason="label a version when its weights are loaded: weight_version of /update_weights_from_disk",
-        own=("default",),
-        values="weight_version",
-    ),
-    NameGroup(
         reason="metrics are at /metrics, without labels of a deployment; no traces or events are sent",
         own=("localhost:4317",),
         switches="enable_forward_pass_metrics enable_trace export_metrics_to_file",
@@ -737,8 +731,10 @@ REFUSED: tuple[NameGroup, ...] = (
 )
 SERVER_SETTINGS = NameGroup(
     reason="a setting of `serve`: in a process without a server it has no effect",
-    switches="enable_dp_attention",
-    values="host port served_model_name log_level stream_interval shutdown_timeout config",
+    switches="enable_dp_attention enable_force_include_usage return_tokens_as_token_ids",
+    values="""
+        host port served_model_name log_level stream_interval shutdown_timeout config tool_call_parser
+        reasoning_parser""",
     lists="api_key admin_api_key",
 )
 IN_PROCESS: tuple[NameGroup, ...] = (  # flags that have another form in Python

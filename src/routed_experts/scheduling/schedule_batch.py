@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.capture.host_cache import SavedRows
-from routed_experts.core.grammar_spec import GrammarState
+from routed_experts.core.grammar_state import GrammarState
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.core.speculative_stats import SpeculativeCounts

@@ -59,6 +59,7 @@ class ServerSettings:
     strict_fields: bool = False
     tool_call_parser: str = "auto"  # auto: by the chat template; none: calls stay in the content
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
+    return_tokens_as_token_ids: bool = False  # logprobs of /v1 name tokens by id, where a request does not say
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
     weights_root: str | None = None  # new weights are read only from folders below it
 

@@ -18,14 +18,20 @@ from routed_experts.server.limits import SSE_COMMENT_S, STREAM_GRACE_S
 
 CHUNKS_PER_TURN = 8  # of one stream
 DONE = b"data: [DONE]\n\n"
+_LINE_SEPARATORS = (("\x85".encode(), rb"\u0085"), ("\u2028".encode(), rb"\u2028"), ("\u2029".encode(), rb"\u2029"))
 logger = logging.getLogger("routed_experts.server")
 _T = TypeVar("_T")
 
 
 def event(body: object, name: str | None = None) -> bytes:
-    """Encode one event of JSON, with a name where the dialect names its events."""
+    """Encode one event of JSON, with a name where the dialect names its events. Unicode's line separators are escaped:
+    some clients (httpx's iter_lines) end a line at them."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+    data = msgspec.json.encode(body)
+    if not data.isascii():
+        for separator, escape in _LINE_SEPARATORS:
+            data = data.replace(separator, escape)
+    return head + b"data: " + data + b"\n\n"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

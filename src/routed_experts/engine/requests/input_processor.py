@@ -13,7 +13,8 @@ from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
-from routed_experts.core.grammar_spec import CompiledGrammar, GrammarSpec
+from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE

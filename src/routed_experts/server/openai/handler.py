@@ -100,12 +100,12 @@ def parse_options(
         fields=fields,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        logprobs=_logprob_options(call, logprobs),
+        logprobs=_logprob_options(server, call, logprobs),
         headers=ignored_params_header(body.ignored),
     )
 
 
-def _logprob_options(call: OpenAIRequest, logprobs: int | None) -> LogprobOptions:
+def _logprob_options(server: ServerState, call: OpenAIRequest, logprobs: int | None) -> LogprobOptions:
     prompt = call.prompt_logprobs
     if prompt is not None and not 0 <= prompt <= MAX_LOGPROBS:
         text = f"prompt_logprobs={short_repr(prompt)} must be 0..{MAX_LOGPROBS}"
@@ -113,11 +113,12 @@ def _logprob_options(call: OpenAIRequest, logprobs: int | None) -> LogprobOption
     if prompt is not None and call.stream is True:
         text = "prompt_logprobs with stream; set stream to false"
         raise ApiError(text, status=400, code="conflicting_parameters", param="prompt_logprobs")
+    as_ids = call.return_tokens_as_token_ids
     return LogprobOptions(
         enabled=logprobs is not None,
         top=logprobs or 0,
         prompt=prompt,
-        as_ids=call.return_tokens_as_token_ids is True,
+        as_ids=server.settings.return_tokens_as_token_ids if as_ids is None else as_ids,
         echo=logprobs is not None and call.echo is True,
     )
 
@@ -248,6 +249,11 @@ class ChoiceState:
         """Return the fields that tell which weights made the choice."""
         return weight_fields(self.sequence, num_tokens=self.num_tokens()[1], is_last=self.is_finished)
 
+    def metadata(self) -> dict[str, object]:
+        """Return SGLang's field of a response. Its values are texts, for OpenAI's clients have no others."""
+        fields = self.weight_fields()
+        return {"metadata": {name: str(fields[name]) for name in ("weight_version", "update_count")}}
+
     def draft_counts(self) -> SpeculativeCounts:
         """Return what became of the drafts of this choice so far."""
         counts = self.sequence.last.speculative if self.sequence.has_output else None
@@ -339,14 +345,12 @@ class OpenAIHandler(GenerationHandler):
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
-            fields = {**self._format.full(choice), **self._format.finish(choice), **routing.choice}
-            if len(self._choices) > 1:  # the response tells the weights of the first alone
-                fields.setdefault("meta_info", choice.weight_fields())
-            bodies.append(fields)
+            weights = {"meta_info": choice.weight_fields()}  # in rows of form int32, too
+            bodies.append({**self._format.full(choice), **self._format.finish(choice), **weights, **routing.choice})
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
-        body["metadata"] = self._choices[0].weight_fields()
+        body |= self._choices[0].metadata()
         return json_response(body, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
@@ -380,7 +384,8 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, body, routing.pop(0) if routing and not chunks else None))
         chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
         if ending is not None and last is not None:
-            fields = ResponseRouting(last.choice, {**last.response, "metadata": choice.weight_fields()})
+            weights = {"meta_info": choice.weight_fields()}
+            fields = ResponseRouting({**weights, **last.choice}, {**last.response, **choice.metadata()})
             chunks.append(self._chunk(choice, {**ending, **self._format.finish(choice)}, fields))
         return chunks
 
