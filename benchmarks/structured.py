@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import VOCABULARY, Prompts, benchmark_model, build, print_table, progress, write_result
 
-from routed_experts.core.grammar_spec import CompiledGrammar, GrammarSpec
+from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
