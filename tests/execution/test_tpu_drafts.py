@@ -122,7 +122,7 @@ def test_each_step_but_verify_steps_has_a_program_without_drafts():
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode))
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
 def test_the_pool_of_the_draft_layers_is_updated_in_place(chip, mode):
     jobs, _, pool = draft_jobs(chip)
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh), without_compilation_cache():
@@ -131,7 +131,7 @@ def test_the_pool_of_the_draft_layers_is_updated_in_place(chip, mode):
     assert whole_pool_operations(program, pool.abstract) == []
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
 def test_the_slots_of_a_verify_step_are_located_and_advanced_in_place(chip):
     _, jobs, _ = draft_jobs(chip)
     assert jobs.keys() == {"locate", "advance"}

@@ -35,7 +35,8 @@ from support.tpu_programs import (
 
 pytestmark = pytest.mark.tpu_aot
 
-CHIPS = ["v5e", "v6e"]
+V6E = pytest.param("v6e", marks=pytest.mark.thorough)  # programs of families are compiled for it in every run
+CHIPS = ["v5e", V6E]
 KIB, MIB = 1 << 10, 1 << 20
 VMEM = 128 * MIB
 # Most temporary bytes in HBM. Measured, in KiB: forward 0 to 1,764; full 0 to 1,719; count 0 to 760; the others 0. No
@@ -114,7 +115,12 @@ def test_programs_after_the_forward_pass_are_the_same_with_and_without_capture(n
 
 
 @pytest.mark.parametrize(
-    ("chip", "name"), [("v5e", "forward decode"), ("v6e", "forward decode"), ("v5e", "forward extend")]
+    ("chip", "name"),
+    [
+        ("v5e", "forward decode"),
+        ("v5e", "forward extend"),
+        pytest.param("v6e", "forward decode", marks=pytest.mark.thorough),
+    ],
 )
 def test_capture_adds_no_operation_to_a_layer_and_four_to_a_step(chip, name):
     on, off = (compiled(chip, name, capture=capture) for capture in (True, False))
