@@ -25,6 +25,7 @@ from routed_experts.fleet.replica import Door, Replica
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.server.limits import ServerSettings
+from routed_experts.server.run import check_port
 
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 SHUTDOWN_MARGIN_S = 5.0
@@ -147,6 +148,7 @@ class Fleet:
         self._on_phase("ray", f"{ray.__version__}, {'started here' if settings.ray_address is None else address}")
         check_resources(self._spec, ray.available_resources())
         self._refuse_running_serve(serve)
+        check_port(self._spec.server)
         host = self._spec.server.host
         port = self._spec.server.port or free_port()
         self._owns_serve = True

@@ -47,6 +47,11 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
+def check_port(settings: ServerSettings) -> None:
+    """Raise MachineError where the port is in use: for a proxy that binds it later, in a process of its own."""
+    bind(settings).close()
+
+
 def check_weights_root(settings: ServerSettings) -> None:
     """Raise ConfigError where new weights would come from a folder that is not there."""
     root = settings.weights_root
