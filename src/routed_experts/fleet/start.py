@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
 from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.ray_runtime import NAMESPACE, CoordinatorClient, import_ray
 from routed_experts.fleet.replica import Door, Replica
+from routed_experts.fleet.replica_watch import ReplicaWatch
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.server.limits import ServerSettings
@@ -176,8 +178,9 @@ class Fleet:
         return Ready(url, f"{len(status.members)} replicas · weight version {label} · {proxy}")
 
     def wait(self) -> bool:
-        """Wait for `stop`; False where the fleet has ended without it."""
+        """Wait for `stop`; False where the fleet has ended without it. Logs each replica that is lost or comes back."""
         serve, lost = import_ray("ray.serve"), 0
+        watch = ReplicaWatch(self._spec.fleet.num_replicas)
         while not self.stop.wait(_WATCH_S):
             try:
                 applications = serve.status().applications
@@ -187,7 +190,19 @@ class Fleet:
                 lost += 1
             if lost >= 3:
                 return False
+            if not lost:
+                self._log_replicas(watch)
         return True
+
+    def _log_replicas(self, watch: ReplicaWatch) -> None:
+        assert self._coordinator is not None
+        try:
+            tags: tuple[str, ...] | None = self._coordinator.call_blocking("serving", timeout_s=_WATCH_S)
+        except CoordinatorLost as error:
+            logger.debug("the coordinator is not reached: %s", error)
+            return
+        for line in () if tags is None else watch.changes(tags, time.monotonic()):
+            logger.warning("%s", line)
 
     def end(self) -> None:
         """Drain the replicas, and end what was started. Idempotent."""
