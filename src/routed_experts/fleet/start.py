@@ -129,6 +129,7 @@ class Fleet:
     def __init__(self, spec: ReplicaSpec, *, on_phase: Callable[[str, str], None]) -> None:
         self._spec, self._on_phase = spec, on_phase
         self._coordinator: CoordinatorClient | None = None
+        self._watch = ReplicaWatch(spec.fleet.num_replicas)
         self._owns_serve = False
         self.stop = threading.Event()  # set by a signal
         self.hurry = threading.Event()  # by the second one
@@ -171,6 +172,7 @@ class Fleet:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         _wait_answered(shown, port)
         status = self.status()
+        self._watch.changes([member.tag for member in status.members], time.monotonic())  # none is missed yet
         proxy = next((member.details["proxy"] for member in status.members if "proxy" in member.details), "?")
         self._on_phase("replicas", f"{len(status.members)} of {settings.num_replicas}")
         url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
@@ -180,7 +182,6 @@ class Fleet:
     def wait(self) -> bool:
         """Wait for `stop`; False where the fleet has ended without it. Logs each replica that is lost or comes back."""
         serve, lost = import_ray("ray.serve"), 0
-        watch = ReplicaWatch(self._spec.fleet.num_replicas)
         while not self.stop.wait(_WATCH_S):
             try:
                 applications = serve.status().applications
@@ -191,17 +192,17 @@ class Fleet:
             if lost >= 3:
                 return False
             if not lost:
-                self._log_replicas(watch)
+                self._log_replicas()
         return True
 
-    def _log_replicas(self, watch: ReplicaWatch) -> None:
+    def _log_replicas(self) -> None:
         assert self._coordinator is not None
         try:
             tags: tuple[str, ...] | None = self._coordinator.call_blocking("serving", timeout_s=_WATCH_S)
         except CoordinatorLost as error:
             logger.debug("the coordinator is not reached: %s", error)
             return
-        for line in () if tags is None else watch.changes(tags, time.monotonic()):
+        for line in () if tags is None else self._watch.changes(tags, time.monotonic()):
             logger.warning("%s", line)
 
     def end(self) -> None:
