@@ -61,6 +61,7 @@ class ServerSettings:
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     return_tokens_as_token_ids: bool = False  # logprobs of /v1 name tokens by id, where a request does not say
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
+    enable_memory_saver: bool = False  # told by /server_info; memory can be released without it
     weights_root: str | None = None  # new weights are read only from folders below it
 
     @property
