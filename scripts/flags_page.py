@@ -27,6 +27,7 @@ def render() -> str:
             _served(known),
             _translated(),
             _table("Accepted without effect", ("because", "names"), peer_names.NO_EFFECT),
+            _values_without_effect(),
             _table("Refused", ("use instead", "names"), peer_names.REFUSED),
             _in_python(),
             after,
@@ -59,6 +60,7 @@ def _translated() -> str:
         values += [
             f"| `{name}` | {_listed(dict.fromkeys(others))} | {'the default' if own is None else f'`{own}`'} |"
             for own, others in by_own.items()
+            if own != "auto"
         ]
     return (
         "## Translated\n\n| there | here |\n|---|---|\n"
@@ -72,6 +74,16 @@ def _translated() -> str:
 def _table(title: str, columns: tuple[str, str], groups: Iterable[NameGroup]) -> str:
     rows = [f"| {_reason(group)} | {_listed(sorted(group.names()))} |" for group in groups]
     return f"## {title}\n\n| {columns[0]} | {columns[1]} |\n|---|---|\n" + "\n".join(rows) + "\n\n"
+
+
+def _values_without_effect() -> str:
+    rows = [
+        f"| `{name}` | {_listed(str(value) for value, own in values.items() if own == 'auto')} |"
+        for name, values in peer_names.OTHER_VALUES.items()
+        if "auto" in values.values()
+    ]
+    intro = "Values without effect, which mean `auto`, the default:"
+    return f"{intro}\n\n| name | values |\n|---|---|\n" + "\n".join(rows) + "\n\n"
 
 
 def _reason(group: NameGroup) -> str:

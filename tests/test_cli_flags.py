@@ -124,6 +124,19 @@ def test_what_is_refused_names_the_flag_and_what_to_use(capsys, words, message):
     assert message in refusal(capsys, *words)
 
 
+def test_all_refused_flags_are_named_in_one_error(capsys, tmp_path):
+    words = "--enable-lora --trust-remote-code --quantization fp8 --port 1 -pp 2 --tp 2 --enable-lora"
+    lines = refusal(capsys, *words.split()).splitlines()
+    heads = ["argument --enable-lora is", "argument --quantization: 'fp8' is", "argument -pp: '2' is"]
+    assert [
+        line.removeprefix("routed-experts serve: error: ").partition(" refused: ")[0] for line in lines[:-1]
+    ] == heads
+    assert lines[-1] == "see routed-experts serve --help"
+    content = {"model": "MODEL", "enable-lora": True, "dtype": "half", "quantization": "fp8"}
+    with pytest.raises(ConfigError, match=r"serve\.json: enable-lora is refused: .*; quantization: 'fp8' is refused: "):
+        read(tmp_path, content)
+
+
 def test_words_after_two_dashes_and_values_are_left_alone():
     assert parse("--", "MODEL").model_path == "MODEL"
     options = parse("MODEL", "--prompt=--trust-remote-code", command="generate")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import pickle
+import socket
 import sys
+import types
 
 import pytest
 
@@ -53,6 +55,18 @@ def test_a_wrong_start_is_one_sentence(name, monkeypatch, capfd):
     assert len([line for line in error.splitlines() if "error: " in line]) == 1 and len(error.splitlines()) <= 3
     if "not installed" in expected:
         assert "[ray]" in error
+
+
+def test_a_port_in_use_is_reported_before_ray_is_started(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # installed, and without anything to start
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
+        assert main(["serve", "demo", "--num-replicas", "2", "--port", str(port)]) == 1
+    error = capfd.readouterr().err
+    assert f"error: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --port" in error
+    assert "Traceback" not in error and len(error.splitlines()) <= 3
 
 
 def spec(**fields):

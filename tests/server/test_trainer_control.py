@@ -9,8 +9,10 @@ import threading
 import numpy as np
 import pytest
 
+from routed_experts.core.errors import InvalidRequestError
 from routed_experts.formats import record_from_response
 from routed_experts.server.admin.refused_routes import REFUSED
+from routed_experts.server.errors import to_response
 from support.engines import assert_idle, on_engine_thread, open_engine
 from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -198,6 +200,28 @@ def test_folders_outside_the_root_and_other_ways_are_refused(server, root, engin
     with running(engine) as without_root:
         assert parse_error(without_root.post(path, {field: "seed0"}), 403)["code"] == "weights_root_unset"
     assert server.client.get("/get_weight_version").json() == version
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/update_weights_from_disk"])
+def test_a_misspelt_folder_is_shown_as_it_was_sent_and_no_other_path_is(server, root, path):
+    field = "weight_dir" if path == "/update_weights" else "model_path"
+    for sent in (f"{root}/sed1", "/mnt/a/b  c/step_8", f"{'x' * 80}/y/z/sed1", "it's/a/b", "../a/b"):
+        message = parse_error(server.post(path, {field: sent}), 400)["message"]
+        assert message == f"{field}={' '.join(repr(sent).split())} is no folder under --weights-root"
+    for sent in ("sed1", "x" * 2000):
+        assert str(root) not in parse_error(server.post(path, {field: sent}), 400)["message"]
+    assert "<path>" in parse_error(server.post(path, {field: "empty"}), 400)["message"], "a path of the server"
+
+
+def test_an_error_shows_only_the_path_that_is_said_to_be_the_clients():
+    text = "'/a/b' is not /srv/a/b, nor '/srv/a' at 0x7f0123456789"
+    for error, shown in (
+        (InvalidRequestError(text, sent="'/a/b'"), "'/a/b' is not <path>, nor '<path>' at <address>"),
+        (InvalidRequestError(text), "'<path>' is not <path>, nor '<path>' at <address>"),
+        (InvalidRequestError(text, sent=""), "'<path>' is not <path>, nor '<path>' at <address>"),
+    ):
+        assert to_response(error).body["error"]["message"] == to_response(error.renamed("x")).body["error"]["message"]
+        assert to_response(error).body["error"]["message"] == shown
 
 
 def test_an_update_may_end_what_runs_but_a_wrong_folder_ends_nothing(server, engine):

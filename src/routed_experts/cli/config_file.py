@@ -83,7 +83,8 @@ class _FileParser(Parser):
         self._file = file
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self._file}: {message.replace('argument --', '', 1)}")
+        complaints = (line.replace("argument --", "", 1) for line in message.splitlines())
+        raise ConfigError(f"{self._file}: {'; '.join(complaints)}")
 
 
 def _peer_words(key: str, value: object) -> list[str]:

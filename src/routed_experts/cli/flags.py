@@ -73,8 +73,9 @@ _NUMBER = re.compile(r"-?[0-9.]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are two lines instead of a page of usage, and name the nearest known word. Each
-    command's parser refuses what it does not know, so that the error is about this command."""
+    """An argument parser whose errors are two lines instead of a page of usage, and name the nearest known word; where
+    several flags of other servers are refused, a line for each. Each command's parser refuses what it does not know, so
+    that the error is about this command."""
 
     takes_peer_flags = False  # those of other servers; set by `add_engine_flags`
 
@@ -112,16 +113,23 @@ class _PeerFlags:
     def __init__(self, parser: Parser, own: Mapping[str, argparse.Action]) -> None:
         self._parser, self._own = parser, own
         self._ignored: list[str] = []
+        self._refused: list[str] = []
 
     def take(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the words that are left, with flags as this program spells them, and the flags that have no effect.
-        Ends the program, or raises as `Parser.error` does, where one is refused."""
+        Ends the program, or raises as `Parser.error` does, where some are refused: one line names each."""
+        left = self._take(words)
+        if self._refused:
+            self._parser.error("\n".join(dict.fromkeys(self._refused)))
+        return left, self._ignored
+
+    def _take(self, words: Sequence[str]) -> list[str]:
         left: list[str] = []
         waiting = list(reversed(words))
         while waiting:
             word = waiting.pop()
             if word == "--":
-                return [*left, word, *reversed(waiting)], self._ignored
+                return [*left, word, *reversed(waiting)]
             head, equals, text = word.partition("=")
             own = self._own_flag(head)
             if own is not None:
@@ -141,7 +149,7 @@ class _PeerFlags:
                 elif arity == "value":
                     (value,) = values
                 self._accept(head, name, value)
-        return left, self._ignored
+        return left
 
     def _own_flag(self, head: str) -> str | None:
         """The flag of this program that is meant, or None: `--tp_size` and `-tp` are --tp-size."""
@@ -171,7 +179,7 @@ class _PeerFlags:
     def _accept(self, head: str, name: str, value: object) -> None:
         if (reason := FLAG_NAMES.refusal(name, value)) is not None:
             given = "" if value is True else f": {short_repr(value)}"
-            self._parser.error(f"argument {head}{given} is refused: {reason}")
+            self._refused.append(f"argument {head}{given} is refused: {reason}")
         if name in FLAG_NAMES.no_effect:
             self._ignored.append(head)
 

@@ -158,6 +158,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",
             file=sys.stderr,
         )
+    run_module.check_weights_root(settings)
     local_folder(args.model_path)  # raises for a name that is neither a folder nor an id, before anything starts
     if fleet.is_fleet:
         from routed_experts.fleet.spec import ReplicaSpec

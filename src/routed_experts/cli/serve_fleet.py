@@ -31,6 +31,10 @@ def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: fl
     """Start a fleet and serve until SIGTERM (exit code 0), or until Ray has ended (3). Raises ConfigError and
     MachineError."""
     check_ray()
+    from routed_experts.server.run import check_port
+
+    if spec.fleet.ray_address is None:  # in a Ray that runs the port may be its Serve's, which is another error
+        check_port(spec.server)
     with _work_folder() as folder:
         if spec.fleet.ray_address is None:  # read by Ray's modules when they are imported, and by its processes
             from routed_experts.fleet.serve_environment import serve_environment

@@ -7,10 +7,11 @@ _MAX_CHARS = 60
 _MAX_NAME_CHARS = 64  # bounds the edit distance, which is quadratic
 
 
-def short_repr(value: object) -> str:
-    """Render any user's value in one short line, so that an error never echoes a large input."""
+def short_repr(value: object, *, max_chars: int = _MAX_CHARS) -> str:
+    """Render any user's value in one short line, so that an error never echoes a large input. `max_chars`: of a text
+    that are shown."""
     if isinstance(value, str):
-        return repr(value[:_MAX_CHARS]) + (f"... ({len(value)} characters)" if len(value) > _MAX_CHARS else "")
+        return repr(value[:max_chars]) + (f"... ({len(value)} characters)" if len(value) > max_chars else "")
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | numbers.Number):

@@ -67,20 +67,23 @@ class PlacementError(ConfigError, ValueError):
 class InvalidRequestError(RoutedExpertsError, ValueError):
     """A request holds a value that cannot be served; `param` names the field.
 
-    A message that writes the field's name as `PARAM` can be shown under another surface's name for it: `renamed`."""
+    A message that writes the field's name as `PARAM` can be shown under another surface's name for it: `renamed`.
+    `sent`: the part of the message that renders a path of the client's own. HTTP shows it, and hides other paths."""
 
     status = 400
     code = "invalid_request"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, sent: str | None = None
+    ) -> None:
         super().__init__(message.replace(PARAM, param or ""))
-        self.param, self._template = param, message
+        self.param, self.sent, self._template = param, sent, message
         if code is not None:
             self.code = code
 
     def renamed(self, param: str) -> "InvalidRequestError":
         """Return this error about the same field under the name `param`."""
-        return type(self)(self._template, param=param, code=self.code)
+        return type(self)(self._template, param=param, code=self.code, sent=self.sent)
 
 
 class CaptureDisabledError(InvalidRequestError):

@@ -167,6 +167,13 @@ class Coordinator:
         """The members."""
         return list(self._members)
 
+    async def serving(self) -> tuple[str, ...] | None:
+        """The members that have the version of the fleet; None while members of the coordinator before this one join
+        again, and none of them is missed."""
+        if self._is_recovering:
+            return None
+        return tuple(tag for tag in self._members if tag not in self._syncing)
+
     async def ask(self, tag: str, operation: str, timeout_s: float, arguments: Mapping[str, Any]) -> Answer | None:
         """Run an operation of one replica; None: it is gone."""
         member = self._members.get(tag)

@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +23,11 @@ from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
 from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.ray_runtime import NAMESPACE, CoordinatorClient, import_ray
 from routed_experts.fleet.replica import Door, Replica
+from routed_experts.fleet.replica_watch import ReplicaWatch
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
 from routed_experts.server.limits import ServerSettings
+from routed_experts.server.run import check_port
 
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 SHUTDOWN_MARGIN_S = 5.0
@@ -126,6 +129,7 @@ class Fleet:
     def __init__(self, spec: ReplicaSpec, *, on_phase: Callable[[str, str], None]) -> None:
         self._spec, self._on_phase = spec, on_phase
         self._coordinator: CoordinatorClient | None = None
+        self._watch = ReplicaWatch(spec.fleet.num_replicas)
         self._owns_serve = False
         self.stop = threading.Event()  # set by a signal
         self.hurry = threading.Event()  # by the second one
@@ -147,6 +151,7 @@ class Fleet:
         self._on_phase("ray", f"{ray.__version__}, {'started here' if settings.ray_address is None else address}")
         check_resources(self._spec, ray.available_resources())
         self._refuse_running_serve(serve)
+        check_port(self._spec.server)
         host = self._spec.server.host
         port = self._spec.server.port or free_port()
         self._owns_serve = True
@@ -167,6 +172,7 @@ class Fleet:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         _wait_answered(shown, port)
         status = self.status()
+        self._watch.changes([member.tag for member in status.members], time.monotonic())  # none is missed yet
         proxy = next((member.details["proxy"] for member in status.members if "proxy" in member.details), "?")
         self._on_phase("replicas", f"{len(status.members)} of {settings.num_replicas}")
         url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
@@ -174,7 +180,7 @@ class Fleet:
         return Ready(url, f"{len(status.members)} replicas · weight version {label} · {proxy}")
 
     def wait(self) -> bool:
-        """Wait for `stop`; False where the fleet has ended without it."""
+        """Wait for `stop`; False where the fleet has ended without it. Logs each replica that is lost or comes back."""
         serve, lost = import_ray("ray.serve"), 0
         while not self.stop.wait(_WATCH_S):
             try:
@@ -185,7 +191,19 @@ class Fleet:
                 lost += 1
             if lost >= 3:
                 return False
+            if not lost:
+                self._log_replicas()
         return True
+
+    def _log_replicas(self) -> None:
+        assert self._coordinator is not None
+        try:
+            tags: tuple[str, ...] | None = self._coordinator.call_blocking("serving", timeout_s=_WATCH_S)
+        except CoordinatorLost as error:
+            logger.debug("the coordinator is not reached: %s", error)
+            return
+        for line in () if tags is None else self._watch.changes(tags, time.monotonic()):
+            logger.warning("%s", line)
 
     def end(self) -> None:
         """Drain the replicas, and end what was started. Idempotent."""

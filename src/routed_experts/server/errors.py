@@ -1,6 +1,7 @@
 """Errors as clients see them: {"error": {message, type, param, code}} and a status.
 
-A message is one line of at most 1 kB, without file paths, addresses or tracebacks."""
+A message is one line of at most 1 kB, without file paths, addresses or tracebacks. A path that the client sent is shown
+to it where the error says that it is the client's: `InvalidRequestError.sent`."""
 
 import contextlib
 import dataclasses
@@ -60,7 +61,8 @@ def to_response(error: BaseException) -> ErrorResponse:
         return _response(500, "internal error; the server log has the cause", "internal_error", None)
     status = _STATUS_BY_CODE.get(error.code, error.status)
     param = error.param if isinstance(error, InvalidRequestError | ApiError) else None
-    return _response(status, str(error), error.code, param)
+    sent = error.sent if isinstance(error, InvalidRequestError) else None
+    return _response(status, str(error), error.code, param, sent=sent)
 
 
 def to_anthropic(response: ErrorResponse) -> ErrorResponse:
@@ -88,8 +90,9 @@ def field_names(fields: Mapping[str, str]) -> Generator[None]:
         raise error.renamed(field) from error
 
 
-def _response(status: int, message: str, code: str, param: str | None) -> ErrorResponse:
-    line = _ADDRESS.sub("<address>", _PATH.sub("<path>", " ".join(message.split())))
+def _response(status: int, message: str, code: str, param: str | None, *, sent: str | None = None) -> ErrorResponse:
+    line, shown = " ".join(message.split()), " ".join((sent or "").split())
+    line = shown.join(map(_redact, line.split(shown))) if shown else _redact(line)
     line = line.encode("utf-8", "replace").decode()
     if len(line) > MAX_ERROR_CHARS:
         line = line[: MAX_ERROR_CHARS - 3] + "..."
@@ -99,3 +102,7 @@ def _response(status: int, message: str, code: str, param: str | None) -> ErrorR
         headers["WWW-Authenticate"] = "Bearer"
     field = param[:_MAX_PARAM_CHARS].encode("utf-8", "replace").decode() if param else None
     return ErrorResponse(status, {"error": {"message": line, "type": kind, "param": field, "code": code}}, headers)
+
+
+def _redact(text: str) -> str:
+    return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))

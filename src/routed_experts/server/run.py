@@ -11,12 +11,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from routed_experts.core.errors import MachineError, RoutedExpertsError
+from routed_experts.core.errors import ConfigError, MachineError, RoutedExpertsError
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.http_protocol import LimitedProtocol
@@ -44,6 +45,19 @@ def bind(settings: ServerSettings) -> socket.socket:
         raise MachineError(text) from error
     listener.setblocking(False)
     return listener
+
+
+def check_port(settings: ServerSettings) -> None:
+    """Raise MachineError where the port is in use: for a proxy that binds it later, in a process of its own."""
+    bind(settings).close()
+
+
+def check_weights_root(settings: ServerSettings) -> None:
+    """Raise ConfigError where new weights would come from a folder that is not there."""
+    root = settings.weights_root
+    if root is not None and not Path(root).is_dir():
+        found = "is no folder" if Path(root).exists() else f"is not there (looked for {Path(root).absolute()})"
+        raise ConfigError(f"--weights-root {root!r} {found}; make the folder, or name one that is there")
 
 
 def listener_url(listener: socket.socket) -> str:

@@ -26,6 +26,7 @@ from routed_experts.server.protocol import (
 from routed_experts.server.state import ServerState
 
 _MAX_PATH_CHARS = 1024
+_MAX_SHOWN_CHARS = 256  # of a path in an error: a slip may be in its last part
 
 
 async def flush_cache(request: Request, server: ServerState) -> Response:
@@ -168,11 +169,12 @@ def folder_under_root(root: str | None, model_path: str) -> Path:
     if root is None:
         text = "this server takes no weights; start it with --weights-root DIR"
         raise ApiError(text, status=403, code="weights_root_unset")
+    sent = short_repr(model_path, max_chars=_MAX_SHOWN_CHARS)
     if "\0" in model_path or len(model_path) > _MAX_PATH_CHARS:
-        raise InvalidRequestError(f"{PARAM}={short_repr(model_path)} is no path", param="model_path")
+        raise InvalidRequestError(f"{PARAM}={sent} is no path", param="model_path", sent=sent)
     base = Path(root).resolve()
-    text = f"{PARAM}={short_repr(model_path)} is no folder under --weights-root"
-    refusal = InvalidRequestError(text, param="model_path")
+    text = f"{PARAM}={sent} is no folder under --weights-root"
+    refusal = InvalidRequestError(text, param="model_path", sent=sent)
     try:
         folder = (base / model_path).resolve()
         is_folder = folder.is_relative_to(base) and folder.is_dir()
