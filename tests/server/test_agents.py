@@ -140,7 +140,7 @@ def test_reasoning_is_apart_from_content_and_calls(server):
             {"messages": messages(), "temperature": 0, "tools": TOOLS, "chat_template_kwargs": {"script": "<thought>"}},
         )
     ]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta["reasoning_content"] or "" for delta in deltas) == message["reasoning_content"]
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
     arguments = "".join(call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ()))
     assert arguments == message["tool_calls"][0]["function"]["arguments"]

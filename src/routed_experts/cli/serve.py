@@ -106,6 +106,10 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         text="every chunk of streams of /v1 has the usage, asked for or not",
     )
+    new = "chunks of /generate hold what is new, not all so far"
+    add("--incremental-streaming-output", "--stream-output", action="store_true", text=new)
+    prefix = "a prefix such as /llm, with which routes answer too; default: none"
+    add("--root-path", "--fastapi-root-path", type=lambda text: text.rstrip("/"), metavar="PATH", text=prefix)
     add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())

@@ -658,10 +658,6 @@ REFUSED: tuple[NameGroup, ...] = (
         switches="return_input_ids return_output_ids stream_response_default_include_usage",
     ),
     NameGroup(
-        reason="streams of /generate are cumulative; /v1 sends what is new",
-        switches="incremental_streaming_output stream_output",
-    ),
-    NameGroup(
         reason="the chat template is the folder's: tokenizer_config.json or chat_template.jinja",
         own=("auto", "string", "assistant"),
         switches="trust_request_chat_template",
@@ -698,10 +694,10 @@ REFUSED: tuple[NameGroup, ...] = (
         switches="enable_response_store enable_session_radix_cache enable_streaming_session",
     ),
     NameGroup(
-        reason="the server speaks HTTP/1.1 on a port; a proxy adds TLS, other protocols, prefixes, hidden routes",
+        reason="the server speaks HTTP/1.1 on a port; a proxy adds TLS, other protocols, hidden routes",
         own=("", "/", "demo"),
         switches="disable_fastapi_docs enable_http2 grpc grpc_mode smg_grpc_mode tokens_only",
-        values="fastapi_root_path grpc_port root_path sidecar ssl_ca_certs ssl_certfile ssl_keyfile uds",
+        values="grpc_port sidecar ssl_ca_certs ssl_certfile ssl_keyfile uds",
     ),
     NameGroup(
         reason="one origin is --cors-origin URL",
@@ -733,11 +729,15 @@ SERVER_SETTINGS = NameGroup(
     reason="a setting of `serve`: in a process without a server it has no effect",
     switches="enable_dp_attention enable_force_include_usage return_tokens_as_token_ids",
     values="""
-        host port served_model_name log_level stream_interval shutdown_timeout config tool_call_parser
-        reasoning_parser""",
+        host port served_model_name log_level root_path fastapi_root_path stream_interval shutdown_timeout config
+        tool_call_parser reasoning_parser""",
     lists="api_key admin_api_key",
 )
 IN_PROCESS: tuple[NameGroup, ...] = (  # flags that have another form in Python
+    NameGroup(
+        reason="streams of `generate` are cumulative; those of `stream` yield what is new",
+        switches="incremental_streaming_output stream_output",
+    ),
     NameGroup(reason="give ep_size=tp_size, with tp_size devices", switches="enable_expert_parallel"),
     NameGroup(
         reason="give experts=ExpertOffloadConfig(...), which has this field",

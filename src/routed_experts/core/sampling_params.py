@@ -40,6 +40,7 @@ ALIASES = {
 # Ways to ask for structured output: at most one of them in a request.
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "guided_choice", "structured_outputs")
 _MAX_PARAM_CHARS = 60
+_MAX_NAMED_KEYS = 8  # of an error
 _T = TypeVar("_T")
 
 
@@ -183,7 +184,7 @@ class SamplingParams:
         named: dict[str, object] = {}
         spelled: dict[str, str] = {}
         for key, value in values.items():
-            field = _field_name(key)
+            field = field_name(key)
             if value is None:
                 continue
             if field in named and (type(named[field]) is not type(value) or named[field] != value):
@@ -266,10 +267,12 @@ def _either(value: _T | None, default: _T) -> _T:
 
 
 def _check_int(param: str, value: object, low: int, high: int, fix: str = "") -> None:
-    if value is not None and not (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
-    ):
+    if value is not None and not _is_int(value, low, high):
         _refuse(param, value, f"an integer in {low}..{high}", fix)
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:
@@ -321,8 +324,12 @@ def _check_logit_bias(value: object) -> None:
         return
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS_ENTRIES:
         _refuse("logit_bias", value, f"a dict of at most {MAX_LOGIT_BIAS_ENTRIES} token ids and their biases")
-    for token, bias in value.items():
-        _check_int("logit_bias", token, 0, MAX_INT32, fix="keys are token ids")
+    wrong = [token for token in value if not _is_int(token, 0, MAX_INT32)]
+    if wrong:
+        text = ", ".join(map(short_repr, wrong[:_MAX_NAMED_KEYS])) + (", ..." if len(wrong) > _MAX_NAMED_KEYS else "")
+        text = f"{PARAM} is a dict with the keys {text}, but keys must be token ids, integers in 0..{MAX_INT32}"
+        raise InvalidRequestError(text, param="logit_bias")
+    for bias in value.values():
         _check_float("logit_bias", "null" if bias is None else bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, fix="0 is off")
 
 
@@ -340,8 +347,8 @@ def _with_int_ids(value: object) -> object:
     return biases
 
 
-def _field_name(key: object) -> str:
-    """Return the field a key names, or refuse it with the nearest name."""
+def field_name(key: object) -> str:
+    """The field that a key names. Raises InvalidRequestError with the nearest name."""
     if isinstance(key, str):
         if key in FIELDS:
             return key

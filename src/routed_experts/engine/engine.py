@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
@@ -40,6 +41,7 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.admission_control import AdmissionControl
 from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.internal_state import internal_state
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
 from routed_experts.engine.control.rollout_control import RolloutControl
@@ -287,6 +289,7 @@ class Engine:
             before_grammar=components.core.runner.compile_masked,
         )
         self._rollouts = RolloutControl(context, self.input_processor)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self.compiles.start_serving()
 
     @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
@@ -613,6 +616,14 @@ class Engine:
         """`flush_cache` for an event loop."""
         return await asyncio.to_thread(self.flush_cache)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """An event loop for scripts without one, which is made when it is first read, as sgl-jax's Engine has one:
+        `engine.loop.run_until_complete(engine.async_generate(...))`. `shutdown` closes it."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.new_event_loop()
+        return self._event_loop
+
     async def async_get_server_info(self) -> dict[str, object]:
         """`get_server_info` for an event loop."""
         return await asyncio.to_thread(self.get_server_info)
@@ -704,7 +715,8 @@ class Engine:
         return self.thread.run_between_steps(self.components.core.check_integrity)
 
     def get_server_info(self) -> dict[str, object]:
-        """Configuration, memory plan, start-up phases and counters."""
+        """Configuration, memory plan, start-up phases, counters, and what happens at this moment in the words of SGLang
+        and sgl-jax (`internal_states`)."""
         core = self.components.core
         return {
             **dataclasses.asdict(self.server_args),
@@ -718,6 +730,9 @@ class Engine:
             "requests_finished": dict(core.request_table.finished),
             "weight_version": core.weight_version.label,
             "update_count": core.weight_version.update_count,
+            "internal_states": [
+                internal_state(self.components, page_size=self.server_args.page_size, is_paused=self.paused is not None)
+            ],
             **({} if self.components.group is None else self.components.group.info()),
         }
 
@@ -732,10 +747,11 @@ class Engine:
             "context_length": self.components.context_length,
         }
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling values of a request that names none, but for its length: temperature 1.0, and nothing is cut
-        off. A checkpoint's generation_config.json changes only which tokens end an answer."""
-        return SamplingParams()
+    def get_default_sampling_params(self) -> EditableSamplingParams:
+        """Sampling parameters with nothing set, whose fields may be set one by one. What stays unset is neutral:
+        temperature 1.0, and nothing is cut off. A checkpoint's generation_config.json changes only which tokens end an
+        answer."""
+        return EditableSamplingParams()
 
     @property
     def memory_plan(self) -> list[str]:
@@ -750,7 +766,14 @@ class Engine:
     def new_call(self, requests: Sequence[TokenizedGenerateReqInput]) -> GenerationCall:
         """A call of validated requests, not submitted yet."""
         mode, capture = self.server_args.logprobs_mode, self.components.capture
-        return GenerationCall(requests, self.thread, self._tokenizer, logprobs_mode=mode, capture=capture)
+        return GenerationCall(
+            requests,
+            self.thread,
+            self._tokenizer,
+            logprobs_mode=mode,
+            capture=capture,
+            num_compiled=self.compiles.latest_serving,
+        )
 
     def shutdown(self) -> None:
         """Abort all requests and end the engine thread. Idempotent."""
@@ -760,6 +783,8 @@ class Engine:
         if self.components.group is not None:
             self.components.group.close()
         self.compiles.close()
+        if self._event_loop is not None and not self._event_loop.is_running():
+            self._event_loop.close()
 
     def __enter__(self) -> "Engine":
         """Return the engine itself."""

@@ -61,6 +61,8 @@ class ServerSettings:
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     return_tokens_as_token_ids: bool = False  # logprobs of /v1 name tokens by id, where a request does not say
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
+    incremental_streaming_output: bool = False  # chunks of /generate hold what is new, not all so far
+    root_path: str = ""  # of a proxy: routes answer with this prefix, too
     weights_root: str | None = None  # new weights are read only from folders below it
 
     @property
@@ -95,5 +97,7 @@ class ServerSettings:
             raise ConfigError(
                 f"routing_store_bytes={self.routing_store_bytes} must be at least 0; 0 refuses format ref"
             )
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise ConfigError(f"root_path={self.root_path!r} must be a path such as /llm, without a slash at its end")
         if self.cors_origin is not None and not re.fullmatch(r"https?://[^/\s*]+", self.cors_origin):
             raise ConfigError(f"cors_origin={self.cors_origin!r} must be one origin such as https://app.example")

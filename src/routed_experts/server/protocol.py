@@ -26,7 +26,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIRequest(RoutingFields, kw_only=True):
-    """Fields that chat and text completions share."""
+    """Fields that chat and text completions share. `truncate_prompt_tokens` cuts a prompt to this length, -1 to what
+    fits; `truncation_side` is left (the default: its end stays) or right."""
 
     return_routed_experts: bool | None = None
     model: str | None = None
@@ -68,6 +69,8 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -77,6 +80,14 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
+
+
+class InvocationRequest(msgspec.Struct, kw_only=True):
+    """POST /invocations: the body of /v1/chat/completions, with `messages`, or of /v1/completions, with `prompt`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):

@@ -280,8 +280,8 @@ class InputProcessor:
             if cut:
                 return room
             text = (
-                f"{PARAM}={params.max_tokens} is too large. Requested token count exceeds the model's maximum context "
-                "length. This model's maximum context length is "
+                f"{PARAM}={params.max_tokens} is too large (max_completion_tokens is too large). Requested token count "
+                "exceeds the model's maximum context length. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
             raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")

@@ -49,7 +49,7 @@ def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bo
     ids = list(lists.get("rid", ()))
     repeated = next((rid for index, rid in enumerate(ids) if rid in ids[:index]), None)
     if repeated is not None:
-        text = f"{PARAM} has {repeated!r} twice; give every prompt an id of its own"
+        text = f"Duplicate request ID: {PARAM} has {repeated!r} twice; give every prompt an id of its own"
         raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
     own = [{name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
     return [_of_prompt(request, fields) for fields in own]

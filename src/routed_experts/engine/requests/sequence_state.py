@@ -7,7 +7,7 @@ there."""
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,7 @@ class SequenceState:
         *,
         logprobs_mode: str,
         capture: CaptureSpec | None = None,
+        num_compiled: Callable[[], int] = lambda: 0,
     ) -> None:
         self.request, self.logprobs_mode = request, logprobs_mode
         self.output_logprobs: list[TokenLogprob] = []
@@ -60,6 +61,7 @@ class SequenceState:
             self.stop_detokenizer = _create_detokenizer(request, tokenizer)
         elif tokenizer is not None and request.sampling.detokenize:
             self._detokenizer = _create_detokenizer(request, tokenizer)
+        self._num_compiled, self._compiled_before = num_compiled, num_compiled()
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._last: TokenIDOut | None = None
@@ -118,6 +120,11 @@ class SequenceState:
     def num_tokens(self) -> int:
         """The number of tokens generated so far."""
         return len(self._token_ids)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that the engine has compiled since the sequence began: there should be none."""
+        return self._num_compiled() - self._compiled_before
 
     @property
     def rows(self) -> RoutedExperts:

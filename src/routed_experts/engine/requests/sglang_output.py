@@ -25,6 +25,7 @@ def sglang_output(
         "prompt_tokens": out.prompt_tokens,
         "completion_tokens": out.completion_tokens,
         "cached_tokens": out.cached_tokens,
+        "cache_miss_count": state.num_compiled,  # of compiled programs; sgl-jax's name
         "e2e_latency": state.latency_s,
         **weight_fields(
             state, num_tokens=0 if prompt_only else out.completion_tokens, is_last=out.finish_reason is not None

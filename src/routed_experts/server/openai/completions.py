@@ -21,6 +21,7 @@ from routed_experts.server.openai.handler import (
     completion_logprobs,
     parse_options,
     to_sampling_params,
+    truncate_prompt,
 )
 from routed_experts.server.protocol import CompletionRequest
 from routed_experts.server.routing.response import openai_defaults, to_routing_params
@@ -147,17 +148,24 @@ def _prompts(
             raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
         server.engine.check_num_prompts("prompt", len(texts))  # before they are tokenised
         tokenizer = server.tokenizer("prompt")
-        if completion.add_special_tokens is not False:
+        add_special_tokens, most = completion.add_special_tokens is not False, server.engine.context_length
+        if add_special_tokens and completion.truncate_prompt_tokens is None and completion.truncation_side is None:
             return texts, None
-        max_tokens = server.engine.context_length
-        return None, [tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens) for text in texts]
+        encoded = [tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=most) for text in texts]
+        return None, [_cut(server, completion, ids) for ids in encoded]
     ids = [part for part in parts if isinstance(part, int)]
     if len(ids) == len(parts):
-        return None, ids
+        return None, _cut(server, completion, ids)
     id_lists = [part for part in parts if isinstance(part, list)]
     if len(id_lists) == len(parts):
-        return None, id_lists
+        return None, [_cut(server, completion, ids) for ids in id_lists]
     raise InvalidRequestError("prompt mixes text, ids and lists of ids; send one kind in a call", param="prompt")
+
+
+def _cut(server: ServerState, completion: CompletionRequest, ids: list[int]) -> list[int]:
+    return truncate_prompt(
+        completion, ids, context_length=server.engine.context_length, max_tokens=completion.max_tokens
+    )
 
 
 def _decode(server: ServerState, requests: Sequence[TokenizedGenerateReqInput]) -> list[str]:

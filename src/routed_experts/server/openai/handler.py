@@ -123,6 +123,23 @@ def _logprob_options(server: ServerState, call: OpenAIRequest, logprobs: int | N
     )
 
 
+def truncate_prompt(body: OpenAIRequest, ids: list[int], *, context_length: int, max_tokens: int | None) -> list[int]:
+    """Return the part of a prompt that the body asks for; all of it where it asks for none. `max_tokens`: of the
+    answer, for which -1 leaves room. Raises InvalidRequestError."""
+    length, side = body.truncate_prompt_tokens, body.truncation_side
+    if side not in (None, "left", "right"):
+        text = f"truncation_side={short_repr(side)} must be left or right"
+        raise InvalidRequestError(text, param="truncation_side")
+    if length is None:
+        return ids
+    if length == -1:
+        length = context_length - max(1, max_tokens or 1)
+    if not 1 <= length < context_length:
+        text = f"truncate_prompt_tokens={length} must be -1 or 1 to {context_length - 1}, this model's context but one"
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
+    return ids[:length] if side == "right" else ids[-length:]
+
+
 def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingParams:
     """Build the sampling parameters of a body. `max_tokens` 0 computes the prompt only: the engine generates one token,
     which is left out. Raises InvalidRequestError."""

@@ -1,4 +1,5 @@
-"""POST /generate, in SGLang's form: text is cumulative in streams, and meta_info has everything else."""
+"""POST /generate, in SGLang's form: text is cumulative in streams, unless --incremental-streaming-output is set, and
+meta_info has everything else."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
@@ -28,6 +29,7 @@ DEFAULT_MAX_TOKENS = 128
 _IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
 _CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")  # ignored if empty
 _ROUTING_OF_SAMPLING = ("routed_experts_stream",)
+_LOGPROBS_OF_OUTPUT = ("output_token_logprobs", "output_top_logprobs")
 _LENGTHS = ("max_new_tokens", "max_tokens")
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType({"prompt": "text"})
@@ -87,6 +89,7 @@ class SGLangHandler(GenerationHandler):
     ) -> None:
         super().__init__(server, requests, options, prompt_only=prompt_only)
         self._single = single
+        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters and tokens of earlier chunks
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
@@ -98,6 +101,8 @@ class SGLangHandler(GenerationHandler):
         async for index, output in self._generation.outputs():
             self._observe(index, output)
             rendered = await self._render(index)
+            if self._server.settings.incremental_streaming_output:
+                rendered = [self._to_increment(index, fields) for fields in rendered]
             *early, last = [event(fields if self._single else {**fields, "index": index}) for fields in rendered]
             for chunk in early:
                 yield chunk
@@ -113,6 +118,17 @@ class SGLangHandler(GenerationHandler):
         for part in parts[:-1]:
             cast("dict[str, object]", part["meta_info"])["finish_reason"] = None
         return parts
+
+    def _to_increment(self, index: int, fields: dict[str, object]) -> dict[str, object]:
+        """Leave out what earlier chunks of a sequence had."""
+        text, ids = cast("str", fields["text"]), cast("list[int]", fields["output_ids"])
+        num_chars, num_tokens = self._sent.get(index, (0, 0))
+        self._sent[index] = len(text), len(ids)
+        meta = dict(cast("Mapping[str, object]", fields["meta_info"]))
+        for name in _LOGPROBS_OF_OUTPUT:
+            if name in meta:
+                meta[name] = cast("list[object]", meta[name])[num_tokens:]
+        return {**fields, "text": text[num_chars:], "output_ids": ids[num_tokens:], "meta_info": meta}
 
     def _to_dict(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """Return the sequence so far, with these rows."""
