@@ -130,3 +130,29 @@ def test_errors_have_the_words_that_clients_look_for(engine, server):
         server.post("/v1/completions", {"prompt": "a", "logit_bias": {"bad1": 1, "5": 1, "bad2": 2}}), 400
     )
     assert error["param"] == "logit_bias" and "'bad1', 'bad2'" in error["message"] and "'5'" not in error["message"]
+
+
+def test_logprobs_of_ids_that_a_request_names(server):
+    """SGLang's token_ids_logprob, and vLLM's logprob_token_ids: these ids and the sampled one, whatever is best."""
+    params = {"max_new_tokens": 3, **GREEDY}
+    body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True, "token_ids_logprob": [4, 9]}
+    meta = server.post("/generate", body).json()["meta_info"]
+    rows = meta["output_token_ids_logprobs"]
+    assert [[token for _, token, _ in row] for row in rows] == [[4, 9]] * 3
+    with_logprobs = {"max_tokens": 3, **GREEDY, "logprob_token_ids": [4, 9], "return_tokens_as_token_ids": True}
+    completion = {"prompt": [5, 6, 7], "logprobs": 1, **with_logprobs}
+    for chunks in (
+        [server.post("/v1/completions", completion).json()],
+        stream(server, "/v1/completions", completion),
+    ):
+        tops = [top for chunk in chunks for top in chunk["choices"][0]["logprobs"]["top_logprobs"]]
+        for top, row, (own, token, _) in zip(tops, rows, meta["output_token_logprobs"], strict=True):
+            assert top == {f"token_id:{token}": own} | {f"token_id:{other}": value for value, other, _ in row}
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, **with_logprobs}
+    for entry in server.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]:
+        tokens = [top["token"] for top in entry["top_logprobs"]]
+        assert tokens[0] == entry["token"] and set(tokens) == {entry["token"], "token_id:4", "token_id:9"}
+    refused = server.post("/v1/completions", {**completion, "logprobs": None})
+    assert parse_error(refused, 400)["param"] == "logprob_token_ids"
+    refused = server.post("/v1/chat/completions", {**chat, "logprob_token_ids": [10**6]})
+    assert parse_error(refused, 400)["param"] == "logprob_token_ids"

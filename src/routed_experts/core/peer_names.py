@@ -758,10 +758,7 @@ REQUEST_NO_EFFECT = NameGroup(
 REQUEST_REFUSED: tuple[NameGroup, ...] = (
     NameGroup(reason="models take text", values="image_data audio_data video_data mm_hashes mm_content_hashes"),
     NameGroup(reason="adapters are not served; merge the adapter into the checkpoint", values="lora_path lora_request"),
-    NameGroup(
-        reason="give logit_bias or top_logprobs_num",
-        values="custom_logit_processor token_ids_logprob",
-    ),
+    NameGroup(reason="code that requests send is never run; give logit_bias", values="custom_logit_processor"),
     NameGroup(reason="this engine records routed experts, and no other inner value", values="return_hidden_states"),
     NameGroup(reason="send the whole conversation; its prefix is cached", values="session_params"),
     NameGroup(reason="tokenise the prompt yourself and give token ids", values="tokenization_kwargs"),

@@ -280,6 +280,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
             num_ranks=args.dp_size,
+            no_given_ids=_no_given_ids(args, speculates=speculative is not None, group=group),
             no_grammar=None if group is None else "its followers sample before the mask of a step is known",
         )
         self.input_processor = InputProcessor(
@@ -287,6 +288,7 @@ class Engine:
             self._tokenizer,
             random_seed=args.random_seed,
             before_grammar=components.core.runner.compile_masked,
+            before_given_ids=components.core.runner.compile_given,
         )
         self._rollouts = RolloutControl(context, self.input_processor)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -306,6 +308,7 @@ class Engine:
         return_logprob: bool | Sequence[bool] | None = False,
         logprob_start_len: int | Sequence[int] | None = -1,
         top_logprobs_num: int | Sequence[int] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
@@ -325,6 +328,8 @@ class Engine:
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
         `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
         expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
+        `token_ids_logprob`: up to 32 ids (one list, or one a prompt) whose logprobs meta_info has beside each token's
+        own, with `return_logprob`: the model's, at temperature 1 and without penalties.
         `data_parallel_rank` chooses the data rank of an engine with several; meta_info tells it as `dp_rank`.
 
         Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
@@ -340,6 +345,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
@@ -372,6 +378,7 @@ class Engine:
         return_logprob: bool | Sequence[bool] | None = False,
         logprob_start_len: int | Sequence[int] | None = -1,
         top_logprobs_num: int | Sequence[int] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
@@ -394,6 +401,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
@@ -852,6 +860,15 @@ def _check_rank(dist: DistConfig) -> None:
     if not dist.is_leader:
         text = f"node_rank={dist.node_rank}: an Engine is process 0 of its group, and this process follows"
         raise ConfigError(f"{text}; call routed_experts.follow(...) with the same arguments")
+
+
+def _no_given_ids(args: ServerArgs, *, speculates: bool, group: LeadingGroup | None) -> str | None:
+    """Why logprobs of ids that a request names are not served; None where they are."""
+    if speculates:
+        return "it speculates, and a step has several tokens of a request"
+    if group is not None or args.dp_size > 1:
+        return "it has several processes or data ranks"
+    return None
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -44,6 +44,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "bad_words": ([],),
         "return_hidden_states": (False,),
         "token_ids_logprob": ([],),
+        "logprob_token_ids": ([],),
         "image_data": ([], ""),
         "audio_data": ([], ""),
         "video_data": ([], ""),

@@ -26,7 +26,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIRequest(RoutingFields, kw_only=True):
-    """Fields that chat and text completions share. `truncate_prompt_tokens` cuts a prompt to this length, -1 to what
+    """Fields that chat and text completions share. `logprob_token_ids`: the alternatives of each token are these ids
+    and itself, instead of the best ones. `truncate_prompt_tokens` cuts a prompt to this length, -1 to what
     fits; `truncation_side` is left (the default: its end stays) or right."""
 
     return_routed_experts: bool | None = None
@@ -69,6 +70,7 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
+    logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
 
@@ -321,6 +323,7 @@ class GenerateRequest(RoutingFields, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool | None = None
     prediction: str | list[int] | None = None
 

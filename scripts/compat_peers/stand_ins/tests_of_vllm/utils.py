@@ -17,6 +17,7 @@ class RemoteOpenAIServer:
     """A server for as long as the `with` lasts."""
 
     DUMMY_API_KEY = "token-abc123"
+    uds = None  # servers of ours have a port
 
     def __init__(
         self,

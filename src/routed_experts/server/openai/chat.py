@@ -25,6 +25,7 @@ from routed_experts.server.openai.handler import (
     LogprobOptions,
     OpenAIHandler,
     chat_logprobs,
+    given_ids,
     parse_options,
     to_sampling_params,
     truncate_prompt,
@@ -169,6 +170,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             return_logprob=logprobs.enabled or logprobs.prompt is not None,
             logprob_start_len=logprobs.start,
             top_logprobs_num=logprobs.num_requested,
+            token_ids_logprob=given_ids(chat, logprobs),
             prediction=_prediction(chat.prediction),
             **to_routing_params(chat, enabled=chat.return_routed_experts),
         )
@@ -295,4 +297,10 @@ def _fields(chat: ChatRequest) -> dict[str, str]:
     """Return the fields of this body by the engine's parameters, for errors."""
     length = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     prompt = dict.fromkeys(("prompt", "text", "input_ids"), "messages")
-    return {**prompt, "max_new_tokens": length, "max_tokens": length, "rid": "request_id"}
+    return {
+        **prompt,
+        "max_new_tokens": length,
+        "max_tokens": length,
+        "rid": "request_id",
+        "token_ids_logprob": "logprob_token_ids",
+    }

@@ -19,6 +19,7 @@ from routed_experts.server.openai.handler import (
     LogprobOptions,
     OpenAIHandler,
     completion_logprobs,
+    given_ids,
     parse_options,
     to_sampling_params,
     truncate_prompt,
@@ -30,7 +31,13 @@ from routed_experts.server.state import ServerState
 DEFAULT_MAX_TOKENS = 16
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
-    {"max_new_tokens": "max_tokens", "input_ids": "prompt", "text": "prompt", "rid": "request_id"}
+    {
+        "max_new_tokens": "max_tokens",
+        "input_ids": "prompt",
+        "text": "prompt",
+        "rid": "request_id",
+        "token_ids_logprob": "logprob_token_ids",
+    }
 )
 
 
@@ -101,6 +108,7 @@ async def completions(request: Request, server: ServerState) -> Response:
             return_logprob=logprobs.enabled or logprobs.prompt is not None,
             logprob_start_len=logprobs.start,
             top_logprobs_num=logprobs.num_requested,
+            token_ids_logprob=given_ids(completion, logprobs),
             **to_routing_params(completion, enabled=completion.return_routed_experts),
         )
         requests = await server.process(

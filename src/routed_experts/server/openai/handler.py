@@ -123,6 +123,14 @@ def _logprob_options(server: ServerState, call: OpenAIRequest, logprobs: int | N
     )
 
 
+def given_ids(body: OpenAIRequest, logprobs: LogprobOptions) -> list[int] | None:
+    """Return the ids whose logprobs a body asks for. Raises ApiError without logprobs."""
+    if body.logprob_token_ids and not logprobs.enabled:
+        text = "logprob_token_ids without logprobs; set logprobs"
+        raise ApiError(text, status=400, code="invalid_request", param="logprob_token_ids")
+    return body.logprob_token_ids
+
+
 def truncate_prompt(body: OpenAIRequest, ids: list[int], *, context_length: int, max_tokens: int | None) -> list[int]:
     """Return the part of a prompt that the body asks for; all of it where it asks for none. `max_tokens`: of the
     answer, for which -1 leaves room. Raises InvalidRequestError."""
@@ -224,9 +232,12 @@ class ChoiceState:
         if self.prompt_only:
             text, token_ids = "", ()
         else:
-            new, new_top = sequence.output_logprobs[first_logprob:], sequence.output_top_logprobs[first_logprob:]
-            pairs = zip(new, new_top, strict=True)
-            logprobs += [LogprobEntry(token=token, top=(top or ())[:num_top]) for token, top in pairs]
+            has_given = bool(self.request.token_ids_logprob)
+            tops = sequence.output_given_logprobs if has_given else sequence.output_top_logprobs
+            for token, top in zip(sequence.output_logprobs[first_logprob:], tops[first_logprob:], strict=True):
+                best = (top or ())[:num_top]
+                given = (token, *(other for other in top or () if other.token_id != token.token_id))
+                logprobs.append(LogprobEntry(token=token, top=given if has_given else best))
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
 

@@ -13,7 +13,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.requests.sglang_output import sglang_output
+from routed_experts.engine.requests.sglang_output import OUTPUT_LOGPROBS, sglang_output
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.errors import field_names
@@ -29,7 +29,6 @@ DEFAULT_MAX_TOKENS = 128
 _IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
 _CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")  # ignored if empty
 _ROUTING_OF_SAMPLING = ("routed_experts_stream",)
-_LOGPROBS_OF_OUTPUT = ("output_token_logprobs", "output_top_logprobs")
 _LENGTHS = ("max_new_tokens", "max_tokens")
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType({"prompt": "text"})
@@ -58,6 +57,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             return_logprob=call.return_logprob,
             logprob_start_len=call.logprob_start_len,
             top_logprobs_num=call.top_logprobs_num,
+            token_ids_logprob=cast("list[int] | list[list[int]] | None", call.token_ids_logprob),
             prediction=call.prediction,
             **to_routing_params(call, enabled=call.return_routed_experts),
         )
@@ -125,7 +125,7 @@ class SGLangHandler(GenerationHandler):
         num_chars, num_tokens = self._sent.get(index, (0, 0))
         self._sent[index] = len(text), len(ids)
         meta = dict(cast("Mapping[str, object]", fields["meta_info"]))
-        for name in _LOGPROBS_OF_OUTPUT:
+        for name in OUTPUT_LOGPROBS:
             if name in meta:
                 meta[name] = cast("list[object]", meta[name])[num_tokens:]
         return {**fields, "text": text[num_chars:], "output_ids": ids[num_tokens:], "meta_info": meta}
