@@ -20,6 +20,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.loading.model_source import (
     demo_model_path,
     find_model,
+    full_path,
     local_folder,
     model_name,
     with_local_model,
@@ -329,3 +330,10 @@ def test_commands_take_ids_and_revisions(hub, tmp_path):
 def test_chat_takes_the_model_of_the_package(hub, tmp_path):
     assert command(hub, tmp_path, "chat", "demo", "--max-new-tokens", "2", *SMALL, text="Hello\n/quit\n").strip()
     assert not hub.requests
+
+
+def test_a_path_is_told_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert full_path("demo") == str(demo_model_path().resolve()) and full_path("org/name") == "org/name"
+    Path("demo").mkdir()
+    assert full_path("demo") == str(tmp_path / "demo"), "a folder of that name comes first"

@@ -58,8 +58,9 @@ def model_name(model: str) -> str:
 
 
 def full_path(model: str) -> str:
-    """The absolute path of a folder; the id of a repository as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """The absolute path of a folder, also that of the demo model; the id of a repository as it is."""
+    folder = demo_model_path() if model == DEMO and not Path(DEMO).is_dir() else Path(model)
+    return str(folder.resolve()) if folder.is_dir() else model
 
 
 def find_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
