@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.core.speculative_config import SpeculativeConfig
     from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
+    from routed_experts.core.weight_version import WeightVersion
     from routed_experts.engine.control.score import ScoreOutput
     from routed_experts.engine.control.stats import EngineStats, PlacementStats
     from routed_experts.engine.engine import Engine
@@ -87,6 +88,7 @@ _HOMES = MappingProxyType(
         "SpeculativeCounts": "core.speculative_stats",
         "SpeculativeTotals": "core.speculative_stats",
         "Violation": "core.integrity",
+        "WeightVersion": "core.weight_version",
         "follow": "engine.follower",
         "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
@@ -138,6 +140,7 @@ __all__ = [
     "SpeculativeTotals",
     "UpdateInProgressError",
     "Violation",
+    "WeightVersion",
     "WeightsMismatchError",
     "WriteError",
     "extract_routed_experts_from_meta_info",

@@ -346,7 +346,8 @@ class TokensRequest(RoutingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders."""
+    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders. With `tool_choice` none,
+    it renders them without the tools."""
 
     model: str | None = None
     prompt: str | list[str] | None = None
@@ -356,6 +357,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
     return_token_strs: bool | None = None
 
 
