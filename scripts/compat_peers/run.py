@@ -16,7 +16,7 @@ from pathlib import Path
 
 from compat_peers.model import model_of_tests
 from compat_peers.serving import LEAVE_OUT
-from compat_peers.suites import OURS, SUITES
+from compat_peers.suites import CORE, OURS, SUITES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -261,11 +261,22 @@ def page_section(table: Table) -> list[str]:
                 for test, (outcome, reason) in tests.items()
                 if outcome == "fails"
             ]
-        passing, failed = outcomes.count("pass"), outcomes.count("fails")
-        share = 100 * passing / max(1, passing + failed)
-        lines.append(f"| **{peer}** | **{share:.0f} % of the applicable** | {_counts(outcomes)} |")
+        if peer in CORE:
+            name, parts = CORE[peer]
+            core = [
+                test for file, tests in files.items() if any(part in file for part in parts) for test in tests.values()
+            ]
+            found = [outcome for outcome, _ in core]
+            if len(found) < len(outcomes):
+                lines.append(f"| **{peer}: {name}** | **{_share(found)}** | {_counts(found)} |")
+        lines.append(f"| **{peer}: all** | **{_share(outcomes)}** | {_counts(outcomes)} |")
     heading = ["", "What fails:", "", "| peer | file | test | why |", "|---|---|---|---|"]
     return [*lines, *heading, *dict.fromkeys(line.replace("\n", " ") for line in failing), ""]
+
+
+def _share(outcomes: Sequence[str]) -> str:
+    passing, failed = outcomes.count("pass"), outcomes.count("fails")
+    return f"{100 * passing / max(1, passing + failed):.0f} % of the applicable"
 
 
 def _counts(outcomes: Sequence[str]) -> str:
