@@ -5,7 +5,7 @@ VLLM = "tests/entrypoints/"
 SGLANG = "test/registered/"
 SGL_JAX = "test/srt/"
 OURS = "trainers/"  # in this folder
-# Files of a peer that ask for text, chat, tokens and their ids, or call an engine: their name, and parts of their paths.
+# Files of a peer that ask for text, chat and token ids, or call an engine: what they are, and parts of their paths.
 # The other files of vLLM are on shutdown, metrics, pauses and its offline class, those of SGLang on control.
 CORE: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm": (

@@ -156,3 +156,24 @@ def test_logprobs_of_ids_that_a_request_names(server):
     assert parse_error(refused, 400)["param"] == "logprob_token_ids"
     refused = server.post("/v1/chat/completions", {**chat, "logprob_token_ids": [10**6]})
     assert parse_error(refused, 400)["param"] == "logprob_token_ids"
+
+
+def test_allowed_tokens_and_bad_words_in_every_dialect(engine, server):
+    body = {"max_tokens": 4, "temperature": 1, "seed": 1, "ignore_eos": True, "allowed_token_ids": [11, 40]}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": [5, 6]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = server.post(path, {**body, **prompt, "return_token_ids": True}).json()
+        assert set(answer["choices"][0]["token_ids"]) <= {11, 40}
+    params = {"max_tokens": 4, "ignore_eos": True, "allowed_token_ids": [11, 40]}
+    answer = server.post("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": params}).json()
+    assert set(answer["choices"][0]["token_ids"]) <= {11, 40}
+    answer = server.post("/generate", {"input_ids": [5, 6], "sampling_params": params}).json()
+    assert set(answer["output_ids"]) <= {11, 40}
+    plain = {"prompt": [5, 6], "max_tokens": 8, **GREEDY}
+    text = server.post("/v1/completions", plain).json()["choices"][0]["text"]
+    word = next(word for word in text.split() if word.isascii())
+    assert word not in server.post("/v1/completions", {**plain, "bad_words": [word]}).json()["choices"][0]["text"]
+    refused = server.post("/v1/completions", {**plain, "allowed_token_ids": [10**6]})
+    assert parse_error(refused, 400)["param"] == "allowed_token_ids"

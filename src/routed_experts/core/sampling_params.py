@@ -39,6 +39,7 @@ ALIASES = {
 }
 # Ways to ask for structured output: at most one of them in a request.
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "guided_choice", "structured_outputs")
+_TOKEN_FIELDS = ("allowed_token_ids", "bad_words")  # which tokens may follow, whatever the form
 _MAX_PARAM_CHARS = 60
 _MAX_NAMED_KEYS = 8  # of an error
 _T = TypeVar("_T")
@@ -123,6 +124,8 @@ class SamplingParams:
     ebnf: str | None = None  # a grammar, in GBNF or Lark
     guided_choice: Sequence[str] | None = None  # the output is one of them
     structured_outputs: Mapping[str, object] | GrammarSpec | None = None  # {json, regex, choice, grammar, json_object}
+    allowed_token_ids: Sequence[int] | None = None  # no other token follows
+    bad_words: Sequence[str] | None = None  # texts that do not follow
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
@@ -196,12 +199,16 @@ class SamplingParams:
         return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
 
     def grammar_spec(self) -> GrammarSpec | None:
-        """The form of the output that is asked for; None: any. Raises InvalidRequestError for one that is malformed,
-        and where several are given."""
-        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        """The form of the output that is asked for, or which tokens it may have; None: any. Raises InvalidRequestError
+        for one that is malformed, and where several are given."""
+        rules = GrammarSpec.tokens(self.allowed_token_ids, self.bad_words)
+        given = [] if rules is None else [rules.param]
+        given += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             text = f"{PARAM} and {given[0]} both ask for a form of the output; send one of them"
             raise InvalidRequestError(text, param=given[1], code="conflicting_parameters")
+        if rules is not None:
+            return rules
         if self.json_schema is not None:
             return GrammarSpec.json_schema(self.json_schema)
         if self.regex is not None:
@@ -211,6 +218,11 @@ class SamplingParams:
         if self.guided_choice is not None:
             return GrammarSpec.choice(self.guided_choice)
         return GrammarSpec.parse(self.structured_outputs)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the output has a form: whether all of it is content."""
+        return any(getattr(self, name) is not None for name in GRAMMAR_FIELDS)
 
     def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
         """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without
@@ -246,9 +258,13 @@ def asks_for_grammar(params: object) -> bool:
     """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output.
     Malformed ones do not: they are refused where they are read."""
     if isinstance(params, SamplingParams):
-        return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
+        return any(getattr(params, name) is not None for name in (*GRAMMAR_FIELDS, *_TOKEN_FIELDS))
     if isinstance(params, Mapping):
-        names = (*GRAMMAR_FIELDS, *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS))
+        names = (
+            *GRAMMAR_FIELDS,
+            *_TOKEN_FIELDS,
+            *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS),
+        )
         return any(params.get(name) is not None for name in names)
     return isinstance(params, list | tuple) and any(map(asks_for_grammar, params))
 

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
-from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
@@ -23,6 +23,7 @@ from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
+from routed_experts.grammar.token_rules import TokenRules
 
 MAX_TOP_LOGPROBS = 20
 
@@ -278,16 +279,26 @@ class InputProcessor:
         if self.limits.no_grammar is not None:
             text = f"{PARAM} is not served by this engine: {self.limits.no_grammar}; leave it out"
             raise InvalidRequestError(text, param=spec.param, code="grammar_unsupported")
+        if spec.kind == TOKENS:
+            compiled: CompiledGrammar = self._token_rules(spec)
+        else:
+            compiled = self._grammar_compiler(spec).compile(spec)
+        if self._before_grammar is not None:
+            self._before_grammar()
+        return compiled
+
+    def _token_rules(self, spec: GrammarSpec) -> TokenRules:
+        encode = None if self._tokenizer is None else self._tokenizer.encode_plain
+        return TokenRules.create(spec, encode, vocab_size=self.limits.vocab_size)
+
+    def _grammar_compiler(self, spec: GrammarSpec) -> GrammarCompiler:
         with self._compiler_lock:
             if self._compiler is None:
                 limits, tokenizer = self.limits, self._text_tokenizer(spec.param)
                 self._compiler = GrammarCompiler(
                     tokenizer, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids)
                 )
-        compiled = self._compiler.compile(spec)
-        if self._before_grammar is not None:
-            self._before_grammar()
-        return compiled
+            return self._compiler
 
     def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int, *, cut: bool) -> int:
         """Tokens that may be generated. A length that was given must fit, unless `cut`; a default is cut to what
@@ -306,8 +317,8 @@ class InputProcessor:
             if cut:
                 return room
             text = (
-                f"{PARAM}={params.max_tokens} is too large (max_completion_tokens is too large). Requested token count "
-                "exceeds the model's maximum context length. This model's maximum context length is "
+                f"{PARAM}={params.max_tokens} is too large. Requested token count exceeds the model's maximum context "
+                "length: max_completion_tokens is too large. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
             raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")

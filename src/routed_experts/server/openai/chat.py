@@ -230,7 +230,7 @@ def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions, params: 
         add_generation_prompt=chat.add_generation_prompt is not False and not continue_final_message,
         continue_final_message=continue_final_message,
         separate_reasoning=chat.separate_reasoning is not False,
-        structured=params.grammar_spec() is not None,
+        structured=params.has_form,
     )
     context_length = server.engine.context_length
     ids = truncate_prompt(chat, prompt.token_ids, context_length=context_length, max_tokens=_max_tokens(chat))

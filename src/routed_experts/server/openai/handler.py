@@ -36,7 +36,8 @@ MAX_LOGPROBS = 20
 _LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express
 _SAMPLING_FIELDS = (
     "temperature top_p top_k min_p n stop stop_token_ids min_tokens ignore_eos presence_penalty frequency_penalty "
-    "repetition_penalty logit_bias skip_special_tokens include_stop_str_in_output speculative"
+    "repetition_penalty logit_bias allowed_token_ids bad_words skip_special_tokens include_stop_str_in_output "
+    "speculative"
 ).split()
 
 
