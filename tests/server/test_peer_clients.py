@@ -158,6 +158,15 @@ def test_logprobs_of_ids_that_a_request_names(server):
     assert parse_error(refused, 400)["param"] == "logprob_token_ids"
 
 
+def test_the_token_itself_is_the_first_of_its_alternatives(server):
+    body = {"prompt": "The router", "max_tokens": 6, "temperature": 2, "seed": 1, "logprobs": 2, "echo": True}
+    for as_ids in (False, True):
+        logprobs = server.post("/v1/completions", {**body, "return_tokens_as_token_ids": as_ids}).json()
+        logprobs = logprobs["choices"][0]["logprobs"]
+        for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
+            assert next(iter(top)) == token and len(top) <= 3
+
+
 def test_allowed_tokens_and_bad_words_in_every_dialect(engine, server):
     body = {"max_tokens": 4, "temperature": 1, "seed": 1, "ignore_eos": True, "allowed_token_ids": [11, 40]}
     for path, prompt in (

@@ -40,7 +40,10 @@ class RemoteOpenAIServer:
             del args[at : at + 2]
         if seed is not None:
             args += ["--seed", str(seed)]
-        self._server = serving.Server(model, [*DIALECT, *args], port=self.port, env=env_dict)
+        env = dict(env_dict or {})
+        if "VLLM_API_KEY" in env:
+            env["ROUTED_EXPERTS_API_KEY"] = env["VLLM_API_KEY"]
+        self._server = serving.Server(model, [*DIALECT, *args], port=self.port, env=env)
         self.proc = self._server.process
 
     def __enter__(self) -> "RemoteOpenAIServer":

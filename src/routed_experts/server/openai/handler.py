@@ -538,10 +538,12 @@ def _by_id(entry: LogprobEntry) -> dict[str, object]:
 
 
 def _top_by_text(entry: LogprobEntry, *, as_ids: bool) -> dict[str, float] | None:
-    """Return the alternatives and the token itself by their text; None without a logprob."""
+    """Return the token itself, which comes first as with vLLM, and the alternatives by their text; of equal texts the
+    best. None without a logprob."""
     if not entry.is_known:
         return None
     by_text: dict[str, float] = {}
-    for token in (*entry.top, entry.token):
-        by_text.setdefault(_text(token, as_ids=as_ids), _logprob(token))
+    for token in (entry.token, *entry.top):
+        text, logprob = _text(token, as_ids=as_ids), _logprob(token)
+        by_text[text] = max(logprob, by_text.get(text, logprob))
     return by_text
