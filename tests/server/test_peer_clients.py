@@ -119,6 +119,11 @@ def test_errors_have_the_words_that_clients_look_for(engine, server):
         assert "max_completion_tokens is too large" in error["message"]
         assert "Requested token count exceeds the model's maximum context length" in error["message"]
         assert "This model's maximum context length is" in error["message"]
+    for fields, words in (
+        ({"temperature": -1}, "temperature must be non-negative"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1]"),
+    ):
+        assert words in parse_error(server.post("/v1/completions", {"prompt": "a", **fields}), 400)["message"]
     body = {"input_ids": [5, 6], "return_routed_experts": True, "routed_experts_start_len": 3}
     error = parse_error(server.post("/generate", body), 400)
     assert "is higher than the number of input tokens" in error["message"]

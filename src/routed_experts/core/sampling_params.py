@@ -135,10 +135,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float(
-            "temperature", self.temperature, 0.0, MAX_TEMPERATURE, fix="0 is greedy, 1 is the model's own distribution"
+            "temperature",
+            self.temperature,
+            0.0,
+            MAX_TEMPERATURE,
+            fix="temperature must be non-negative: 0 is greedy, 1 is the model's own distribution",
         )
         _check_float(
-            "top_p", self.top_p, 0.0, 1.0, above_low=True, fix="1 is off; for greedy sampling set temperature to 0"
+            "top_p",
+            self.top_p,
+            0.0,
+            1.0,
+            above_low=True,
+            fix="top_p must be in (0, 1]: 1 is off; for greedy sampling set temperature to 0",
         )
         _check_int("top_k", self.top_k, -1, MAX_INT32, fix="0 or -1 is off")
         _check_float("min_p", self.min_p, 0.0, 1.0, fix="0 is off")

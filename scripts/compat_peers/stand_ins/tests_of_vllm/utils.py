@@ -31,6 +31,7 @@ class RemoteOpenAIServer:
         override_hf_configs: Mapping[str, Any] | None = None,
     ) -> None:
         args = [str(arg) for arg in vllm_serve_args]
+        self.show_hidden_metrics = any(arg.startswith("--show-hidden-metrics-for-version") for arg in args)
         self.host = "127.0.0.1"
         if auto_port:
             self.port = serving.free_port()
