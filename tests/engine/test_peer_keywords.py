@@ -172,6 +172,11 @@ def test_the_state_of_a_moment_in_sgl_jax_words(engine):
     assert set(state["running_batch_rids"]) == rids
     (after,) = engine.get_server_info()["internal_states"]
     assert after["running_batch_rids"] == [] and after["tree_cache_size"] > 0 and not after["engine_paused"]
+    assert after["forward_ct_decode"] > 0 and after["chunked_req_is_none"]
+    engine.flush_cache()
+    (flushed,) = engine.get_server_info()["internal_states"]
+    assert flushed["forward_ct_decode"] == flushed["tree_cache_size"] == 0 and flushed["cur_batch_is_none"]
+    assert flushed["available_kv_tokens"] == total and flushed["new_token_ratio"] == flushed["init_new_token_ratio"]
 
 
 def test_programs_compiled_meanwhile_are_counted(engine):

@@ -57,6 +57,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # other spelling
         "deterministic": ("enable_deterministic_inference",),
         "dist_init_addr": ("nccl_init_addr",),
         "speculative_draft_model_path": ("speculative_draft_model",),
+        "skip_tokenizer_init": ("tokens_only",),
     }
 )
 INVERSES: Mapping[str, str] = MappingProxyType({"enable_prefix_caching": "disable_radix_cache"})  # True is our False
@@ -696,7 +697,7 @@ REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
         reason="the server speaks HTTP/1.1 on a port; a proxy adds TLS, other protocols, hidden routes",
         own=("", "/", "demo"),
-        switches="disable_fastapi_docs enable_http2 grpc grpc_mode smg_grpc_mode tokens_only",
+        switches="disable_fastapi_docs enable_http2 grpc grpc_mode smg_grpc_mode",
         values="grpc_port sidecar ssl_ca_certs ssl_certfile ssl_keyfile uds",
     ),
     NameGroup(

@@ -125,6 +125,9 @@ TABLE = (
         admin=True,
     ),
     Entry("/abort_requests", ("POST",), vllm_routes.abort_requests, AbortRequestsRequest, admin=True),
+    Entry(
+        "/inference/v1/abort_requests", ("POST",), vllm_routes.abort_named_requests, AbortRequestsRequest, admin=True
+    ),
     Entry("/sleep", ("POST",), vllm_routes.sleep, query=("level", "tags", "mode"), admin=True),
     Entry("/wake_up", ("POST",), vllm_routes.wake_up, query=("tags",), admin=True),
     Entry(

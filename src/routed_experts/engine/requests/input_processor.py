@@ -326,7 +326,8 @@ class InputProcessor:
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequestError(f"{PARAM} is text, but this engine has no tokenizer; give input_ids", param=param)
+            fix = "stop strings need one: give stop_token_ids" if param == "stop" else "give input_ids"
+            raise InvalidRequestError(f"{PARAM} is text, but this engine has no tokenizer; {fix}", param=param)
         return self._tokenizer
 
     def _check_token_ids(self, sampling: ResolvedSampling, stop_token_ids: frozenset[int]) -> None:

@@ -148,7 +148,8 @@ def _prompts(
     """Return the prompts as texts or as token ids. A list holds one kind of prompt."""
     prompt = completion.prompt
     if prompt is None:
-        raise InvalidRequestError("prompt is missing; send text or token ids", param="prompt")
+        text = "prompt is missing (Either prompt or prompt_embeds must be provided and non-empty.); send text or ids"
+        raise InvalidRequestError(text, param="prompt")
     parts = [prompt] if isinstance(prompt, str) else prompt
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
