@@ -191,3 +191,28 @@ def test_allowed_tokens_and_bad_words_in_every_dialect(engine, server):
     assert word not in server.post("/v1/completions", {**plain, "bad_words": [word]}).json()["choices"][0]["text"]
     refused = server.post("/v1/completions", {**plain, "allowed_token_ids": [10**6]})
     assert parse_error(refused, 400)["param"] == "allowed_token_ids"
+
+
+def test_answers_tell_their_times_where_the_server_says_so(engine, server):
+    body = {"prompt": [5, 6, 7], "max_tokens": 8, **GREEDY}
+    with running(engine, enable_per_request_metrics=True) as other:
+        whole = other.post("/v1/completions", body).json()
+        chunks = stream(other, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+        one = other.post("/v1/completions", {**body, "max_tokens": 1}).json()["metrics"]
+    plain = server.post("/v1/completions", body).json()
+    assert "metrics" not in plain and whole["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert all("metrics" not in chunk for chunk in chunks[:-1])
+    for metrics in (whole["metrics"], chunks[-1]["metrics"]):
+        assert metrics["time_to_first_token_ms"] > 0 and metrics["queue_time_ms"] >= 0
+        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 7)
+        assert metrics["generation_time_ms"] > 0 and metrics["tokens_per_second"] > 0
+    assert "mean_itl_ms" not in one and one["time_to_first_token_ms"] > 0
+
+
+def test_token_routes_have_vllms_forms(engine, server):
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, **GREEDY}}
+    (choice,) = server.post("/inference/v1/generate", body).json()["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert [top["token_id"] for top in entry["top_logprobs"]] == [entry["token_id"]]
+    assert server.post("/inference/v1/abort_requests", {"request_ids": ["nobody"]}).status_code == 200
+    assert parse_error(server.post("/inference/v1/abort_requests", {}), 400)["param"] == "request_ids"

@@ -230,6 +230,7 @@ def test_names_without_effect_are_named(server):
         ({"output_mode": "text"}, {}, "output_mode", "unsupported_parameter"),
         ({}, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "conflicting_parameters"),
         ({}, {"logprob_token_ids": [4]}, "logprob_token_ids", "unsupported_parameter"),
+        ({}, {"prompt_logprob_token_ids": [[4]]}, "prompt_logprob_token_ids", "unsupported_parameter"),
         ({}, {"max_tokenz": 4}, "max_tokenz", "unknown_field"),
         ({}, {"max_tokens": 0}, "max_tokens", "invalid_request"),
         ({}, {"max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),

@@ -101,6 +101,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
     by_id = "logprobs of /v1 name tokens by id: token_id:5"
     add("--return-tokens-as-token-ids", action="store_true", text=by_id)
+    add("--enable-per-request-metrics", action="store_true", text="answers of /v1 tell their times, in metrics")
     add(
         "--enable-force-include-usage",
         action="store_true",

@@ -114,10 +114,6 @@ NO_EFFECT: tuple[NameGroup, ...] = (
         switches="enable_auto_tool_choice",
     ),
     NameGroup(
-        reason="times of a request are in meta_info of /generate, and of all at /metrics",
-        switches="enable_per_request_metrics",
-    ),
-    NameGroup(
         reason="at most 20 top logprobs are returned a token; a request for more is refused",
         values="max_logprobs",
     ),
@@ -728,7 +724,7 @@ REFUSED: tuple[NameGroup, ...] = (
 )
 SERVER_SETTINGS = NameGroup(
     reason="a setting of `serve`: in a process without a server it has no effect",
-    switches="enable_dp_attention enable_force_include_usage return_tokens_as_token_ids",
+    switches="enable_dp_attention enable_force_include_usage enable_per_request_metrics return_tokens_as_token_ids",
     values="""
         host port served_model_name log_level root_path fastapi_root_path stream_interval shutdown_timeout config
         tool_call_parser reasoning_parser""",

@@ -60,6 +60,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"  # auto: by the chat template; none: calls stay in the content
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     return_tokens_as_token_ids: bool = False  # logprobs of /v1 name tokens by id, where a request does not say
+    enable_per_request_metrics: bool = False  # answers of /v1 tell their times
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
     incremental_streaming_output: bool = False  # chunks of /generate hold what is new, not all so far
     root_path: str = ""  # of a proxy: routes answer with this prefix, too

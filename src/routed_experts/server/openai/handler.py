@@ -348,6 +348,12 @@ class OpenAIHandler(GenerationHandler):
         prompt_only: bool,
         echo: Sequence[str] | None = None,
     ) -> None:
+        self._tells_times = server.settings.enable_per_request_metrics
+        if self._tells_times:  # the first token is an output of its own
+            requests = [
+                request if request.stream else dataclasses.replace(request, stream=True, stream_interval_s=3600.0)
+                for request in requests
+            ]
         super().__init__(server, requests, options, prompt_only=prompt_only)
         self._format = response_format
         self._include_usage, self._continuous_usage = options.include_usage, options.continuous_usage
@@ -379,6 +385,7 @@ class OpenAIHandler(GenerationHandler):
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
+        body |= self._times()
         body |= self._choices[0].metadata()
         return json_response(body, headers=self._options.headers)
 
@@ -395,7 +402,8 @@ class OpenAIHandler(GenerationHandler):
         if extension := self._sglext():
             yield event({**self._head(self._format.chunk_name), "choices": [], **extension})
         if self._include_usage:
-            yield event({**self._head(self._format.chunk_name), "choices": [], "usage": _usage(self._choices)})
+            head = self._head(self._format.chunk_name)
+            yield event({**head, "choices": [], "usage": _usage(self._choices), **self._times()})
 
     async def _delta_chunks(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
         """Return the chunks of one output: its text, rows that are streamed, the finish reason with the last rows."""
@@ -448,6 +456,23 @@ class OpenAIHandler(GenerationHandler):
             return {}
         rows = [self._encoded_rows.get(choice.index) for choice in self._choices]
         return {"sglext": {"routed_experts": rows[0] if len(rows) == 1 else rows}}
+
+    def _times(self) -> dict[str, object]:
+        """Return vLLM's field of a response: times of the whole call, in milliseconds."""
+        if not self._tells_times or not self._first_token_s:
+            return {}
+        first_s, total_s = min(self._first_token_s.values()), time.monotonic() - self._start_time
+        queue_s = max(choice.sequence.last.queue_s or 0.0 for choice in self._choices if choice.sequence.has_output)
+        counts = [choice.num_tokens()[1] for choice in self._choices]
+        times: dict[str, object] = {
+            "time_to_first_token_ms": 1000 * first_s,
+            "generation_time_ms": 1000 * (total_s - first_s),
+            "queue_time_ms": 1000 * queue_s,
+            "tokens_per_second": sum(counts) / total_s,
+        }
+        if max(counts) > 1:
+            times["mean_itl_ms"] = 1000 * (total_s - first_s) / (max(counts) - 1)
+        return {"metrics": times}
 
     def _head(self, name: str) -> dict[str, object]:
         model = self._server.model_name
