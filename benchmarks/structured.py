@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import VOCABULARY, Prompts, benchmark_model, build, print_table, progress, write_result
 
-from routed_experts.core.grammar_spec import CompiledGrammar, GrammarSpec
+from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
@@ -187,8 +188,11 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--masks-alone", action="store_true")
+    parser.add_argument("--small", action="store_true", help="masks alone, of 2,000 entries")
     parser.add_argument("--name", default="structured_cpu")
     args = parser.parse_args()
+    if args.small:
+        args.vocabulary, args.masks_alone = 2_000, True
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         compiler = compiler_for(Path(folder) / "large", args.vocabulary)
@@ -197,6 +201,7 @@ def main() -> None:
         masks = time_masks(compiler, args.vocabulary)
         print_table(masks)
         if args.masks_alone:
+            print("masks alone: no result is written")
             return
         core = build(benchmark_model(jnp.dtype("float32")), capture=True, precompile_bs_paddings=(args.batch,)).core
         began = time.perf_counter()

@@ -9,6 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported by anybody
+# PyTorch's threads wait for one another by spinning. Its models here are tiny, and test processes share the cores: with
+# a thread a core each oracle takes several times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import jax

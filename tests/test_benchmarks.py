@@ -42,6 +42,7 @@ SMALLEST = {
     "selection": ["--repeats", "1"],
     "speculative": ["--small", "--loads", "old rollouts", "device"],
     "step": ["--small"],
+    "structured": ["--small"],
 }
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",

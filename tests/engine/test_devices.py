@@ -18,6 +18,7 @@ from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendEntry, BackendRegistry
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.engine.build.memory_planning import kv_shapes
@@ -164,7 +165,7 @@ def test_dense_model_scores_alike_without_capture(tmp_path):
         bench = DeviceBench(folder, tp)
         runner = bench.runner
         scorer = Scorer(bench.args, bench.assembly.buckets, runner, lambda start: start())
-        outputs.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, 0)))
+        outputs.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, WeightVersion())))
     for first, *others in zip(*outputs, strict=True):
         for other in others:
             assert other.routed_experts is None

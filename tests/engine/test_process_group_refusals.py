@@ -43,7 +43,6 @@ WRONG = {
     "rank": (GROUP + " --node-rank 2", 2, "node_rank=2 must be an integer in 0..1"),
     "no process": ("--nnodes 0", 2, "nnodes=0 must be"),
     "no address": ("--nnodes 2", 2, "nnodes=2 needs dist_init_addr"),
-    "no group": ("--dist-init-addr ADDRESS", 2, "with nnodes=1, which is one process"),
     "last port": ("--nnodes 2 --dist-init-addr 127.0.0.1:65535", 2, "port must be 1 to 65534"),
     "no port": ("--nnodes 2 --dist-init-addr localhost", 2, "is not host:port"),
     "other machine": ("--nnodes 2 --dist-init-addr 192.0.2.1:5000", 1, "cannot listen on 192.0.2.1:5000"),

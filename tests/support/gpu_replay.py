@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from oracles.driver import Bench
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.score import Scorer
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
@@ -91,7 +92,7 @@ def gpu_bench(model, sizes: Sizes, *, probed, context=256) -> Bench:
 def score(bench: Bench, tokens, records=None):
     """Logprobs [B, S] and records of sequences [B, S], scored live or on the routes of `records`."""
     scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner, lambda start: start())
-    outputs = scorer.run([*tokens], records, lambda: (bench.runner.state, 0))
+    outputs = scorer.run([*tokens], records, lambda: (bench.runner.state, WeightVersion()))
     return np.stack([output.logprobs for output in outputs]), [output.routed_experts for output in outputs]
 
 

@@ -137,16 +137,16 @@ def _trap_leader(at, spring):
         step = EngineCore.step
         EngineCore.step = lambda core: (spring() if core.num_steps == 30 else None, step(core))[1]
     else:
-        run, runs = ModelRunner._run, [0]
+        to_device, steps = ModelRunner._to_device, [0]
 
-        def trapped_run(runner, *args):
+        def trapped(runner, *args):
             """After the order was sent, and before this process runs it."""
-            runs[0] += 1
-            if runs[0] == at:
+            steps[0] += 1
+            if steps[0] == at:
                 spring()
-            return run(runner, *args)
+            return to_device(runner, *args)
 
-        ModelRunner._run = trapped_run
+        ModelRunner._to_device = trapped
 
 
 def _trap_follower(at, spring):

@@ -246,12 +246,12 @@ def follow(
     clock = PhaseClock(on_phase)
     if isinstance(dist, FollowingGroup):
         group: AnyGroup = dist
+        args = with_local_model(args, weights=load_format != "dummy")
     else:
         _check_rank(dist)
-        local = with_local_model(args, weights=load_format != "dummy")
-        group = join_group(local, dist, placement=plan, speculative=speculative, load_format=load_format)
+        args = with_local_model(args, weights=load_format != "dummy")
+        group = join_group(args, dist, placement=plan, speculative=speculative, load_format=load_format)
         clock.done("rendezvous", f"process {dist.node_rank} of {dist.nnodes}")
-        args = local
     assert isinstance(group, FollowingGroup), "of another rank than 0"
     enable_compilation_cache()
     try:
