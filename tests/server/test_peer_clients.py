@@ -124,6 +124,8 @@ def test_errors_have_the_words_that_clients_look_for(engine, server):
         ({"top_p": 1.5}, "top_p must be in (0, 1]"),
     ):
         assert words in parse_error(server.post("/v1/completions", {"prompt": "a", **fields}), 400)["message"]
+    error = parse_error(server.post("/v1/completions", {"prompt": None, "prompt_embeds": []}), 400)
+    assert "Either prompt or prompt_embeds must be provided and non-empty." in error["message"]
     body = {"input_ids": [5, 6], "return_routed_experts": True, "routed_experts_start_len": 3}
     error = parse_error(server.post("/generate", body), 400)
     assert "is higher than the number of input tokens" in error["message"]
@@ -211,7 +213,9 @@ def test_answers_tell_their_times_where_the_server_says_so(engine, server):
 
 def test_token_routes_have_vllms_forms(engine, server):
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 0, **GREEDY}}
-    (choice,) = server.post("/inference/v1/generate", body).json()["choices"]
+    answer = server.post("/inference/v1/generate", body).json()
+    assert answer["output_mode"] == "tokens"
+    (choice,) = answer["choices"]
     for entry in choice["logprobs"]["content"]:
         assert [top["token_id"] for top in entry["top_logprobs"]] == [entry["token_id"]]
     assert server.post("/inference/v1/abort_requests", {"request_ids": ["nobody"]}).status_code == 200

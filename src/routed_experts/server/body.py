@@ -37,7 +37,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "best_of": (1,),
         "use_beam_search": (False,),
         "chat_template": (),
-        "prompt_embeds": (),
+        "prompt_embeds": ([],),
         "input_embeds": (),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),

@@ -248,7 +248,7 @@ class TokensHandler(GenerationHandler):
         return {"prompt_token_ids": self._requests[0].input_ids.tolist()} if self._tokens_options.token_ids else {}
 
     def _head(self) -> dict[str, object]:
-        return {"request_id": self._options.request_id}
+        return {"request_id": self._options.request_id, "output_mode": "tokens"}
 
     def _usage(self) -> dict[str, object]:
         """Return the tokens of the call; the prompt counts once."""
