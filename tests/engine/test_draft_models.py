@@ -158,8 +158,8 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
 
 @pytest.mark.parametrize("mode", [dict(), dict(deterministic=True)], ids=["default", "deterministic"])
 def test_answers_are_the_same_under_every_schedule(mode, written, is_thorough):
-    """Chunks, choices, prefixes, requests that are sent back for want of pages, seeds, filters and early ends. A thorough
-    run has one engine for each of them."""
+    """Chunks, choices, prefixes, requests that are sent back for want of pages, seeds, filters and early ends. A
+    thorough run has one engine for each of them."""
     _, folder = written("Glm4Moe")
     common = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20).tolist()
     prompts = [*prompts_of(VOCAB_SIZE, (3, 12, 30)), [*common, 1], [*common, 2, 3]]

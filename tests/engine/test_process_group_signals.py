@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = "--precompile-bs-paddings 2 --precompile-token-paddings 16 --max-running-requests 2 --page-size 4".split()
 SIZES += "--context-length 256 --max-total-tokens 1024 --tp-size 2 --enable-return-routed-experts".split()
+COMMIT = "a" * 40
 BODY = {"prompt": "the expert", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -64,10 +66,23 @@ class Stream:
         return [json.loads(event) for event in self.events[:-1]]
 
 
+@pytest.fixture
+def repository(folder, tmp_path, monkeypatch):
+    """The id of a repository that is in the cache of downloads, without a network."""
+    files = tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    shutil.copytree(folder, files)
+    (files.parents[1] / "refs").mkdir()
+    (files.parents[1] / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return "org/tiny"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_of_either_process_drains_the_group(folder, rank):
+def test_sigterm_of_either_process_drains_the_group(repository, rank):
+    """Of a model that both processes find by the id of its repository."""
     address = free_address()
-    with processes(serve(folder, 0, address), serve(folder, 1, address)) as members:
+    with processes(serve(repository, 0, address), serve(repository, 1, address)) as members:
         url = url_of(members[0])
         stream = Stream(url)
         assert stream.first.wait(60)

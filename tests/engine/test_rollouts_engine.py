@@ -165,7 +165,7 @@ def test_a_prediction_is_a_draft_of_its_request_alone(folder):
             )
             assert drafted["output_ids"] == answer
         assert by_source(engine, "accepted_by")["prediction"] >= 20 + 16
-        for prediction, match in (([VOCAB_SIZE], "out of vocabulary"), ([0] * 100_000, "context"), (["a"], "token ids")):
+        for prediction, match in (([VOCAB_SIZE], "vocabulary"), ([0] * 100_000, "context"), (["a"], "token ids")):
             with pytest.raises(InvalidRequestError, match=match) as caught:
                 engine.generate(input_ids=PROMPTS[0], prediction=prediction)
             assert caught.value.param == "prediction"

@@ -12,6 +12,7 @@ from routed_experts.parsing import (
     ContentDelta,
     ReasoningDelta,
     ResponseFormat,
+    create_forced_parser,
     create_parser,
     detect_format,
     resolve_format,
@@ -384,3 +385,20 @@ def test_a_parser_that_does_not_exist_is_refused():
         resolve_format(None, reasoning_parser="x")
     with pytest.raises(ConfigError, match="GPT-OSS has one format"):
         resolve_format(None, tool_call_parser="hermes", reasoning_parser="gpt-oss")
+
+
+def test_a_forced_call_that_is_cut_before_its_arguments_is_content():
+    parts = ['[{"name": "get", "parameters": ', '{"a": 1}}', ', {"name": "put", "parameters": ', "{}}", "]"]
+    text = "".join(parts)
+    for cut in range(len(text) + 1):
+        parser = create_forced_parser(None)
+        deltas = [*parser.feed(text[:cut]), *parser.finish()]
+        content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+        names = [delta.name for delta in deltas if isinstance(delta, CallDelta) and delta.name is not None]
+        whole, head = [], text[:cut]  # parts that the cut leaves whole, and the beginning of the next one
+        while len(head) > len(parts[len(whole)]):
+            whole.append(parts[len(whole)])
+            head = head[len(whole[-1]) :]
+        assert names == ["get", "put"][: (len(whole) + 1) // 2], text[:cut]
+        is_head = len(whole) % 2 == 0 and "{" in head
+        assert content.strip() == (head.strip() if is_head else ""), text[:cut]

@@ -481,6 +481,7 @@ def test_without_the_extra_a_forced_call_is_refused_with_the_command_that_instal
         body = {"messages": messages(), "tools": [function("other")], "tool_choice": choice}
         error = parse_error(server.post(CHAT, body), 400)
         assert "pip install" in error["message"] and "[structured]" in error["message"], error
+        assert error["param"] == "tool_choice"
     assert chat(server, tools=TOOLS)["choices"][0]["finish_reason"] == "tool_calls", "auto needs no extra"
 
 
@@ -494,5 +495,17 @@ def test_structured_output_is_content_even_where_the_prompt_opens_reasoning(serv
     body = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     (choice,) = chat(server, script="<think>\n", **body)["choices"]
     assert json.loads(choice["message"]["content"])["on"] in (True, False)
-    both = server.post(CHAT, {"messages": messages(), "tools": TOOLS, "tool_choice": "required", **body})
-    assert parse_error(both, 400)["param"] == "tool_choice"
+
+
+def test_calls_that_are_demanded_win_over_a_form_of_answers(server):
+    """As an agent with a typed answer asks in the turn in which it must call."""
+    form = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    text = {"type": "json_schema", "name": "x", "schema": form}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "other", "parameters": nothing}}]
+    body = {"response_format": {"type": "json_schema", "json_schema": text}, "parallel_tool_calls": False}
+    for choice in ("required", function("other")):
+        (answer,) = chat(server, tools=tools, tool_choice=choice, **body)["choices"]
+        assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ["{}"], answer
+    both = {"messages": messages(), "tools": tools, "tool_choice": "required", "regex": "a"}
+    assert parse_error(server.post(CHAT, both), 400)["param"] == "tool_choice"

@@ -85,3 +85,10 @@ def test_only_an_admin_resets_the_statistics(engine):
         refused = server.client.post("/v1/routing/reset", headers=user)
         assert parse_error(refused, 403)["code"] == "admin_key_required"
         assert server.client.post("/v1/routing/reset", headers=admin).json() == {"success": True}
+
+
+def test_a_trainer_finds_the_switch_that_it_compares(engine, server):
+    """slime ends where it is not its own --offload-rollout."""
+    assert server.client.get("/server_info").json()["enable_memory_saver"] is False
+    with running(engine, enable_memory_saver=True) as other:
+        assert other.client.get("/get_server_info").json()["enable_memory_saver"] is True

@@ -98,6 +98,8 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--tool-call-parser", metavar="NAME", text=parsers.format("qwen25, qwen3_coder, glm45, deepseekv31, gpt-oss"))
     add("--reasoning-parser", metavar="NAME", text=parsers.format("qwen3, glm45, deepseek-r1, gpt-oss"))
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
+    saver = "tells trainers that compare it in /server_info; memory can be released without it"
+    add("--enable-memory-saver", action="store_true", text=saver)
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
     by_id = "logprobs of /v1 name tokens by id: token_id:5"
     add("--return-tokens-as-token-ids", action="store_true", text=by_id)

@@ -223,7 +223,7 @@ NO_EFFECT: tuple[NameGroup, ...] = (
     NameGroup(
         reason="this engine always has it",
         switches="""
-            enable_cache_report enable_deterministic_sampling enable_fp32_lm_head enable_memory_saver enable_metrics
+            enable_cache_report enable_deterministic_sampling enable_fp32_lm_head enable_metrics
             enable_metrics_for_all_schedulers enable_prompt_tokens_details enable_request_id_headers enable_scale_out
             enable_server_load_tracking enable_sleep_mode enable_tokenizer_info_endpoint
             sleep_mode_offload_cudagraph""",
@@ -724,7 +724,9 @@ REFUSED: tuple[NameGroup, ...] = (
 )
 SERVER_SETTINGS = NameGroup(
     reason="a setting of `serve`: in a process without a server it has no effect",
-    switches="enable_dp_attention enable_force_include_usage enable_per_request_metrics return_tokens_as_token_ids",
+    switches="""
+        enable_dp_attention enable_force_include_usage enable_memory_saver enable_per_request_metrics
+        return_tokens_as_token_ids""",
     values="""
         host port served_model_name log_level root_path fastapi_root_path stream_interval shutdown_timeout config
         tool_call_parser reasoning_parser""",

@@ -120,5 +120,6 @@ def _refusal(spec: GrammarSpec, error: str) -> InvalidRequestError:
     """The error of a grammar that cannot be followed, with llguidance's reason."""
     text = " ".join(str(error).split()) or "unknown"
     brief = text if len(text) <= 400 else text[:397] + "..."
-    code = "unsupported_grammar" if "nimplemented" in brief or "not supported" in brief else "invalid_grammar"
-    return InvalidRequestError(f"{PARAM} cannot be followed: {brief}; correct it", param=spec.param, code=code)
+    is_unsupported = "nimplemented" in brief or "not supported" in brief
+    code, fix = ("unsupported_grammar", "leave that out") if is_unsupported else ("invalid_grammar", "correct it")
+    return InvalidRequestError(f"{PARAM} cannot be followed: {brief}; {fix}", param=spec.param, code=code)

@@ -142,11 +142,14 @@ def _read_key(reader: Reader) -> Generator[None, None, str | None]:
 
 
 def listed_calls(reader: Reader, writer: DeltaWriter) -> Steps:
-    """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`."""
+    """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`. One that is cut
+    before its arguments is content, with the bracket or comma before it."""
+    reader.start_record("")
     while (character := (yield from reader.skip_whitespace())) in ("[", ",", "]"):
         reader.read()
-    reader.start_record("")
-    if character and (yield from _JsonCall(reader, writer).read()):
+    if not character:
+        return
+    if (yield from _JsonCall(reader, writer).read()):
         yield from listed_calls(reader, writer)
         return
     writer.content(reader.record)

@@ -64,6 +64,7 @@ class ServerSettings:
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
     incremental_streaming_output: bool = False  # chunks of /generate hold what is new, not all so far
     root_path: str = ""  # of a proxy: routes answer with this prefix, too
+    enable_memory_saver: bool = False  # told by /server_info; memory can be released without it
     weights_root: str | None = None  # new weights are read only from folders below it
 
     @property

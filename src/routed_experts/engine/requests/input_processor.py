@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -275,14 +275,17 @@ class InputProcessor:
         return ids
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """The grammar of a request. Raises InvalidRequestError, and ConfigError without llguidance."""
+        """The grammar of a request. Raises InvalidRequestError, also without llguidance."""
         if self.limits.no_grammar is not None:
             text = f"{PARAM} is not served by this engine: {self.limits.no_grammar}; leave it out"
             raise InvalidRequestError(text, param=spec.param, code="grammar_unsupported")
         if spec.kind == TOKENS:
             compiled: CompiledGrammar = self._token_rules(spec)
         else:
-            compiled = self._grammar_compiler(spec).compile(spec)
+            try:
+                compiled = self._grammar_compiler(spec).compile(spec)
+            except ConfigError as error:
+                raise InvalidRequestError(f"{PARAM}: {error}", param=spec.param, code="grammar_unsupported") from error
         if self._before_grammar is not None:
             self._before_grammar()
         return compiled

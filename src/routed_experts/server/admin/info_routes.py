@@ -87,6 +87,7 @@ async def server_info(request: Request, server: ServerState) -> Response:
         "pp_size": 1,
         "is_embedding": False,
         "disaggregation_mode": "null",
+        "enable_memory_saver": server.settings.enable_memory_saver,  # slime compares it with its own
     }
     return json_response({**head, **allowed})
 

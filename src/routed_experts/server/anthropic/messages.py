@@ -106,14 +106,10 @@ async def count_tokens(request: Request, server: ServerState) -> Response:
 
 
 def _grammar(call: MessagesRequest, tools: ToolOptions) -> GrammarSpec | None:
-    forced = forced_call_grammar(tools)
     form = None if call.output_config is None else call.output_config.format
-    if form is None:
-        return forced
-    if forced is not None:
-        text = "tool_choice demands a call, and output_config.format another form of the output; send one of them"
-        raise InvalidRequestError(text, param="tool_choice", code="conflicting_parameters")
-    return GrammarSpec.of_response_format({"type": form.get("type"), "json_schema": form}, param="output_config")
+    kind = None if form is None else {"type": form.get("type"), "json_schema": form}
+    spec = None if kind is None else GrammarSpec.of_response_format(kind, param="output_config")
+    return forced_call_grammar(tools) or spec  # a form is of answers: calls that are demanded win
 
 
 async def _prompt(

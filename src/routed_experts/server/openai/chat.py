@@ -211,7 +211,7 @@ def _with_forced_calls(params: SamplingParams, tools: ToolOptions) -> SamplingPa
     grammar, other = forced_call_grammar(tools), params.grammar_spec()
     if grammar is None:
         return params
-    if other is not None:
+    if other is not None and other.param != "response_format":  # which is of answers, and this one is calls
         text = f"tool_choice demands a call, and {other.param} another form of the output; send one of them"
         raise InvalidRequestError(text, param="tool_choice", code="conflicting_parameters")
     return dataclasses.replace(params, structured_outputs=grammar)

@@ -223,10 +223,7 @@ def _tools(call: ResponsesRequest) -> ToolOptions:
 
 def _sampling_params(call: ResponsesRequest, tools: ToolOptions) -> SamplingParams:
     values: dict[str, object] = {name: getattr(call, name) for name in _SAMPLING_FIELDS}
-    grammar, forced = _grammar(call), forced_call_grammar(tools)
-    if grammar is not None and forced is not None:
-        text = "tool_choice demands a call, and text.format another form of the output; send one of them"
-        raise InvalidRequestError(text, param="tool_choice", code="conflicting_parameters")
+    grammar, forced = _grammar(call), forced_call_grammar(tools)  # a form is of answers: calls that are demanded win
     return SamplingParams.from_dict(
         values
         | {"seed": to_seed(call.seed), "max_tokens": call.max_output_tokens, "structured_outputs": forced or grammar}
