@@ -71,8 +71,10 @@ def main(args: list[str]) -> int:
         raise SystemExit(f"{options.folder} has no checkout named vllm, sglang or sglang-jax with the tests asked for")
     differing = list(differences(table, seen))
     print("\n".join(differing) or "no test differs from the table")
+    judged = merged(table, seen, whole=False)  # what is not applicable may have passed or failed
     for peer, files in seen.items():
-        print(f"{peer}: {shares(outcome for tests in files.values() for outcome in tests.values())}")
+        outcomes = (judged[peer][file][test] for file, tests in files.items() for test in tests)
+        print(f"{peer}: {shares(outcomes)}")
     if options.write:
         table = merged(table, seen, whole=options.test is None)
         write_table(table)
@@ -156,10 +158,10 @@ def run_file(checkout: Path, file: str, folder: Path, expression: str | None) ->
             )
         except subprocess.TimeoutExpired:
             stream.write(f"\nended after {FILE_S} s\n")
-    return outcomes(results, file)
+    return read_outcomes(results, file)
 
 
-def outcomes(results: Path, file: str) -> dict[str, Outcome]:
+def read_outcomes(results: Path, file: str) -> dict[str, Outcome]:
     """The worst outcome that the plugin wrote of each test."""
     found: dict[str, Outcome] = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
