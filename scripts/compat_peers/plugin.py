@@ -26,8 +26,21 @@ placeholders.install()
 SIZES = {"_QWEN3_30B_A3B_NUM_LAYERS": 6, "_QWEN3_30B_A3B_TOPK": 4, "abort_all_max_new_tokens": 1900}
 
 
+def use_our_tokenizer() -> None:
+    """Load the tokenizer of the model of the tests for every name of the hub."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return
+    load: Any = AutoTokenizer.from_pretrained
+    AutoTokenizer.from_pretrained = lambda name, *args, **options: load(
+        name if Path(name).is_dir() else serving.model_path(), *args, **options
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give vLLM's tests their helpers: `tests` is the folder of the checkout, but for the modules of ours."""
+    use_our_tokenizer()
     if os.environ["COMPAT_PEER"] == "vllm":
         tests = ModuleType("tests")
         tests.__path__ = [str(CHECKOUT / "tests")]

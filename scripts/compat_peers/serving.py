@@ -62,6 +62,8 @@ def serve_command(model: str, args: Sequence[object]) -> list[str]:
         added += ["--context-length", str(CONTEXT)]
     if not given & {"--max-total-tokens", "--max-total-token"}:
         added += ["--max-total-tokens", str(POOL)]
+    if "--weights-root" not in given:  # where other servers take any folder
+        added += ["--weights-root", str(Path(model_path()).parent)]
     return [sys.executable, "-m", "routed_experts", "serve", model_path(), *added, *kept]
 
 

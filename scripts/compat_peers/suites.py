@@ -5,6 +5,16 @@ VLLM = "tests/entrypoints/"
 SGLANG = "test/registered/"
 SGL_JAX = "test/srt/"
 OURS = "trainers/"  # in this folder
+# Files of a peer that ask for text, chat and token ids, or call an engine: what they are, and parts of their paths.
+# The other files of vLLM are on shutdown, metrics, pauses and its offline class, those of SGLang on control.
+CORE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "vllm": (
+        "completion, chat, tokenize, token routes",
+        ("/openai/", "/tokenize/", "/token_in_token_out/"),
+    ),
+    "sglang": ("server, endpoint, request length", ("/core/", "/openai_server/")),
+    "sglang-jax": ("HTTP, Engine", ("/",)),
+}
 SUITES: dict[str, tuple[str, ...]] = {
     "vllm": (
         VLLM + "openai/completion/test_completion.py",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         set_global_experts_capturer,
     )
     from routed_experts.core.dist_config import DistConfig
+    from routed_experts.core.editable_sampling_params import EditableSamplingParams
     from routed_experts.core.errors import (
         CaptureDisabledError,
         CaptureUnsupportedError,
@@ -80,6 +81,7 @@ _HOMES = MappingProxyType(
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
         "RoutingStats": "core.routing_stats",
         "ScoreOutput": "engine.control.score",
+        "EditableSamplingParams": "core.editable_sampling_params",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
         "SpeculativeConfig": "core.speculative_config",
@@ -103,6 +105,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "DistConfig",
+    "EditableSamplingParams",
     "Engine",
     "EngineDeadError",
     "EngineStats",

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from routed_experts import LLM, ConfigError, Engine, InvalidRequestError, PromptTooLongError, SamplingParams
+from support.engines import PausedRequests
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("lazy_compilation")
@@ -123,6 +124,74 @@ def test_methods_have_sgl_jax_names():
         )
 
 
+def test_default_sampling_params_are_set_field_by_field(engine, llm):
+    """As scripts of sgl-jax and vLLM do."""
+    params = engine.get_default_sampling_params()
+    assert params == {} and params.temperature is None
+    params.max_new_tokens, params.n, params.temperature = 6, 2, 0
+    params.skip_special_tokens, params.sampling_seed = True, 7
+    assert (params.max_tokens, params.seed) == (6, 7) and type(params.convert_to_dict()) is dict
+    expected = engine.generate("The router", {**GREEDY, "n": 2})
+    for given in (params, params.convert_to_dict(), SamplingParams.from_dict(params)):
+        assert [one["output_ids"] for one in engine.generate("The router", given)] == [
+            one["output_ids"] for one in expected
+        ]
+    with pytest.raises(InvalidRequestError, match=r"'temperatur' is no sampling parameter; did you mean temperature\?"):
+        params.temperatur = 1
+    params = llm.get_default_sampling_params()
+    assert params.max_tokens == 16
+    params.max_tokens, params.temperature, params.ignore_eos = 3, 0, True
+    (first,), (second,) = (output.outputs for output in llm.generate(["a", "a"], [params, params]))
+    assert len(first.token_ids) == 3 and first.token_ids == second.token_ids
+
+
+def test_the_event_loop_of_a_script_without_one(folder):
+    """As sgl-jax's own tests call its engine."""
+    with Engine(folder, max_total_tokens=64, page_size=4, precompile_token_paddings=[32]) as engine:
+        loop = engine.loop
+        assert loop is engine.loop and not loop.is_running()
+        answer = loop.run_until_complete(engine.async_generate("The router", GREEDY))
+        assert answer["output_ids"] == engine.generate("The router", GREEDY)["output_ids"]
+        assert loop.run_until_complete(engine.async_flush_cache()) > 0
+    assert loop.is_closed()
+    engine.shutdown()
+
+
+def test_the_state_of_a_moment_in_sgl_jax_words(engine):
+    engine.flush_cache()
+    (idle,) = engine.get_server_info()["internal_states"]
+    total = engine.stats().total_pages * 4
+    assert (idle["running_batch_rids"], idle["available_kv_tokens"], idle["tree_cache_size"]) == ([], total, 0)
+    held = PausedRequests(engine, [5, 6, 7], [8, 9], sampling_params={"max_new_tokens": 20, "ignore_eos": True})
+    (state,) = engine.get_server_info()["internal_states"]
+    assert (state["running_batch_size"], state["waiting_queue_size"], state["engine_paused"]) == (2, 0, True)
+    assert len(set(state["running_batch_rids"])) == state["req_to_token_pool_used"] == 2
+    assert state["available_kv_tokens"] < total
+    engine.resume()
+    rids = {answer["meta_info"]["id"] for answer in held.results()}
+    assert set(state["running_batch_rids"]) == rids
+    (after,) = engine.get_server_info()["internal_states"]
+    assert after["running_batch_rids"] == [] and after["tree_cache_size"] > 0 and not after["engine_paused"]
+    assert after["forward_ct_decode"] > 0 and after["chunked_req_is_none"]
+    engine.flush_cache()
+    (flushed,) = engine.get_server_info()["internal_states"]
+    assert flushed["forward_ct_decode"] == flushed["tree_cache_size"] == 0 and flushed["cur_batch_is_none"]
+    assert flushed["available_kv_tokens"] == total and flushed["new_token_ratio"] == flushed["init_new_token_ratio"]
+
+
+def test_programs_compiled_meanwhile_are_counted(engine):
+    """sgl-jax's `cache_miss_count`."""
+    import jax
+    import jax.numpy as jnp
+
+    engine.generate("The router", GREEDY)  # lazy compilation: the programs of these tests are made when first used
+    assert engine.generate("The router", GREEDY)["meta_info"]["cache_miss_count"] == 0
+    stream = engine.generate("The router", GREEDY, stream=True)
+    first = next(stream)["meta_info"]["cache_miss_count"]
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))  # a program of this process
+    assert [output["meta_info"]["cache_miss_count"] for output in stream][-1] > first
+
+
 def test_pause_and_continue_by_these_names(engine):
     async def run():
         await engine.async_pause_generation()
@@ -151,7 +220,6 @@ def test_flush_abort_and_information_by_these_names(engine):
     assert engine.abort_request("nobody") == engine.abort_request(abort_all=True) == 0
     info = engine.get_model_info()
     assert info["model_path"] == info["tokenizer_path"] == engine.server_args.model_path and info["is_generation"]
-    assert engine.get_default_sampling_params() == SamplingParams()
     engine.release_memory_occupation(tags=None)
     assert engine.released == ("kv_cache", "weights")
     with pytest.raises(InvalidRequestError, match="weights were released"):

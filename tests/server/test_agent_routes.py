@@ -109,11 +109,17 @@ def test_a_response_of_a_length_is_incomplete(client):
     assert events[-1].type == "response.incomplete" and events[-1].response.output[0].status == "incomplete"
 
 
+def test_a_response_that_is_to_be_stored_says_that_it_is_not(server):
+    """Agents ask for it by default."""
+    response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 2, "store": True})
+    assert response.status_code == 200 and response.json()["store"] is False
+    assert response.headers["x-ignored-params"] == "store"
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
-        ({"store": True}, "store", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),

@@ -140,7 +140,7 @@ def test_reasoning_is_apart_from_content_and_calls(server):
             {"messages": messages(), "temperature": 0, "tools": TOOLS, "chat_template_kwargs": {"script": "<thought>"}},
         )
     ]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta["reasoning_content"] or "" for delta in deltas) == message["reasoning_content"]
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
     arguments = "".join(call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ()))
     assert arguments == message["tool_calls"][0]["function"]["arguments"]
@@ -217,7 +217,10 @@ def test_a_message_that_is_continued_may_be_in_the_middle_of_reasoning(server, s
 
 def test_tokenize_counts_the_tools(server):
     chat_ids = chat(server, tools=TOOLS, return_token_ids=True)["prompt_token_ids"]
-    assert server.post("/tokenize", {"messages": messages(), "tools": TOOLS}).json()["tokens"] == chat_ids
+    body = {"messages": messages(), "tools": TOOLS}
+    assert server.post("/tokenize", body).json()["tokens"] == chat_ids
+    without = server.post("/tokenize", {"messages": messages()}).json()["tokens"]
+    assert server.post("/tokenize", {**body, "tool_choice": "none"}).json()["tokens"] == without != chat_ids
 
 
 def test_an_unknown_parser_ends_the_start():

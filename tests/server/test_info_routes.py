@@ -37,6 +37,7 @@ def test_loads_count_requests_and_tokens_in_use(engine, server):
     assert server.client.get("/get_load").json()[0]["num_reqs"] == 2
     state = server.client.get("/get_server_info").json()["internal_states"][0]
     assert (state["running_batch_size"], state["waiting_queue_size"], state["engine_paused"]) == (2, 0, True)
+    assert len(state["running_batch_rids"]) == 2
     assert state["available_kv_tokens"] == load["max_total_num_tokens"] - load["num_used_tokens"]
     engine.abort(abort_all=True)
     engine.resume()

@@ -213,7 +213,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
     )
     for choice in whole["choices"]:
         pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
-        assert pieces[0]["delta"] == {"role": "assistant", "content": ""}
+        assert pieces[0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
         assert "".join(piece["delta"].get("content", "") for piece in pieces) == choice["message"]["content"]
     assert all("usage" not in chunk and chunk["object"] == "chat.completion.chunk" for chunk in chunks)

@@ -186,3 +186,9 @@ def test_the_other_servers_names_have_our_values(engine, compat, expected):
     assert {name: float(value) for name, value in found.items() if not name.split("{")[0].endswith("_created")} == (
         by_index if compat == "vllm" else {}
     )
+
+
+def test_logprobs_of_named_ids_are_refused(server):
+    body = BODY | {"return_logprob": True, "token_ids_logprob": [3]}
+    error = parse_error(server.post("/generate", body), 400)
+    assert error["param"] == "token_ids_logprob" and "it speculates" in error["message"]

@@ -26,8 +26,8 @@ class LazyPrograms(dict):
 def compile_lazily(runner, **_):
     """Replaces `ModelRunner.compile`."""
     jobs = runner._jobs()
-    runner._programs = LazyPrograms(jobs | runner._masked_jobs)
-    runner._masked_jobs = {}
+    runner._programs = LazyPrograms(jobs | runner._later_jobs)
+    runner._later_jobs = {}
     return len(jobs)
 
 

@@ -110,19 +110,20 @@ def test_abort_waits_until_the_server_is_idle(served, args):
 
 
 def test_weights_come_from_a_disk_while_rollouts_run(served, args):
-    """As slime's updater: pause, flush, load, continue. Every sample is whole, and tells the versions that it saw."""
+    """As slime's updater: pause, which ends what runs, flush, load, continue. An ended sample goes on, as a partial
+    rollout does. Every sample is whole in the end, and tells the versions that it saw."""
     url, weights = served
     engine, samples = engine_of(url), [Sample(prompt=f"Story {index}") for index in range(32)]
     assert engine.health_generate() is True
 
-    def rolled_out():
+    def roll_out(samples):
         async def main():
             params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 1.0}
             await asyncio.gather(*(rollout.generate(args, sample, dict(params)) for sample in samples))
 
         run(main)
 
-    thread = threading.Thread(target=rolled_out)
+    thread = threading.Thread(target=roll_out, args=(samples,))
     thread.start()
     while requests.get(f"{url}/v1/loads?include=core", timeout=10).json()["aggregate"]["total_running_reqs"] < 1:
         assert thread.is_alive()
@@ -132,7 +133,13 @@ def test_weights_come_from_a_disk_while_rollouts_run(served, args):
     assert engine.get_weight_version() == "step-4"
     engine.continue_generation()
     thread.join()
+    ended = [sample for sample in samples if sample.status == Sample.Status.ABORTED]
+    assert ended
+    for sample in ended:
+        sample.status = Sample.Status.PENDING
+    roll_out(ended)
     assert all(sample.response_length == 200 for sample in samples)
+    assert all(sample.weight_versions[-1] == "step-4" for sample in ended)
     assert all(len(sample.rollout_routed_experts) == len(sample.tokens) - 1 for sample in samples)
     after = Sample(prompt="The sea is")
     run(lambda: rollout.generate(args, after, {"max_new_tokens": 2, "ignore_eos": True}))

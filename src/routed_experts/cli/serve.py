@@ -103,11 +103,16 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
     by_id = "logprobs of /v1 name tokens by id: token_id:5"
     add("--return-tokens-as-token-ids", action="store_true", text=by_id)
+    add("--enable-per-request-metrics", action="store_true", text="answers of /v1 tell their times, in metrics")
     add(
         "--enable-force-include-usage",
         action="store_true",
         text="every chunk of streams of /v1 has the usage, asked for or not",
     )
+    new = "chunks of /generate hold what is new, not all so far"
+    add("--incremental-streaming-output", "--stream-output", action="store_true", text=new)
+    prefix = "a prefix such as /llm, with which routes answer too; default: none"
+    add("--root-path", "--fastapi-root-path", type=lambda text: text.rstrip("/"), metavar="PATH", text=prefix)
     add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
     add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())

@@ -17,7 +17,8 @@ from routed_experts.core.errors import PARAM, InvalidRequestError
 MAX_GRAMMAR_CHARS = 1 << 18  # of a schema as compact JSON, of a regular expression, of a grammar
 MAX_GRAMMAR_DEPTH = 48  # nested objects and lists of a schema, open brackets of a regular expression or grammar
 MAX_CHOICES_TEXT = 4096  # of a list of choices
-JSON, REGEX, GRAMMAR, CHOICE = "json", "regex", "grammar", "choice"
+MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 32_768, 256, 256
+JSON, REGEX, GRAMMAR, CHOICE, TOKENS = "json", "regex", "grammar", "choice", "tokens"
 KINDS = (JSON, REGEX, GRAMMAR, CHOICE, "json_object")
 ANY_OBJECT = '{"type":"object"}'
 # Keys of vLLM's structured_outputs that say how a server makes its masks; they have no effect here.
@@ -29,14 +30,15 @@ _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """`kind`: "json" (a JSON Schema), "regex" (the syntax of Rust's regex library), "grammar" (Lark or GBNF), "choice"
-    (a JSON list of texts). `text`: its source. `param`: the request's name for it, for errors."""
+    (a JSON list of texts), "tokens" (a JSON object: ids that alone may follow, words that may not). `text`: its source.
+    `param`: the request's name for it, for errors."""
 
     kind: str
     text: str
     param: str = dataclasses.field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in (JSON, REGEX, GRAMMAR, CHOICE):
+        if self.kind not in (JSON, REGEX, GRAMMAR, CHOICE, TOKENS):
             raise InvalidRequestError(
                 f"{PARAM} has the kind {short_repr(self.kind)}; known are {JSON}, {REGEX}, {GRAMMAR}, {CHOICE}",
                 param=self.param,
@@ -91,6 +93,26 @@ class GrammarSpec:
         if not 1 <= len(given) <= MAX_CHOICES_TEXT or not all(isinstance(text, str) and text for text in given):
             _refuse(param, f"is {short_repr(texts)}; send a list of 1 to {MAX_CHOICES_TEXT} texts that are not empty")
         return GrammarSpec(CHOICE, json.dumps(list(given), ensure_ascii=False), param)
+
+    @staticmethod
+    def tokens(allowed_token_ids: object, bad_words: object) -> "GrammarSpec | None":
+        """Of the ids that alone may follow, and of texts that may not; None where neither is given. Raises
+        InvalidRequestError."""
+        ids: Sequence[Any] = allowed_token_ids if isinstance(allowed_token_ids, list | tuple) else ()
+        words: Sequence[Any] = bad_words if isinstance(bad_words, list | tuple) else ()
+        of_type = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids)
+        if (allowed_token_ids and not ids) or len(ids) > MAX_ALLOWED_IDS or not of_type:
+            text = f"is {short_repr(allowed_token_ids)}; send a list of 1 to {MAX_ALLOWED_IDS} token ids"
+            _refuse("allowed_token_ids", text, code="invalid_request")
+        fits = all(isinstance(word, str) and 1 <= len(word) <= MAX_BAD_WORD_CHARS for word in words)
+        if (bad_words and not words) or len(words) > MAX_BAD_WORDS or not fits:
+            size = f"{MAX_BAD_WORDS} texts of 1..{MAX_BAD_WORD_CHARS} characters"
+            text = f"is {short_repr(bad_words)}; send at most {size}"
+            _refuse("bad_words", text, code="invalid_request")
+        if not ids and not words:
+            return None
+        text = json.dumps({"allowed_token_ids": list(ids), "bad_words": list(words)}, ensure_ascii=False)
+        return GrammarSpec(TOKENS, text, "allowed_token_ids" if ids else "bad_words")
 
     @staticmethod
     def parse(value: object, *, param: str = "structured_outputs") -> "GrammarSpec | None":

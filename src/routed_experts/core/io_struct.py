@@ -45,6 +45,7 @@ class GenerateReqInput:
     return_logprob: bool | Sequence[bool] | None = False
     logprob_start_len: int | Sequence[int] | None = -1
     top_logprobs_num: int | Sequence[int] | None = 0
+    token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None
     prediction: str | Sequence[int] | None = None  # the expected answer, as a draft; changes speed alone
     data_parallel_rank: int | None = None  # that the request runs in; None: the engine chooses
     return_routed_experts: bool | Sequence[bool] | None = None
@@ -73,6 +74,7 @@ class TokenizedGenerateReqInput:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()  # whose logprobs are returned beside each token's own
     routed_experts: RoutingOptions = RoutingOptions()
     stream_interval_s: float = 0.0  # between two outputs of a stream; the first token and the end do not wait
     grammar: CompiledGrammar | None = None  # that the output follows
@@ -100,7 +102,8 @@ class FinishReason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Logprobs of a span of tokens: one value and the top alternatives (logprob, id) of each."""
+    """Logprobs of a span of tokens: one value and the top alternatives (logprob, id) of each, then those of ids that
+    the request names."""
 
     values: tuple[float | None, ...] = ()
     top: tuple[tuple[tuple[float, int], ...] | None, ...] = ()

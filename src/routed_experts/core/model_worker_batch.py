@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int, UInt
 from routed_experts.core.sampling_params import ResolvedSampling
 
 FROM_DEVICE = -1  # a token id that the host does not know yet: the last one sampled in the request's slot
+MAX_GIVEN_IDS = 32  # whose logprobs a request may ask for beside each token's own
 MAX_BIAS = 1088  # logit_bias entries (1,024) and stop ids masked by min_tokens (64)
 
 
@@ -87,7 +88,9 @@ class ModelWorkerBatch:
     that follows their last one, -1 of the others. `is_ahead`: a verify step that was scheduled before the one
     before it had been read. Its positions and lengths count from where the request slots stand on the device, where its
     tokens are, and its KV slots mean nothing, until the scheduler locates it. `is_masked`: a request that samples has a
-    grammar, in a batch of any data rank: the sampler takes a mask."""
+    grammar, in a batch of any data rank: the sampler takes a mask. `given_ids`: by row, the ids whose logprobs its
+    request asks for beside the token's own, padded; None where no request does. `given_targets`: the same by token,
+    where they are asked for tokens of a prompt."""
 
     step: int
     mode: ForwardMode
@@ -111,6 +114,8 @@ class ModelWorkerBatch:
     next_tokens: Int[np.ndarray, " B"] | None = None
     is_ahead: bool = False
     is_masked: bool = False
+    given_ids: Int[np.ndarray, "B G"] | None = None
+    given_targets: Int[np.ndarray, "G N"] | None = None
 
     @property
     def origins(self) -> TokenOrigins:
@@ -130,7 +135,8 @@ class StepResult:
     without capture: any array that np.asarray can read; the host cache reads it when it files them. `rerouting`: of
     each token, slots that capacities moved to other experts and slots left empty; None without capacities. `drafts`: of
     each request k tokens that a draft model proposes (negative: none from there on), and the bits of their
-    probabilities; None where it was not asked."""
+    probabilities; None where it was not asked. `given_logprobs`: of the batch's `given_ids` after each row, and of its
+    `given_targets` after each token, by the model at temperature 1."""
 
     tokens: Int[np.ndarray, " B"] | Int[np.ndarray, " N"]
     logprobs: Float[np.ndarray, " B"] | Float[np.ndarray, " N"]
@@ -144,3 +150,5 @@ class StepResult:
     rerouting: Int[np.ndarray, "N 2"] | None = None
     accepted: Int[np.ndarray, " B"] | None = None
     drafts: Int[np.ndarray, "B 2k"] | None = None
+    given_logprobs: Float[np.ndarray, "B G"] | None = None
+    prompt_given_logprobs: Float[np.ndarray, "G N"] | None = None

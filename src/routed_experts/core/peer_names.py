@@ -57,6 +57,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(  # other spelling
         "deterministic": ("enable_deterministic_inference",),
         "dist_init_addr": ("nccl_init_addr",),
         "speculative_draft_model_path": ("speculative_draft_model",),
+        "skip_tokenizer_init": ("tokens_only",),
     }
 )
 INVERSES: Mapping[str, str] = MappingProxyType({"enable_prefix_caching": "disable_radix_cache"})  # True is our False
@@ -111,10 +112,6 @@ NO_EFFECT: tuple[NameGroup, ...] = (
     NameGroup(
         reason="the model may call a tool wherever a request has tools",
         switches="enable_auto_tool_choice",
-    ),
-    NameGroup(
-        reason="times of a request are in meta_info of /generate, and of all at /metrics",
-        switches="enable_per_request_metrics",
     ),
     NameGroup(
         reason="at most 20 top logprobs are returned a token; a request for more is refused",
@@ -658,10 +655,6 @@ REFUSED: tuple[NameGroup, ...] = (
         switches="return_input_ids return_output_ids stream_response_default_include_usage",
     ),
     NameGroup(
-        reason="streams of /generate are cumulative; /v1 sends what is new",
-        switches="incremental_streaming_output stream_output",
-    ),
-    NameGroup(
         reason="the chat template is the folder's: tokenizer_config.json or chat_template.jinja",
         own=("auto", "string", "assistant"),
         switches="trust_request_chat_template",
@@ -698,10 +691,10 @@ REFUSED: tuple[NameGroup, ...] = (
         switches="enable_response_store enable_session_radix_cache enable_streaming_session",
     ),
     NameGroup(
-        reason="the server speaks HTTP/1.1 on a port; a proxy adds TLS, other protocols, prefixes, hidden routes",
+        reason="the server speaks HTTP/1.1 on a port; a proxy adds TLS, other protocols, hidden routes",
         own=("", "/", "demo"),
-        switches="disable_fastapi_docs enable_http2 grpc grpc_mode smg_grpc_mode tokens_only",
-        values="fastapi_root_path grpc_port root_path sidecar ssl_ca_certs ssl_certfile ssl_keyfile uds",
+        switches="disable_fastapi_docs enable_http2 grpc grpc_mode smg_grpc_mode",
+        values="grpc_port sidecar ssl_ca_certs ssl_certfile ssl_keyfile uds",
     ),
     NameGroup(
         reason="one origin is --cors-origin URL",
@@ -731,13 +724,19 @@ REFUSED: tuple[NameGroup, ...] = (
 )
 SERVER_SETTINGS = NameGroup(
     reason="a setting of `serve`: in a process without a server it has no effect",
-    switches="enable_dp_attention enable_force_include_usage enable_memory_saver return_tokens_as_token_ids",
+    switches="""
+        enable_dp_attention enable_force_include_usage enable_memory_saver enable_per_request_metrics
+        return_tokens_as_token_ids""",
     values="""
-        host port served_model_name log_level stream_interval shutdown_timeout config tool_call_parser
-        reasoning_parser""",
+        host port served_model_name log_level root_path fastapi_root_path stream_interval shutdown_timeout config
+        tool_call_parser reasoning_parser""",
     lists="api_key admin_api_key",
 )
 IN_PROCESS: tuple[NameGroup, ...] = (  # flags that have another form in Python
+    NameGroup(
+        reason="streams of `generate` are cumulative; those of `stream` yield what is new",
+        switches="incremental_streaming_output stream_output",
+    ),
     NameGroup(reason="give ep_size=tp_size, with tp_size devices", switches="enable_expert_parallel"),
     NameGroup(
         reason="give experts=ExpertOffloadConfig(...), which has this field",
@@ -758,10 +757,7 @@ REQUEST_NO_EFFECT = NameGroup(
 REQUEST_REFUSED: tuple[NameGroup, ...] = (
     NameGroup(reason="models take text", values="image_data audio_data video_data mm_hashes mm_content_hashes"),
     NameGroup(reason="adapters are not served; merge the adapter into the checkpoint", values="lora_path lora_request"),
-    NameGroup(
-        reason="give logit_bias or top_logprobs_num",
-        values="custom_logit_processor token_ids_logprob",
-    ),
+    NameGroup(reason="code that requests send is never run; give logit_bias", values="custom_logit_processor"),
     NameGroup(reason="this engine records routed experts, and no other inner value", values="return_hidden_states"),
     NameGroup(reason="send the whole conversation; its prefix is cached", values="session_params"),
     NameGroup(reason="tokenise the prompt yourself and give token ids", values="tokenization_kwargs"),

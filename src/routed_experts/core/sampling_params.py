@@ -39,7 +39,9 @@ ALIASES = {
 }
 # Ways to ask for structured output: at most one of them in a request.
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "guided_choice", "structured_outputs")
+_TOKEN_FIELDS = ("allowed_token_ids", "bad_words")  # which tokens may follow, whatever the form
 _MAX_PARAM_CHARS = 60
+_MAX_NAMED_KEYS = 8  # of an error
 _T = TypeVar("_T")
 
 
@@ -122,6 +124,8 @@ class SamplingParams:
     ebnf: str | None = None  # a grammar, in GBNF or Lark
     guided_choice: Sequence[str] | None = None  # the output is one of them
     structured_outputs: Mapping[str, object] | GrammarSpec | None = None  # {json, regex, choice, grammar, json_object}
+    allowed_token_ids: Sequence[int] | None = None  # no other token follows
+    bad_words: Sequence[str] | None = None  # texts that do not follow
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
@@ -131,10 +135,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
         _check_float(
-            "temperature", self.temperature, 0.0, MAX_TEMPERATURE, fix="0 is greedy, 1 is the model's own distribution"
+            "temperature",
+            self.temperature,
+            0.0,
+            MAX_TEMPERATURE,
+            fix="temperature must be non-negative: 0 is greedy, 1 is the model's own distribution",
         )
         _check_float(
-            "top_p", self.top_p, 0.0, 1.0, above_low=True, fix="1 is off; for greedy sampling set temperature to 0"
+            "top_p",
+            self.top_p,
+            0.0,
+            1.0,
+            above_low=True,
+            fix="top_p must be in (0, 1]: 1 is off; for greedy sampling set temperature to 0",
         )
         _check_int("top_k", self.top_k, -1, MAX_INT32, fix="0 or -1 is off")
         _check_float("min_p", self.min_p, 0.0, 1.0, fix="0 is off")
@@ -183,7 +196,7 @@ class SamplingParams:
         named: dict[str, object] = {}
         spelled: dict[str, str] = {}
         for key, value in values.items():
-            field = _field_name(key)
+            field = field_name(key)
             if value is None:
                 continue
             if field in named and (type(named[field]) is not type(value) or named[field] != value):
@@ -195,12 +208,16 @@ class SamplingParams:
         return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
 
     def grammar_spec(self) -> GrammarSpec | None:
-        """The form of the output that is asked for; None: any. Raises InvalidRequestError for one that is malformed,
-        and where several are given."""
-        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        """The form of the output that is asked for, or which tokens it may have; None: any. Raises InvalidRequestError
+        for one that is malformed, and where several are given."""
+        rules = GrammarSpec.tokens(self.allowed_token_ids, self.bad_words)
+        given = [] if rules is None else [rules.param]
+        given += [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
         if len(given) > 1:
             text = f"{PARAM} and {given[0]} both ask for a form of the output; send one of them"
             raise InvalidRequestError(text, param=given[1], code="conflicting_parameters")
+        if rules is not None:
+            return rules
         if self.json_schema is not None:
             return GrammarSpec.json_schema(self.json_schema)
         if self.regex is not None:
@@ -210,6 +227,11 @@ class SamplingParams:
         if self.guided_choice is not None:
             return GrammarSpec.choice(self.guided_choice)
         return GrammarSpec.parse(self.structured_outputs)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the output has a form: whether all of it is content."""
+        return any(getattr(self, name) is not None for name in GRAMMAR_FIELDS)
 
     def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
         """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without
@@ -245,9 +267,13 @@ def asks_for_grammar(params: object) -> bool:
     """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output.
     Malformed ones do not: they are refused where they are read."""
     if isinstance(params, SamplingParams):
-        return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
+        return any(getattr(params, name) is not None for name in (*GRAMMAR_FIELDS, *_TOKEN_FIELDS))
     if isinstance(params, Mapping):
-        names = (*GRAMMAR_FIELDS, *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS))
+        names = (
+            *GRAMMAR_FIELDS,
+            *_TOKEN_FIELDS,
+            *(alias for alias, field in ALIASES.items() if field in GRAMMAR_FIELDS),
+        )
         return any(params.get(name) is not None for name in names)
     return isinstance(params, list | tuple) and any(map(asks_for_grammar, params))
 
@@ -266,10 +292,12 @@ def _either(value: _T | None, default: _T) -> _T:
 
 
 def _check_int(param: str, value: object, low: int, high: int, fix: str = "") -> None:
-    if value is not None and not (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
-    ):
+    if value is not None and not _is_int(value, low, high):
         _refuse(param, value, f"an integer in {low}..{high}", fix)
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:
@@ -321,8 +349,12 @@ def _check_logit_bias(value: object) -> None:
         return
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS_ENTRIES:
         _refuse("logit_bias", value, f"a dict of at most {MAX_LOGIT_BIAS_ENTRIES} token ids and their biases")
-    for token, bias in value.items():
-        _check_int("logit_bias", token, 0, MAX_INT32, fix="keys are token ids")
+    wrong = [token for token in value if not _is_int(token, 0, MAX_INT32)]
+    if wrong:
+        text = ", ".join(map(short_repr, wrong[:_MAX_NAMED_KEYS])) + (", ..." if len(wrong) > _MAX_NAMED_KEYS else "")
+        text = f"{PARAM} is a dict with the keys {text}, but keys must be token ids, integers in 0..{MAX_INT32}"
+        raise InvalidRequestError(text, param="logit_bias")
+    for bias in value.values():
         _check_float("logit_bias", "null" if bias is None else bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, fix="0 is off")
 
 
@@ -340,8 +372,8 @@ def _with_int_ids(value: object) -> object:
     return biases
 
 
-def _field_name(key: object) -> str:
-    """Return the field a key names, or refuse it with the nearest name."""
+def field_name(key: object) -> str:
+    """The field that a key names. Raises InvalidRequestError with the nearest name."""
     if isinstance(key, str):
         if key in FIELDS:
             return key

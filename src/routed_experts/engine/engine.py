@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from routed_experts.core.dist_config import DistConfig
+from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
@@ -40,6 +41,7 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.admission_control import AdmissionControl
 from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.internal_state import internal_state
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
 from routed_experts.engine.control.rollout_control import RolloutControl
@@ -278,6 +280,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
             num_ranks=args.dp_size,
+            no_given_ids=_no_given_ids(args, speculates=speculative is not None, group=group),
             no_grammar=None if group is None else "its followers sample before the mask of a step is known",
         )
         self.input_processor = InputProcessor(
@@ -285,8 +288,10 @@ class Engine:
             self._tokenizer,
             random_seed=args.random_seed,
             before_grammar=components.core.runner.compile_masked,
+            before_given_ids=components.core.runner.compile_given,
         )
         self._rollouts = RolloutControl(context, self.input_processor)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self.compiles.start_serving()
 
     @check_keywords(_unknown_field, peers=REQUEST_NAMES, make_error=request_error, log_level=logging.DEBUG)
@@ -303,6 +308,7 @@ class Engine:
         return_logprob: bool | Sequence[bool] | None = False,
         logprob_start_len: int | Sequence[int] | None = -1,
         top_logprobs_num: int | Sequence[int] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
@@ -322,6 +328,8 @@ class Engine:
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
         `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
         expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
+        `token_ids_logprob`: up to 32 ids (one list, or one a prompt) whose logprobs meta_info has beside each token's
+        own, with `return_logprob`: the model's, at temperature 1 and without penalties.
         `data_parallel_rank` chooses the data rank of an engine with several; meta_info tells it as `dp_rank`.
 
         Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
@@ -337,6 +345,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
@@ -369,6 +378,7 @@ class Engine:
         return_logprob: bool | Sequence[bool] | None = False,
         logprob_start_len: int | Sequence[int] | None = -1,
         top_logprobs_num: int | Sequence[int] | None = 0,
+        token_ids_logprob: Sequence[int] | Sequence[Sequence[int]] | None = None,
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
@@ -391,6 +401,7 @@ class Engine:
             return_logprob=return_logprob,
             logprob_start_len=logprob_start_len,
             top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob,
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
@@ -613,6 +624,14 @@ class Engine:
         """`flush_cache` for an event loop."""
         return await asyncio.to_thread(self.flush_cache)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """An event loop for scripts without one, which is made when it is first read, as sgl-jax's Engine has one:
+        `engine.loop.run_until_complete(engine.async_generate(...))`. `shutdown` closes it."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.new_event_loop()
+        return self._event_loop
+
     async def async_get_server_info(self) -> dict[str, object]:
         """`get_server_info` for an event loop."""
         return await asyncio.to_thread(self.get_server_info)
@@ -704,7 +723,8 @@ class Engine:
         return self.thread.run_between_steps(self.components.core.check_integrity)
 
     def get_server_info(self) -> dict[str, object]:
-        """Configuration, memory plan, start-up phases and counters."""
+        """Configuration, memory plan, start-up phases, counters, and what happens at this moment in the words of SGLang
+        and sgl-jax (`internal_states`)."""
         core = self.components.core
         return {
             **dataclasses.asdict(self.server_args),
@@ -718,6 +738,9 @@ class Engine:
             "requests_finished": dict(core.request_table.finished),
             "weight_version": core.weight_version.label,
             "update_count": core.weight_version.update_count,
+            "internal_states": [
+                internal_state(self.components, page_size=self.server_args.page_size, is_paused=self.paused is not None)
+            ],
             **({} if self.components.group is None else self.components.group.info()),
         }
 
@@ -732,10 +755,11 @@ class Engine:
             "context_length": self.components.context_length,
         }
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling values of a request that names none, but for its length: temperature 1.0, and nothing is cut
-        off. A checkpoint's generation_config.json changes only which tokens end an answer."""
-        return SamplingParams()
+    def get_default_sampling_params(self) -> EditableSamplingParams:
+        """Sampling parameters with nothing set, whose fields may be set one by one. What stays unset is neutral:
+        temperature 1.0, and nothing is cut off. A checkpoint's generation_config.json changes only which tokens end an
+        answer."""
+        return EditableSamplingParams()
 
     @property
     def memory_plan(self) -> list[str]:
@@ -750,7 +774,14 @@ class Engine:
     def new_call(self, requests: Sequence[TokenizedGenerateReqInput]) -> GenerationCall:
         """A call of validated requests, not submitted yet."""
         mode, capture = self.server_args.logprobs_mode, self.components.capture
-        return GenerationCall(requests, self.thread, self._tokenizer, logprobs_mode=mode, capture=capture)
+        return GenerationCall(
+            requests,
+            self.thread,
+            self._tokenizer,
+            logprobs_mode=mode,
+            capture=capture,
+            num_compiled=self.compiles.latest_serving,
+        )
 
     def shutdown(self) -> None:
         """Abort all requests and end the engine thread. Idempotent."""
@@ -760,6 +791,8 @@ class Engine:
         if self.components.group is not None:
             self.components.group.close()
         self.compiles.close()
+        if self._event_loop is not None and not self._event_loop.is_running():
+            self._event_loop.close()
 
     def __enter__(self) -> "Engine":
         """Return the engine itself."""
@@ -827,6 +860,15 @@ def _check_rank(dist: DistConfig) -> None:
     if not dist.is_leader:
         text = f"node_rank={dist.node_rank}: an Engine is process 0 of its group, and this process follows"
         raise ConfigError(f"{text}; call routed_experts.follow(...) with the same arguments")
+
+
+def _no_given_ids(args: ServerArgs, *, speculates: bool, group: LeadingGroup | None) -> str | None:
+    """Why logprobs of ids that a request names are not served; None where they are."""
+    if speculates:
+        return "it speculates, and a step has several tokens of a request"
+    if group is not None or args.dp_size > 1:
+        return "it has several processes or data ranks"
+    return None
 
 
 def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:

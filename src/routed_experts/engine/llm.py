@@ -4,12 +4,12 @@ llm = LLM("path/to/model", enable_return_routed_experts=True)
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text, output.prompt_routed_experts.shape, output.outputs[0].routed_experts.shape)"""
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -27,7 +27,7 @@ from routed_experts.engine.requests.sequence_state import SequenceState
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
-Params = SamplingParams | Sequence[SamplingParams] | None
+Params = SamplingParams | Mapping[str, object] | Sequence[SamplingParams | Mapping[str, object]] | None
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -159,9 +159,10 @@ class LLM:
             raise InvalidRequestError(text, param="token_ids")
         return self.engine.score(token_ids, routed=routed)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling values of a request that names none: temperature 1.0, at most 16 tokens."""
-        return dataclasses.replace(self.engine.get_default_sampling_params(), max_tokens=DEFAULT_MAX_TOKENS)
+    def get_default_sampling_params(self) -> EditableSamplingParams:
+        """The sampling parameters of a request that names none: at most 16 tokens. Their fields may be set one by
+        one."""
+        return EditableSamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; pages of running requests stay."""
@@ -246,12 +247,16 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _params_list(params: Params, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [_to_sampling_params(params)] * count
     if len(params) != count:
         text = f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"
         raise InvalidRequestError(text, param="sampling_params")
-    return params
+    return [_to_sampling_params(own) for own in params]
+
+
+def _to_sampling_params(params: SamplingParams | Mapping[str, object] | None) -> SamplingParams:
+    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params or {})
 
 
 def _text(prompt: Prompt) -> str | None:

@@ -10,11 +10,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplingMode
+from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS, ForwardMode, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, num_mask_words
 from routed_experts.execution.programs import OUT_SPECS, ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.recurrent_ops import commit_states
-from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
+from routed_experts.execution.sampler import (
+    PenaltyInputs,
+    SamplerSpec,
+    TokenCounts,
+    counting_program,
+    given_program,
+    sampler_program,
+)
 from routed_experts.execution.spmd import (
     BY_RANK,
     GATHERED,
@@ -50,11 +57,12 @@ def lowerings(
     config: RunnerConfig,
     *,
     more: Callable[[BatchShape, ForwardOut], Jobs] | None = None,
-    masked: Jobs | None = None,
+    later: Jobs | None = None,
 ) -> Jobs:
     """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
-    leaves. `more`: further programs of a shape, from the shapes of its layers' outputs. `masked`: receives the
-    samplers of steps with a mask, which are no part of the table: they are compiled when they are first needed."""
+    leaves. `more`: further programs of a shape, from the shapes of its layers' outputs. `later`: receives
+    the samplers of steps with a mask and the programs of given ids, which are no part of the table: they are compiled
+    when they are first needed."""
     jobs: Jobs = {}
     tree, mesh_specs = jax.tree.structure(state), spec.mesh_specs
     for shape in config.shapes:
@@ -71,7 +79,7 @@ def lowerings(
         )
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
-        jobs |= sampling_jobs(state, spec, config, shape, out, masked=masked)
+        jobs |= sampling_jobs(state, spec, config, shape, out, later=later)
         if out.recurrent_inputs is not None:
             jobs["commit", shape] = _commit_job(spec, shape, args, out)
         jobs |= {} if more is None else more(shape, out)
@@ -85,10 +93,10 @@ def sampling_jobs(
     shape: BatchShape,
     out: ForwardOut,
     *,
-    masked: Jobs | None = None,
+    later: Jobs | None = None,
 ) -> Jobs:
     """The programs that follow the layers of a step; `out` has the shapes of the layers' outputs. Steps of other
-    sizes may share some of them, under the same keys. `masked`: as for `lowerings`."""
+    sizes may share some of them, under the same keys. `later`: as for `lowerings`."""
     jobs: Jobs = {}
     weights, mesh_specs = abstract_inputs(state, spec, config, shape)[0], spec.mesh_specs
     mesh = None if mesh_specs is None else mesh_specs.mesh
@@ -112,11 +120,15 @@ def sampling_jobs(
         run = _sampler(spec, shape, mode, is_masked=False)
         calls[mode] = run, with_sharding(inputs, at)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
-        if masked is not None:
+        if later is not None:
             mask = all_ranks(_shape((shape.num_requests, num_mask_words(config.vocab_size)), jnp.uint32), mesh_specs)
             arguments = (*calls[mode][1], with_sharding(mask, at))
             run = _sampler(spec, shape, mode, is_masked=True)
-            masked[sampler_key(spec, shape, mode, is_masked=True)] = functools.partial(run.lower, *arguments)
+            later[sampler_key(spec, shape, mode, is_masked=True)] = functools.partial(run.lower, *arguments)
+    if later is not None and not is_verify:
+        ids = all_ranks(_shape((shape.num_requests, MAX_GIVEN_IDS), jnp.int32), mesh_specs)
+        arguments = with_sharding((out.logits, ids), at)
+        later["given", shape.num_requests] = functools.partial(given_program(mesh).lower, *arguments)
     packed = all_ranks(shape.packed, mesh_specs)
     counting, inputs = counting_program, (slot_counts, out.tokens, packed)
     if is_verify:

@@ -178,7 +178,7 @@ class DraftingRunner(ModelRunner):
             )
             return programs.jobs(self.state, self.spec, self.config, shape, out)
 
-        return lowerings(self.state, self.spec, self.config, more=more, masked=self._masked_jobs)
+        return lowerings(self.state, self.spec, self.config, more=more, later=self._later_jobs)
 
 
 def target_outputs(kind: DraftKind, weights: Sequence[Any], out: ForwardOut) -> TargetOutputs | None:

@@ -4,7 +4,7 @@ It takes a ModelWorkerBatch for each data rank, all of one shape, and returns, o
 A step whose sampler takes a mask is dispatched in two parts: `begin` starts its layers, and `sample` the rest, once the
 host has read the step before and filled the mask.
 Host mutation: it rebinds what it donated. Every program is compiled before the first step; only the samplers that take
-masks are compiled by the first request with a grammar, on its caller's thread."""
+masks, and the programs of given ids, are compiled by the first request that needs them, on its caller's thread."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32, UInt, UInt32
+from jaxtyping import Array, Float, Int32, UInt, UInt32
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, SamplingMode, StepResult
@@ -48,6 +48,8 @@ class PendingStep:
     weight_version: int
     rerouting: Int32[Array, "N 2"] | None = None
     drafts: Int32[Array, "B 2k"] | None = None
+    given: Float[Array, "B G"] | None = None
+    prompt_given: tuple[Int32[Array, "N columns"], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class _StepOutputs(NamedTuple):
     rows: UInt[Array, "N MK"] | None
     rerouting: Int32[Array, "N 2"] | None
     drafts: Int32[Array, "B 2k"] | None
+    given: Float[Array, "B G"] | None
+    prompt_given: tuple[Int32[Array, "N columns"], ...]
 
 
 class ModelRunner:
@@ -95,8 +99,8 @@ class ModelRunner:
         self._own_part = None if mesh_specs is None else mesh_specs.own_part
         self._counts = _no_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        self._masked_jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}  # not compiled yet
-        self._masked_lock = threading.Lock()
+        self._later_jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}  # not compiled yet
+        self._later_lock = threading.Lock()
         self._needs_d2h = (
             next(iter(self._last_tokens.devices())).platform != "cpu"
         )  # on CPU the host reads outputs in place
@@ -130,13 +134,23 @@ class ModelRunner:
     def compile_masked(self, *, threads: int = 2) -> int:
         """Compile the samplers that take a mask, unless they are compiled; returns how many were. Any thread; steps
         run on meanwhile, none of them with a mask."""
-        with self._masked_lock:
-            jobs = self._masked_jobs
+        return self._compile_later("masked", threads)
+
+    def compile_given(self, *, threads: int = 2) -> int:
+        """Compile the programs of given ids in the same way."""
+        return self._compile_later("given", threads)
+
+    def _compile_later(self, kind: str, threads: int) -> int:
+        """Compile the programs of a kind, the first word of their keys."""
+        with self._later_lock:
+            jobs = {key: job for key, job in self._later_jobs.items() if key[0] == kind}
+            if not jobs:
+                return 0
             with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
                 futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}
                 compiled = {key: future.result() for key, future in futures.items()}
             self._programs |= compiled
-            self._masked_jobs = {}
+            self._later_jobs = {key: job for key, job in self._later_jobs.items() if key[0] != kind}
             return len(compiled)
 
     def dispatch(self, batches: Sequence[ModelWorkerBatch]) -> PendingStep:
@@ -164,7 +178,7 @@ class ModelRunner:
         with self.orders.in_order():
             out = self._finish(started.inputs, started.packed, started.out, batches[0], mask)
         if self._needs_d2h:
-            for array in out:
+            for array in (*out[:-1], *out.prompt_given):
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
@@ -175,6 +189,8 @@ class ModelRunner:
             weight_version=self.weight_version,
             rerouting=out.rerouting,
             drafts=out.drafts,
+            given=out.given,
+            prompt_given=out.prompt_given,
         )
 
     @property
@@ -225,7 +241,23 @@ class ModelRunner:
         if inputs.prompt_targets is not None:
             targets = put_global(inputs.prompt_targets, self._own_part)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
-        return _StepOutputs(sampled, scored, out.rows, out.rerouting, proposed)
+        given, prompt_given = self._given(batch, shape, out)
+        return _StepOutputs(sampled, scored, out.rows, out.rerouting, proposed, given, prompt_given)
+
+    def _given(
+        self, batch: ModelWorkerBatch | None, shape: BatchShape, out: ForwardOut
+    ) -> tuple[Float[Array, "B G"] | None, tuple[Int32[Array, "N columns"], ...]]:
+        """Start the programs of the ids that requests name: one for the sampled tokens, and for those of a prompt that
+        of their logprobs once more for each id."""
+        if batch is None or (batch.given_ids is None and batch.given_targets is None):
+            return None, ()
+        given = None
+        if batch.given_ids is not None:
+            given = self._programs["given", shape.num_requests](out.logits, put_global(batch.given_ids, self._own_part))
+        if batch.given_targets is None:
+            return given, ()
+        program, targets = self._programs["score", shape.num_tokens], batch.given_targets
+        return given, tuple(program(self._weights, out.hidden, put_global(ids, self._own_part)) for ids in targets)
 
     def take_counts(self) -> Int32[Array, "F M E"]:
         """Return slots by phase (prompt, generated), MoE layer and expert of the steps dispatched since the last call.
@@ -259,7 +291,7 @@ class ModelRunner:
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """Return the lowerings that `compile` compiles."""
-        return lowerings(self.state, self.spec, self.config, masked=self._masked_jobs)
+        return lowerings(self.state, self.spec, self.config, later=self._later_jobs)
 
     def _forward(self, batch: ModelWorkerBatch | None, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
@@ -313,6 +345,8 @@ class ModelRunner:
             weight_version=pending.weight_version,
             rerouting=None if rerouting is None else np.asarray(rerouting),
             drafts=None if pending.drafts is None else np.asarray(pending.drafts),
+            given_logprobs=None if pending.given is None else np.asarray(pending.given),
+            prompt_given_logprobs=_stack_given(pending.prompt_given),
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
@@ -416,6 +450,11 @@ def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStr
     copied = jax.device_put(owned, format_of(served))
     donated.copied(leaf, copied)
     return copied
+
+
+def _stack_given(scored: Sequence[Int32[Array, "N columns"]]) -> Float[np.ndarray, "G N"] | None:
+    """The logprobs of given ids, from the table of each."""
+    return np.stack([_floats(np.asarray(table)[:, 0]) for table in scored]) if scored else None
 
 
 def _floats(bits: Int32[np.ndarray, "..."]) -> Any:

@@ -168,6 +168,18 @@ def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     )
 
 
+def given_logprobs(logits: Float[Array, "B V"], ids: Int32[Array, "B G"]) -> Float[Array, "B G"]:
+    """The model's logprobs of the given ids, at temperature 1 and without penalties, bias and mask."""
+    chosen = jnp.take_along_axis(logits, ids, axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@functools.lru_cache(maxsize=64)
+def given_program(mesh: Mesh | None) -> Any:
+    """`given_logprobs`, jitted in the same way."""
+    return jit_sharded(given_logprobs, without_model(mesh), in_specs=(BY_RANK,) * 2, out_specs=GATHERED)
+
+
 @functools.lru_cache(maxsize=256)
 def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`update_token_counts`, jitted in the same way."""

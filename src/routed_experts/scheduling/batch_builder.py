@@ -14,6 +14,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.model_worker_batch import (
     FROM_DEVICE,
     MAX_BIAS,
+    MAX_GIVEN_IDS,
     ForwardMode,
     ModelWorkerBatch,
     SamplingArrays,
@@ -165,6 +166,8 @@ class BatchBuilder:
             next_tokens=_next_tokens(chunks, padded_rows) if self._buckets.draft_model else None,
             is_ahead=is_ahead,
             is_masked=form.is_masked,
+            given_ids=_given_ids(chunks, padded_rows),
+            given_targets=_given_targets(chunks, padded_tokens) if form.is_scored else None,
         )
 
     def locate(self, batch: ModelWorkerBatch, starts: Sequence[int]) -> ModelWorkerBatch:
@@ -283,6 +286,30 @@ def _prompt_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.n
         last = min(chunk.start + chunk.count + 1, chunk.req.prompt_len)
         following = chunk.req.tokens[chunk.start + 1 : last] if chunk.forced is None else chunk.forced
         targets[first : first + following.size] = following
+        first += chunk.count
+    return targets
+
+
+def _given_ids(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, "B G"] | None:
+    """Return the ids whose logprobs the requests that sample ask for; None where none does."""
+    if not any([chunk.samples and chunk.req.source.token_ids_logprob for chunk in chunks]):
+        return None
+    ids = np.zeros((padded, MAX_GIVEN_IDS), np.int32)
+    for row, chunk in enumerate(chunks):
+        own = chunk.req.source.token_ids_logprob
+        ids[row, : len(own)] = own
+    return ids
+
+
+def _given_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, "G N"] | None:
+    """Return the same ids for every token of a chunk that is scored, an id a row; None where no request names some."""
+    wanted = [chunk.req.source.token_ids_logprob if has_scored_prompt_tokens(chunk) else () for chunk in chunks]
+    if not any(wanted):
+        return None
+    targets = np.zeros((max(map(len, wanted)), padded), np.int32)
+    first = 0
+    for chunk, own in zip(chunks, wanted, strict=True):
+        targets[: len(own), first : first + chunk.count] = np.array(own, np.int32)[:, None]
         first += chunk.count
     return targets
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Bool, Int32, UInt32
+from jaxtyping import Bool, Float, Int32, UInt32
 
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.buckets import Buckets
@@ -485,6 +485,9 @@ def _append(
     if req.grammar is not None:
         req.grammar.accept(token)
     top = _top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num)
+    if req.source.token_ids_logprob:
+        assert result.given_logprobs is not None, req.rid
+        top = _with_given(req, top, result.given_logprobs[index])
     _append_known(req, token, (logprob, top), match_stop_string)
 
 
@@ -524,7 +527,18 @@ def _prompt_entry(req: Req, index: int, result: StepResult) -> _Entry:
     """Logprob and best alternatives of the token that follows row `index` of a step and was fed, not sampled."""
     assert result.prompt_logprobs is not None, req.rid
     top = _top(result.prompt_top_logprobs, result.prompt_top_ids, index, req.source.top_logprobs_num)
+    if req.source.token_ids_logprob:
+        assert result.prompt_given_logprobs is not None, req.rid
+        top = _with_given(req, top, result.prompt_given_logprobs[:, index])
     return float(result.prompt_logprobs[index]), top
+
+
+def _with_given(
+    req: Req, top: tuple[tuple[float, int], ...] | None, logprobs: Float[np.ndarray, " G"]
+) -> tuple[tuple[float, int], ...]:
+    """Return the best alternatives, then the ids that the request names."""
+    given = req.source.token_ids_logprob
+    return (*(top or ()), *((float(logprobs[index]), token) for index, token in enumerate(given)))
 
 
 def _top(

@@ -16,6 +16,7 @@ from routed_experts.server.body import json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
+from routed_experts.server.openai.invocations import invocations
 from routed_experts.server.openai.responses import responses
 from routed_experts.server.openapi import Operation, openapi_document
 from routed_experts.server.playground import make_page
@@ -28,6 +29,7 @@ from routed_experts.server.protocol import (
     CountTokensRequest,
     DetokenizeRequest,
     GenerateRequest,
+    InvocationRequest,
     MemoryRequest,
     MessagesRequest,
     PauseRequest,
@@ -69,6 +71,7 @@ class Entry:
 TABLE = (
     Entry("/v1/completions", ("POST",), completions, CompletionRequest),
     Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
+    Entry("/invocations", ("POST",), invocations, InvocationRequest),
     Entry("/v1/responses", ("POST",), responses, ResponsesRequest),
     Entry("/v1/messages", ("POST",), messages.messages, MessagesRequest),
     Entry("/v1/messages/count_tokens", ("POST",), messages.count_tokens, CountTokensRequest),
@@ -122,6 +125,9 @@ TABLE = (
         admin=True,
     ),
     Entry("/abort_requests", ("POST",), vllm_routes.abort_requests, AbortRequestsRequest, admin=True),
+    Entry(
+        "/inference/v1/abort_requests", ("POST",), vllm_routes.abort_named_requests, AbortRequestsRequest, admin=True
+    ),
     Entry("/sleep", ("POST",), vllm_routes.sleep, query=("level", "tags", "mode"), admin=True),
     Entry("/wake_up", ("POST",), vllm_routes.wake_up, query=("tags",), admin=True),
     Entry(

@@ -37,13 +37,14 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "best_of": (1,),
         "use_beam_search": (False,),
         "chat_template": (),
-        "prompt_embeds": (),
+        "prompt_embeds": ([],),
         "input_embeds": (),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": ([],),
         "bad_words": ([],),
         "return_hidden_states": (False,),
         "token_ids_logprob": ([],),
+        "logprob_token_ids": ([],),
         "image_data": ([], ""),
         "audio_data": ([], ""),
         "video_data": ([], ""),
@@ -120,7 +121,7 @@ async def read_body(
 ) -> ParsedBody[_Struct]:
     """Read a JSON body. `allow_empty`: no body means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
     415."""
-    raw = await _read(request, settings.max_body_bytes)
+    raw = await read_raw(request, settings)
     if not raw.strip() and allow_empty:
         return ParsedBody(kind(), [], 0)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -128,6 +129,19 @@ async def read_body(
         text = f"content-type is {media[:60]!r}, not application/json; send the header Content-Type: application/json"
         raise ApiError(text, status=415, code="unsupported_media_type")
     return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict=settings.strict_fields))
+
+
+async def read_raw(request: Request, settings: ServerSettings) -> bytes:
+    """Read a body within its limits. Raises ApiError: 408 or 413."""
+    return await _read(request, settings.max_body_bytes)
+
+
+def field_names_of(raw: bytes) -> frozenset[str]:
+    """The names at the top of a JSON object; none of anything else."""
+    try:
+        return frozenset(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return frozenset()
 
 
 def json_response(body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -159,5 +159,7 @@ def to_seed(seed: int | None) -> int | None:
     """Map an int64 to a seed of the engine, which has 63 bits; negative seeds stay distinct. Raises
     InvalidRequestError."""
     if seed is not None and not -(2**63) <= seed < 2**63:
-        raise InvalidRequestError(f"seed is {short_repr(seed)}, but must be an integer of 64 bits", param="seed")
+        limits = "greater_than_equal -2**63 and less_than_equal 2**63 - 1"
+        text = f"seed is {short_repr(seed)}, but must be an integer of 64 bits: {limits}"
+        raise InvalidRequestError(text, param="seed")
     return None if seed is None else seed % 2**63

@@ -60,7 +60,10 @@ class ServerSettings:
     tool_call_parser: str = "auto"  # auto: by the chat template; none: calls stay in the content
     reasoning_parser: str = "auto"  # auto: by the chat template; none: reasoning stays in the content
     return_tokens_as_token_ids: bool = False  # logprobs of /v1 name tokens by id, where a request does not say
+    enable_per_request_metrics: bool = False  # answers of /v1 tell their times
     enable_force_include_usage: bool = False  # every chunk of a stream of /v1 has the usage
+    incremental_streaming_output: bool = False  # chunks of /generate hold what is new, not all so far
+    root_path: str = ""  # of a proxy: routes answer with this prefix, too
     enable_memory_saver: bool = False  # told by /server_info; memory can be released without it
     weights_root: str | None = None  # new weights are read only from folders below it
 
@@ -96,5 +99,7 @@ class ServerSettings:
             raise ConfigError(
                 f"routing_store_bytes={self.routing_store_bytes} must be at least 0; 0 refuses format ref"
             )
+        if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise ConfigError(f"root_path={self.root_path!r} must be a path such as /llm, without a slash at its end")
         if self.cors_origin is not None and not re.fullmatch(r"https?://[^/\s*]+", self.cors_origin):
             raise ConfigError(f"cors_origin={self.cors_origin!r} must be one origin such as https://app.example")

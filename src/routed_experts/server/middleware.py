@@ -51,6 +51,7 @@ class RequestMiddleware:
         new_request_id: Callable[[], str] = random_id,
     ) -> None:
         self._app, self._on_idle, self._new_request_id = app, on_idle, new_request_id
+        self._root_path = settings.root_path
         self._key, self._admin_key = _digest(settings.api_key), _digest(settings.admin_api_key)
         self.open_requests = 0
         self.idle = asyncio.Event()
@@ -60,6 +61,8 @@ class RequestMiddleware:
         """Serve one request; every error becomes a response."""
         if scope["type"] != "http":
             return
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):  # a proxy may have left it in place
+            scope["path"] = scope["path"].removeprefix(self._root_path)
         scope["app"] = self  # makes the router raise 404 and 405 instead of answering them
         state = scope.setdefault("state", {})
         state["request_id"] = self._new_request_id()

@@ -26,7 +26,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIRequest(RoutingFields, kw_only=True):
-    """Fields that chat and text completions share."""
+    """Fields that chat and text completions share. `logprob_token_ids`: the alternatives of each token are these ids
+    and itself, instead of the best ones. `truncate_prompt_tokens` cuts a prompt to this length, -1 to what
+    fits; `truncation_side` is left (the default: its end stays) or right."""
 
     return_routed_experts: bool | None = None
     model: str | None = None
@@ -45,6 +47,8 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     speculative: bool | None = None
@@ -68,6 +72,9 @@ class OpenAIRequest(RoutingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
+    logprob_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
@@ -77,6 +84,14 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
+
+
+class InvocationRequest(msgspec.Struct, kw_only=True):
+    """POST /invocations: the body of /v1/chat/completions, with `messages`, or of /v1/completions, with `prompt`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -310,6 +325,7 @@ class GenerateRequest(RoutingFields, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int]] | None = None
     return_text_in_logprobs: bool | None = None
     prediction: str | list[int] | None = None
 
@@ -332,7 +348,8 @@ class TokensRequest(RoutingFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders."""
+    """POST /tokenize: a prompt, a list of prompts, or messages that the chat template renders. With `tool_choice` none,
+    it renders them without the tools."""
 
     model: str | None = None
     prompt: str | list[str] | None = None
@@ -342,6 +359,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
     return_token_strs: bool | None = None
 
 

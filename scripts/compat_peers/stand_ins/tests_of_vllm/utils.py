@@ -17,6 +17,7 @@ class RemoteOpenAIServer:
     """A server for as long as the `with` lasts."""
 
     DUMMY_API_KEY = "token-abc123"
+    uds = None  # servers of ours have a port
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class RemoteOpenAIServer:
         override_hf_configs: Mapping[str, Any] | None = None,
     ) -> None:
         args = [str(arg) for arg in vllm_serve_args]
+        self.show_hidden_metrics = any(arg.startswith("--show-hidden-metrics-for-version") for arg in args)
         self.host = "127.0.0.1"
         if auto_port:
             self.port = serving.free_port()
@@ -39,7 +41,10 @@ class RemoteOpenAIServer:
             del args[at : at + 2]
         if seed is not None:
             args += ["--seed", str(seed)]
-        self._server = serving.Server(model, [*DIALECT, *args], port=self.port, env=env_dict)
+        env = dict(env_dict or {})
+        if "VLLM_API_KEY" in env:
+            env["ROUTED_EXPERTS_API_KEY"] = env["VLLM_API_KEY"]
+        self._server = serving.Server(model, [*DIALECT, *args], port=self.port, env=env)
         self.proc = self._server.process
 
     def __enter__(self) -> "RemoteOpenAIServer":

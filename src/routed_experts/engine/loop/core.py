@@ -80,6 +80,7 @@ class EngineCore:
         self.pause_mode: PauseMode | None = None
         self.released = frozenset[str]()  # device memory that was released: "kv_cache", "weights"
         self._pending: PendingStep | None = None
+        self.flushed_at_step = 0  # steps before the last flush
         self._joined_at: float | None = None  # when the step in flight was dispatched, unless it overlapped another
         self._failed: list[Req] = []  # that end after the step that is being processed
         self._finished: list[TokenIDOut] = []  # outputs of requests that ended between steps
@@ -99,6 +100,11 @@ class EngineCore:
         if self.pause_mode is None:
             return self.request_table.num_live > 0
         return self.pause_mode is PauseMode.WAIT and self.ranks.has_started
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        """Whether a step was dispatched whose result has not been read."""
+        return self._pending is not None
 
     @property
     def _runs(self) -> bool:
@@ -185,6 +191,7 @@ class EngineCore:
         keep their pages."""
         if drafts and self.speculation is not None:
             self.speculation.forget()
+        self.flushed_at_step = self.num_steps
         freed = sum(scheduler.pages.flush() for scheduler in self.ranks)
         self._invalidate_recycled_rows()
         return freed

@@ -271,7 +271,8 @@ class EngineThread:
             (request.rid for request in requests if table.find(request.rid) or table.has_group(request.group)), None
         )
         if duplicate is not None:
-            text = f"{PARAM}={duplicate!r} is the id of a request that has not ended; choose another, or leave it out"
+            text = f"{PARAM}={duplicate!r} is the id of a request that has not ended (Duplicate request ID)"
+            text = f"{text}; choose another, or leave it out"
             raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
         if any(request.rid in self._queues for request in requests):  # aborted, but its last output is not delivered
             self._finish_step_in_flight()

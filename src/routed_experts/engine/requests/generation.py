@@ -4,7 +4,7 @@ A caller in a thread iterates `outputs`; a caller in an event loop uses AsyncGen
 closed iterator, a cancelled task) aborts what has not ended."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenIDOut, TokenizedGenerateReqInput
@@ -17,7 +17,8 @@ from routed_experts.engine.requests.tokenizer import Tokenizer
 
 
 class GenerationCall:
-    """The sequences of one call, in order: prompt x n + choice."""
+    """The sequences of one call, in order: prompt x n + choice. `num_compiled` counts the programs that the engine has
+    compiled since it was ready."""
 
     def __init__(
         self,
@@ -27,9 +28,11 @@ class GenerationCall:
         *,
         logprobs_mode: str,
         capture: CaptureSpec | None = None,
+        num_compiled: Callable[[], int] = lambda: 0,
     ) -> None:
         self.sequences = tuple(
-            SequenceState(request, tokenizer, logprobs_mode=logprobs_mode, capture=capture) for request in requests
+            SequenceState(request, tokenizer, logprobs_mode=logprobs_mode, capture=capture, num_compiled=num_compiled)
+            for request in requests
         )
         self._thread = thread
         self._index = {request.rid: index for index, request in enumerate(requests)}

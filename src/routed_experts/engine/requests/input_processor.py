@@ -6,23 +6,24 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError, QueueFullError
-from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.model_worker_batch import MAX_BIAS
+from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS
 from routed_experts.core.request_id import REQUEST_ID, REQUEST_ID_RULE
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.engine.requests.prompt_lists import split_by_prompt
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.grammar.compiler import GrammarCompiler
+from routed_experts.grammar.token_rules import TokenRules
 
 MAX_TOP_LOGPROBS = 20
 
@@ -42,12 +43,13 @@ class RequestLimits:
     longest_context: int = 0
     num_ranks: int = 1  # data ranks
     no_grammar: str | None = None  # why no request may have a grammar
+    no_given_ids: str | None = None  # why no request may ask for logprobs of ids that it names
 
 
 class InputProcessor:
     """Validates and tokenises. Thread-safe: its state is the source of seeds for requests without one, and the grammars
     that were compiled last. `before_grammar` is called before the first grammar is compiled, and may be called again:
-    it prepares the engine."""
+    it prepares the engine. So does `before_given_ids` for the first request that names ids."""
 
     def __init__(
         self,
@@ -56,9 +58,10 @@ class InputProcessor:
         *,
         random_seed: int,
         before_grammar: Callable[[], object] | None = None,
+        before_given_ids: Callable[[], object] | None = None,
     ) -> None:
         self.limits, self._tokenizer = limits, tokenizer
-        self._before_grammar = before_grammar
+        self._before_grammar, self._before_given_ids = before_grammar, before_given_ids
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
         self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from commonly chosen small seeds
@@ -92,6 +95,7 @@ class InputProcessor:
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
             )
             return_logprob, start, top = _logprob_options(call, own, ids.size)
+            given_ids = self._given_ids(call) if return_logprob else ()
             sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
             grammar = None if sampling.grammar is None else self._compile(sampling.grammar)
             requests += [
@@ -109,6 +113,7 @@ class InputProcessor:
                     return_logprob=return_logprob,
                     logprob_start_len=start,
                     top_logprobs_num=top,
+                    token_ids_logprob=given_ids,
                     routed_experts=options,
                     stream_interval_s=stream_interval_s,
                     grammar=grammar,
@@ -247,24 +252,56 @@ class InputProcessor:
             raise InvalidRequestError(text, param="min_tokens")
         return sampling, stop_token_ids
 
+    def _given_ids(self, call: GenerateReqInput) -> tuple[int, ...]:
+        """The ids whose logprobs a prompt's request asks for. Raises InvalidRequestError."""
+        given, param = call.token_ids_logprob, "token_ids_logprob"
+        if given is None:
+            return ()
+        if not isinstance(given, list | tuple) or not all(map(_is_id, given)):
+            raise InvalidRequestError(f"{PARAM}={short_repr(given)} must be a flat list of integers", param=param)
+        ids, vocab = tuple(int(cast("int", token)) for token in given), self.limits.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            text = f"{PARAM} holds the out-of-vocabulary id {wrong}: this model's {vocab} ids are 0..{vocab - 1}"
+            raise InvalidRequestError(text, param=param)
+        if len(ids) > MAX_GIVEN_IDS:
+            text = f"{PARAM} holds {len(ids)} ids; send at most {MAX_GIVEN_IDS}, or take top logprobs"
+            raise InvalidRequestError(text, param=param)
+        if ids and self.limits.no_given_ids is not None:
+            text = f"{PARAM} is not served by this engine: {self.limits.no_given_ids}; leave it out"
+            raise InvalidRequestError(text, param=param, code="unsupported_parameter")
+        if ids and self._before_given_ids is not None:
+            self._before_given_ids()
+        return ids
+
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """The grammar of a request. Raises InvalidRequestError, also without llguidance."""
         if self.limits.no_grammar is not None:
             text = f"{PARAM} is not served by this engine: {self.limits.no_grammar}; leave it out"
             raise InvalidRequestError(text, param=spec.param, code="grammar_unsupported")
+        if spec.kind == TOKENS:
+            compiled: CompiledGrammar = self._token_rules(spec)
+        else:
+            try:
+                compiled = self._grammar_compiler(spec).compile(spec)
+            except ConfigError as error:
+                raise InvalidRequestError(f"{PARAM}: {error}", param=spec.param, code="grammar_unsupported") from error
+        if self._before_grammar is not None:
+            self._before_grammar()
+        return compiled
+
+    def _token_rules(self, spec: GrammarSpec) -> TokenRules:
+        encode = None if self._tokenizer is None else self._tokenizer.encode_plain
+        return TokenRules.create(spec, encode, vocab_size=self.limits.vocab_size)
+
+    def _grammar_compiler(self, spec: GrammarSpec) -> GrammarCompiler:
         with self._compiler_lock:
             if self._compiler is None:
                 limits, tokenizer = self.limits, self._text_tokenizer(spec.param)
                 self._compiler = GrammarCompiler(
                     tokenizer, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids)
                 )
-        try:
-            compiled = self._compiler.compile(spec)
-        except ConfigError as error:
-            raise InvalidRequestError(f"{PARAM}: {error}", param=spec.param, code="grammar_unsupported") from error
-        if self._before_grammar is not None:
-            self._before_grammar()
-        return compiled
+            return self._compiler
 
     def _max_tokens(self, params: SamplingParams, prompt_len: int, default: int, *, cut: bool) -> int:
         """Tokens that may be generated. A length that was given must fit, unless `cut`; a default is cut to what
@@ -284,7 +321,7 @@ class InputProcessor:
                 return room
             text = (
                 f"{PARAM}={params.max_tokens} is too large. Requested token count exceeds the model's maximum context "
-                "length. This model's maximum context length is "
+                "length: max_completion_tokens is too large. This model's maximum context length is "
                 f"{limits.context_length} tokens (KV pool {limits.pool_tokens}), and the prompt has {prompt_len}"
             )
             raise PromptTooLongError(f"{text}; ask for at most {room}", param="max_new_tokens")
@@ -292,7 +329,8 @@ class InputProcessor:
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequestError(f"{PARAM} is text, but this engine has no tokenizer; give input_ids", param=param)
+            fix = "stop strings need one: give stop_token_ids" if param == "stop" else "give input_ids"
+            raise InvalidRequestError(f"{PARAM} is text, but this engine has no tokenizer; {fix}", param=param)
         return self._tokenizer
 
     def _check_token_ids(self, sampling: ResolvedSampling, stop_token_ids: frozenset[int]) -> None:

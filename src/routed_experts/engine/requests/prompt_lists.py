@@ -44,12 +44,20 @@ def split_by_prompt(request: GenerateReqInput, num_prompts: int, *, is_batch: bo
             if len(lists[name]) != num_prompts:
                 text = f"{PARAM} has {len(lists[name])} values for {num_prompts} prompts"
                 raise InvalidRequestError(f"{text}; give one each, or one value for all", param=name)
+    given = request.token_ids_logprob
+    if isinstance(given, list | tuple) and any(isinstance(ids, list | tuple) for ids in given):
+        if not is_batch or len(given) != num_prompts:
+            text = (
+                f"{PARAM}={short_repr(given)} must be a flat list of integers, or for {num_prompts} prompts in a list "
+            )
+            raise InvalidRequestError(f"{text}a list of them for each", param="token_ids_logprob")
+        lists["token_ids_logprob"] = given
     if not lists:
         return [request] * num_prompts
     ids = list(lists.get("rid", ()))
     repeated = next((rid for index, rid in enumerate(ids) if rid in ids[:index]), None)
     if repeated is not None:
-        text = f"{PARAM} has {repeated!r} twice; give every prompt an id of its own"
+        text = f"Duplicate request ID: {PARAM} has {repeated!r} twice; give every prompt an id of its own"
         raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
     own = [{name: values[index] for name, values in lists.items()} for index in range(num_prompts)]
     return [_of_prompt(request, fields) for fields in own]

@@ -86,9 +86,10 @@ def _start_len(request: GenerateReqInput) -> object:
 def _checked_start(start: object, prompt_len: int) -> int:
     start = 0 if start is None else start
     if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
-        text = (
-            f"routed_experts_start_len={short_repr(start)} must be an integer in 0..{prompt_len}, the prompt's length"
-        )
+        text = f"must be an integer in 0..{prompt_len}, the prompt's length"
+        if isinstance(start, int) and start > prompt_len:
+            text = f"is higher than the number of input tokens: it {text}"
+        text = f"routed_experts_start_len={short_repr(start)} {text}"
         raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
     return start
 

@@ -7,7 +7,7 @@ there."""
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +44,16 @@ class SequenceState:
         *,
         logprobs_mode: str,
         capture: CaptureSpec | None = None,
+        num_compiled: Callable[[], int] = lambda: 0,
     ) -> None:
         self.request, self.logprobs_mode = request, logprobs_mode
         self.output_logprobs: list[TokenLogprob] = []
         self.output_top_logprobs: list[TopLogprobs] = []
+        self.output_given_logprobs: list[TopLogprobs] = []  # of the ids that the request names
         self.cumulative_logprob = 0.0  # of the generated tokens
         self.input_logprobs: list[TokenLogprob] | None = None
         self.input_top_logprobs: list[TopLogprobs] = []
+        self.input_given_logprobs: list[TopLogprobs] = []
         self.record: RoutedExperts | None = None
         self.latency_s = 0.0  # from the call to the last output
         self._tokenizer, self._capture, self._start_s = tokenizer, capture, time.monotonic()
@@ -60,6 +63,7 @@ class SequenceState:
             self.stop_detokenizer = _create_detokenizer(request, tokenizer)
         elif tokenizer is not None and request.sampling.detokenize:
             self._detokenizer = _create_detokenizer(request, tokenizer)
+        self._num_compiled, self._compiled_before = num_compiled, num_compiled()
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._last: TokenIDOut | None = None
@@ -120,6 +124,11 @@ class SequenceState:
         return len(self._token_ids)
 
     @property
+    def num_compiled(self) -> int:
+        """Programs that the engine has compiled since the sequence began: there should be none."""
+        return self._num_compiled() - self._compiled_before
+
+    @property
     def rows(self) -> RoutedExperts:
         """The record of a request that asked for one, in an output that has rows."""
         assert self.record is not None, self.request.rid
@@ -152,18 +161,29 @@ class SequenceState:
             entry = self._entry(value, token_id)
             self.output_logprobs.append(entry)
             self.cumulative_logprob += -math.inf if entry.logprob is None else entry.logprob
-            self.output_top_logprobs.append(self._top(top))
+            alternatives, given = self._split_top(top)
+            self.output_top_logprobs.append(alternatives)
+            self.output_given_logprobs.append(given)
         if prompt is not None:
             token_ids = self.request.input_ids[self.request.logprob_start_len :].tolist()
             self.input_logprobs = [self._entry(*pair) for pair in zip(prompt.values, token_ids, strict=True)]
-            self.input_top_logprobs = [self._top(top) for top in prompt.top]
+            pairs = [self._split_top(top) for top in prompt.top]
+            self.input_top_logprobs = [alternatives for alternatives, _ in pairs]
+            self.input_given_logprobs = [given for _, given in pairs]
 
     def _entry(self, value: float | None, token_id: int) -> TokenLogprob:
         text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
         return TokenLogprob(value if value is None or math.isfinite(value) else None, token_id, text)
 
-    def _top(self, top: Sequence[tuple[float, int]] | None) -> TopLogprobs:
-        return None if top is None else tuple(self._entry(*alternative) for alternative in top)
+    def _split_top(self, top: Sequence[tuple[float, int]] | None) -> tuple[TopLogprobs, TopLogprobs]:
+        """The best alternatives of a token, and the ids that the request names, which stand after them."""
+        if top is None:
+            return None, None
+        entries = tuple(self._entry(*alternative) for alternative in top)
+        num_given = len(self.request.token_ids_logprob)
+        if not num_given:
+            return entries, None
+        return entries[:-num_given] if self.request.top_logprobs_num else None, entries[-num_given:]
 
     @staticmethod
     def _labelled(record: RoutedExperts, out: TokenIDOut) -> RoutedExperts:

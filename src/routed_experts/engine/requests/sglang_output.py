@@ -9,6 +9,7 @@ from routed_experts.engine.requests.sequence_state import SequenceState, TokenLo
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import START_KEY, encode_rows
 
+OUTPUT_LOGPROBS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _NOTHING_GENERATED = {"type": "length", "length": 0}
 
 
@@ -25,6 +26,7 @@ def sglang_output(
         "prompt_tokens": out.prompt_tokens,
         "completion_tokens": out.completion_tokens,
         "cached_tokens": out.cached_tokens,
+        "cache_miss_count": state.num_compiled,  # of compiled programs; sgl-jax's name
         "e2e_latency": state.latency_s,
         **weight_fields(
             state, num_tokens=0 if prompt_only else out.completion_tokens, is_last=out.finish_reason is not None
@@ -49,7 +51,7 @@ def sglang_output(
     if not prompt_only:
         return {"text": state.text, "output_ids": list(state.token_ids), "meta_info": meta}
     meta |= {"completion_tokens": 0}
-    meta |= {name: [] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta}
+    meta |= {name: [] for name in OUTPUT_LOGPROBS if name in meta}
     if out.finish_reason is not None and out.finish_reason.type in ("stop", "length"):
         meta["finish_reason"] = dict(_NOTHING_GENERATED)
     return {"text": "", "output_ids": [], "meta_info": meta}
@@ -79,6 +81,10 @@ def _logprobs(state: SequenceState) -> dict[str, Sequence[TokenLogprob | TopLogp
         fields["output_top_logprobs"] = state.output_top_logprobs
         if state.input_logprobs is not None:
             fields["input_top_logprobs"] = state.input_top_logprobs
+    if state.request.token_ids_logprob:
+        fields["output_token_ids_logprobs"] = state.output_given_logprobs
+        if state.input_logprobs is not None:
+            fields["input_token_ids_logprobs"] = state.input_given_logprobs
     return fields
 
 

@@ -195,7 +195,7 @@ class OffloadRunner(ModelRunner):
                 run = jax.jit(program, donate_argnums=(1, 5) if counts else (1,))
                 jobs["forward", shape, bool(streams)] = functools.partial(run.lower, *args)
             out: Any = jax.eval_shape(step, *args)[1]
-            jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out, masked=self._masked_jobs)
+            jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out, later=self._later_jobs)
         if self.offload.num_resident:
             for group, table in self.model.tables.items():
                 block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), table)

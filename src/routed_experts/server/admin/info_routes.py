@@ -40,7 +40,7 @@ _SERVER_INFO_FIELDS = (
     "max_queued_requests chunked_prefill_size max_prefill_tokens precompile_bs_paddings precompile_token_paddings "
     "disable_radix_cache attention_backend moe_backend enable_return_routed_experts "
     "logprobs_mode deterministic skip_tokenizer_init context_length memory_plan "
-    "prefix_cache phases requests_accepted requests_finished weight_version update_count"
+    "prefix_cache phases requests_accepted requests_finished weight_version update_count internal_states"
 ).split()
 
 
@@ -74,22 +74,8 @@ async def model_info(request: Request, server: ServerState) -> Response:
 async def server_info(request: Request, server: ServerState) -> Response:
     """Describe the configuration of the engine and what it has done, by an allow-list."""
     info = server.engine.engine.get_server_info()
-    stats = server.engine.engine.stats()
     by_rank = _loads(server)
-    used, total = (sum(load[name] for load in by_rank) for name in ("num_used_tokens", "max_total_num_tokens"))
-    state: dict[str, object] = {
-        "num_running_reqs": stats.running,
-        "num_queue_reqs": stats.waiting,
-        "running_batch_size": stats.running,
-        "waiting_queue_size": stats.waiting,
-        "available_kv_tokens": total - used,
-        "engine_paused": server.engine.engine.paused is not None,
-        "last_step_age_s": stats.last_step_age_s,
-        "weight_version": stats.weight_version,
-        "update_count": stats.update_count,
-    }
-    if stats.speculative is not None:
-        state["avg_spec_accept_length"] = stats.speculative.requests.accept_length
+    total = sum(load["max_total_num_tokens"] for load in by_rank)
     allowed = {name: info[name] for name in _SERVER_INFO_FIELDS if name in info}
     head = {
         "model_path": server.model_path,
@@ -103,7 +89,7 @@ async def server_info(request: Request, server: ServerState) -> Response:
         "disaggregation_mode": "null",
         "enable_memory_saver": server.settings.enable_memory_saver,  # slime compares it with its own
     }
-    return json_response({**head, **allowed, "internal_states": [state]})
+    return json_response({**head, **allowed})
 
 
 async def get_load(request: Request, server: ServerState) -> Response:

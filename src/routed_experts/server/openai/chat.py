@@ -25,8 +25,10 @@ from routed_experts.server.openai.handler import (
     LogprobOptions,
     OpenAIHandler,
     chat_logprobs,
+    given_ids,
     parse_options,
     to_sampling_params,
+    truncate_prompt,
 )
 from routed_experts.server.protocol import ChatRequest, NamedToolChoice, Prediction
 from routed_experts.server.routing.response import openai_defaults, to_routing_params
@@ -52,6 +54,10 @@ class ChatFormat:
     ) -> None:
         self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
         self._prompt, self._reasoning_field, self._echo = prompt, reasoning_field, echo or ""
+        # SGLang's clients read the field of every delta.
+        self._deltas_have: dict[str, object] = (
+            {"reasoning_content": None} if reasoning_field == "reasoning_content" else {}
+        )
         self._echoed = set[int]()  # choices whose first chunk is out
         self._parsers: dict[int, ResponseParser | None] = {}  # by choice
 
@@ -86,7 +92,8 @@ class ChatFormat:
 
     def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
         """Return the chunk with the role."""
-        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        delta = {"role": "assistant", "content": "", **self._deltas_have}
+        return {"index": choice.index, "delta": delta, "logprobs": None}
 
     def chunks(self, choice: ChoiceState, delta: Delta) -> list[dict[str, object]]:
         """Return the chunks of a delta: one a piece of reasoning, of content or of a call. The first has the tokens of
@@ -104,7 +111,7 @@ class ChatFormat:
         if not deltas and delta.token_ids:
             deltas.append({})
         chunks: list[dict[str, object]] = [
-            {"index": choice.index, "delta": fields, "logprobs": None} for fields in deltas
+            {"index": choice.index, "delta": self._deltas_have | fields, "logprobs": None} for fields in deltas
         ]
         if chunks:
             chunks[0] |= self._token_fields(choice, delta)
@@ -130,7 +137,7 @@ class ChatFormat:
 
     def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
         """Return the chunk of the finish reason."""
-        return {"index": choice.index, "delta": {}, "logprobs": None}
+        return {"index": choice.index, "delta": {**self._deltas_have}, "logprobs": None}
 
     def _token_fields(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
         fields: dict[str, object] = {
@@ -163,6 +170,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             return_logprob=logprobs.enabled or logprobs.prompt is not None,
             logprob_start_len=logprobs.start,
             top_logprobs_num=logprobs.num_requested,
+            token_ids_logprob=given_ids(chat, logprobs),
             prediction=_prediction(chat.prediction),
             **to_routing_params(chat, enabled=chat.return_routed_experts),
         )
@@ -214,7 +222,7 @@ def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions, params: 
     if continue_final_message and chat.add_generation_prompt:
         message = "continue_final_message with add_generation_prompt; send one of them as true"
         raise InvalidRequestError(message, param="continue_final_message")
-    return build_prompt(
+    prompt = build_prompt(
         server,
         chat.messages,
         tools,
@@ -222,8 +230,11 @@ def _prompt(server: ServerState, chat: ChatRequest, tools: ToolOptions, params: 
         add_generation_prompt=chat.add_generation_prompt is not False and not continue_final_message,
         continue_final_message=continue_final_message,
         separate_reasoning=chat.separate_reasoning is not False,
-        structured=params.grammar_spec() is not None,
+        structured=params.has_form,
     )
+    context_length = server.engine.context_length
+    ids = truncate_prompt(chat, prompt.token_ids, context_length=context_length, max_tokens=_max_tokens(chat))
+    return dataclasses.replace(prompt, token_ids=ids)
 
 
 def _tools(chat: ChatRequest) -> ToolOptions:
@@ -286,4 +297,10 @@ def _fields(chat: ChatRequest) -> dict[str, str]:
     """Return the fields of this body by the engine's parameters, for errors."""
     length = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     prompt = dict.fromkeys(("prompt", "text", "input_ids"), "messages")
-    return {**prompt, "max_new_tokens": length, "max_tokens": length, "rid": "request_id"}
+    return {
+        **prompt,
+        "max_new_tokens": length,
+        "max_tokens": length,
+        "rid": "request_id",
+        "token_ids_logprob": "logprob_token_ids",
+    }

@@ -19,8 +19,10 @@ from routed_experts.server.openai.handler import (
     LogprobOptions,
     OpenAIHandler,
     completion_logprobs,
+    given_ids,
     parse_options,
     to_sampling_params,
+    truncate_prompt,
 )
 from routed_experts.server.protocol import CompletionRequest
 from routed_experts.server.routing.response import openai_defaults, to_routing_params
@@ -29,7 +31,13 @@ from routed_experts.server.state import ServerState
 DEFAULT_MAX_TOKENS = 16
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
-    {"max_new_tokens": "max_tokens", "input_ids": "prompt", "text": "prompt", "rid": "request_id"}
+    {
+        "max_new_tokens": "max_tokens",
+        "input_ids": "prompt",
+        "text": "prompt",
+        "rid": "request_id",
+        "token_ids_logprob": "logprob_token_ids",
+    }
 )
 
 
@@ -100,6 +108,7 @@ async def completions(request: Request, server: ServerState) -> Response:
             return_logprob=logprobs.enabled or logprobs.prompt is not None,
             logprob_start_len=logprobs.start,
             top_logprobs_num=logprobs.num_requested,
+            token_ids_logprob=given_ids(completion, logprobs),
             **to_routing_params(completion, enabled=completion.return_routed_experts),
         )
         requests = await server.process(
@@ -139,7 +148,8 @@ def _prompts(
     """Return the prompts as texts or as token ids. A list holds one kind of prompt."""
     prompt = completion.prompt
     if prompt is None:
-        raise InvalidRequestError("prompt is missing; send text or token ids", param="prompt")
+        text = "prompt is missing (Either prompt or prompt_embeds must be provided and non-empty.); send text or ids"
+        raise InvalidRequestError(text, param="prompt")
     parts = [prompt] if isinstance(prompt, str) else prompt
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
@@ -147,17 +157,24 @@ def _prompts(
             raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
         server.engine.check_num_prompts("prompt", len(texts))  # before they are tokenised
         tokenizer = server.tokenizer("prompt")
-        if completion.add_special_tokens is not False:
+        add_special_tokens, most = completion.add_special_tokens is not False, server.engine.context_length
+        if add_special_tokens and completion.truncate_prompt_tokens is None and completion.truncation_side is None:
             return texts, None
-        max_tokens = server.engine.context_length
-        return None, [tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens) for text in texts]
+        encoded = [tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=most) for text in texts]
+        return None, [_cut(server, completion, ids) for ids in encoded]
     ids = [part for part in parts if isinstance(part, int)]
     if len(ids) == len(parts):
-        return None, ids
+        return None, _cut(server, completion, ids)
     id_lists = [part for part in parts if isinstance(part, list)]
     if len(id_lists) == len(parts):
-        return None, id_lists
+        return None, [_cut(server, completion, ids) for ids in id_lists]
     raise InvalidRequestError("prompt mixes text, ids and lists of ids; send one kind in a call", param="prompt")
+
+
+def _cut(server: ServerState, completion: CompletionRequest, ids: list[int]) -> list[int]:
+    return truncate_prompt(
+        completion, ids, context_length=server.engine.context_length, max_tokens=completion.max_tokens
+    )
 
 
 def _decode(server: ServerState, requests: Sequence[TokenizedGenerateReqInput]) -> list[str]:

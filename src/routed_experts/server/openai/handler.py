@@ -36,7 +36,8 @@ MAX_LOGPROBS = 20
 _LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express
 _SAMPLING_FIELDS = (
     "temperature top_p top_k min_p n stop stop_token_ids min_tokens ignore_eos presence_penalty frequency_penalty "
-    "repetition_penalty logit_bias skip_special_tokens include_stop_str_in_output speculative"
+    "repetition_penalty logit_bias allowed_token_ids bad_words skip_special_tokens include_stop_str_in_output "
+    "speculative"
 ).split()
 
 
@@ -123,6 +124,31 @@ def _logprob_options(server: ServerState, call: OpenAIRequest, logprobs: int | N
     )
 
 
+def given_ids(body: OpenAIRequest, logprobs: LogprobOptions) -> list[int] | None:
+    """Return the ids whose logprobs a body asks for. Raises ApiError without logprobs."""
+    if body.logprob_token_ids and not logprobs.enabled:
+        text = "logprob_token_ids without logprobs; set logprobs"
+        raise ApiError(text, status=400, code="invalid_request", param="logprob_token_ids")
+    return body.logprob_token_ids
+
+
+def truncate_prompt(body: OpenAIRequest, ids: list[int], *, context_length: int, max_tokens: int | None) -> list[int]:
+    """Return the part of a prompt that the body asks for; all of it where it asks for none. `max_tokens`: of the
+    answer, for which -1 leaves room. Raises InvalidRequestError."""
+    length, side = body.truncate_prompt_tokens, body.truncation_side
+    if side not in (None, "left", "right"):
+        text = f"truncation_side={short_repr(side)} must be left or right"
+        raise InvalidRequestError(text, param="truncation_side")
+    if length is None:
+        return ids
+    if length == -1:
+        length = context_length - max(1, max_tokens or 1)
+    if not 1 <= length < context_length:
+        text = f"truncate_prompt_tokens={length} must be -1 or 1 to {context_length - 1}, this model's context but one"
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
+    return ids[:length] if side == "right" else ids[-length:]
+
+
 def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingParams:
     """Build the sampling parameters of a body. `max_tokens` 0 computes the prompt only: the engine generates one token,
     which is left out. Raises InvalidRequestError."""
@@ -207,9 +233,12 @@ class ChoiceState:
         if self.prompt_only:
             text, token_ids = "", ()
         else:
-            new, new_top = sequence.output_logprobs[first_logprob:], sequence.output_top_logprobs[first_logprob:]
-            pairs = zip(new, new_top, strict=True)
-            logprobs += [LogprobEntry(token=token, top=(top or ())[:num_top]) for token, top in pairs]
+            has_given = bool(self.request.token_ids_logprob)
+            tops = sequence.output_given_logprobs if has_given else sequence.output_top_logprobs
+            for token, top in zip(sequence.output_logprobs[first_logprob:], tops[first_logprob:], strict=True):
+                best = (top or ())[:num_top]
+                given = (token, *(other for other in top or () if other.token_id != token.token_id))
+                logprobs.append(LogprobEntry(token=token, top=given if has_given else best))
         echo = self._echo if with_echo else None
         return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
 
@@ -319,6 +348,12 @@ class OpenAIHandler(GenerationHandler):
         prompt_only: bool,
         echo: Sequence[str] | None = None,
     ) -> None:
+        self._tells_times = server.settings.enable_per_request_metrics
+        if self._tells_times:  # the first token is an output of its own
+            requests = [
+                request if request.stream else dataclasses.replace(request, stream=True, stream_interval_s=3600.0)
+                for request in requests
+            ]
         super().__init__(server, requests, options, prompt_only=prompt_only)
         self._format = response_format
         self._include_usage, self._continuous_usage = options.include_usage, options.continuous_usage
@@ -350,6 +385,7 @@ class OpenAIHandler(GenerationHandler):
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
+        body |= self._times()
         body |= self._choices[0].metadata()
         return json_response(body, headers=self._options.headers)
 
@@ -366,7 +402,8 @@ class OpenAIHandler(GenerationHandler):
         if extension := self._sglext():
             yield event({**self._head(self._format.chunk_name), "choices": [], **extension})
         if self._include_usage:
-            yield event({**self._head(self._format.chunk_name), "choices": [], "usage": _usage(self._choices)})
+            head = self._head(self._format.chunk_name)
+            yield event({**head, "choices": [], "usage": _usage(self._choices), **self._times()})
 
     async def _delta_chunks(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
         """Return the chunks of one output: its text, rows that are streamed, the finish reason with the last rows."""
@@ -419,6 +456,23 @@ class OpenAIHandler(GenerationHandler):
             return {}
         rows = [self._encoded_rows.get(choice.index) for choice in self._choices]
         return {"sglext": {"routed_experts": rows[0] if len(rows) == 1 else rows}}
+
+    def _times(self) -> dict[str, object]:
+        """Return vLLM's field of a response: times of the whole call, in milliseconds."""
+        if not self._tells_times or not self._first_token_s:
+            return {}
+        first_s, total_s = min(self._first_token_s.values()), time.monotonic() - self._start_time
+        queue_s = max(choice.sequence.last.queue_s or 0.0 for choice in self._choices if choice.sequence.has_output)
+        counts = [choice.num_tokens()[1] for choice in self._choices]
+        times: dict[str, object] = {
+            "time_to_first_token_ms": 1000 * first_s,
+            "generation_time_ms": 1000 * (total_s - first_s),
+            "queue_time_ms": 1000 * queue_s,
+            "tokens_per_second": sum(counts) / total_s,
+        }
+        if max(counts) > 1:
+            times["mean_itl_ms"] = 1000 * (total_s - first_s) / (max(counts) - 1)
+        return {"metrics": times}
 
     def _head(self, name: str) -> dict[str, object]:
         model = self._server.model_name
@@ -509,10 +563,12 @@ def _by_id(entry: LogprobEntry) -> dict[str, object]:
 
 
 def _top_by_text(entry: LogprobEntry, *, as_ids: bool) -> dict[str, float] | None:
-    """Return the alternatives and the token itself by their text; None without a logprob."""
+    """Return the token itself, which comes first as with vLLM, and the alternatives by their text; of equal texts the
+    best. None without a logprob."""
     if not entry.is_known:
         return None
     by_text: dict[str, float] = {}
-    for token in (*entry.top, entry.token):
-        by_text.setdefault(_text(token, as_ids=as_ids), _logprob(token))
+    for token in (entry.token, *entry.top):
+        text, logprob = _text(token, as_ids=as_ids), _logprob(token)
+        by_text[text] = max(logprob, by_text.get(text, logprob))
     return by_text

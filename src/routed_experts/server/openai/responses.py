@@ -40,7 +40,7 @@ _SAMPLING_FIELDS = (
 # Values of fields with state, or of what this server does not do, that change nothing.
 _HARMLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "store": (False,),
+        "store": (False, True),  # nothing is stored, as the response says, and what would read it is refused
         "background": (False,),
         "previous_response_id": ("",),
         "conversation": (),
@@ -60,12 +60,13 @@ async def responses(request: Request, server: ServerState) -> Response:
     server.check_model(call.model)
     _check_state(call)
     tools = _tools(call)
-    server.metrics.ignored(body.ignored)
+    ignored = [*body.ignored, *(["store"] if call.store else [])]
+    server.metrics.ignored(ignored)
     options = CallOptions(
         request_id=resolve_request_id(request, call.request_id, prefix="resp_"),
         owner=request_owner(request),
         fields=_FIELDS,
-        headers=ignored_params_header(body.ignored),
+        headers=ignored_params_header(ignored),
     )
     with field_names(_FIELDS):
         params = _sampling_params(call, tools)

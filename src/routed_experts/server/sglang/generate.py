@@ -1,4 +1,5 @@
-"""POST /generate, in SGLang's form: text is cumulative in streams, and meta_info has everything else."""
+"""POST /generate, in SGLang's form: text is cumulative in streams, unless --incremental-streaming-output is set, and
+meta_info has everything else."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.requests.sglang_output import sglang_output
+from routed_experts.engine.requests.sglang_output import OUTPUT_LOGPROBS, sglang_output
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.errors import field_names
@@ -56,6 +57,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             return_logprob=call.return_logprob,
             logprob_start_len=call.logprob_start_len,
             top_logprobs_num=call.top_logprobs_num,
+            token_ids_logprob=cast("list[int] | list[list[int]] | None", call.token_ids_logprob),
             prediction=call.prediction,
             **to_routing_params(call, enabled=call.return_routed_experts),
         )
@@ -87,6 +89,7 @@ class SGLangHandler(GenerationHandler):
     ) -> None:
         super().__init__(server, requests, options, prompt_only=prompt_only)
         self._single = single
+        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters and tokens of earlier chunks
 
     async def _full_response(self) -> Response:
         async for index, output in self._generation.outputs():
@@ -98,6 +101,8 @@ class SGLangHandler(GenerationHandler):
         async for index, output in self._generation.outputs():
             self._observe(index, output)
             rendered = await self._render(index)
+            if self._server.settings.incremental_streaming_output:
+                rendered = [self._to_increment(index, fields) for fields in rendered]
             *early, last = [event(fields if self._single else {**fields, "index": index}) for fields in rendered]
             for chunk in early:
                 yield chunk
@@ -113,6 +118,17 @@ class SGLangHandler(GenerationHandler):
         for part in parts[:-1]:
             cast("dict[str, object]", part["meta_info"])["finish_reason"] = None
         return parts
+
+    def _to_increment(self, index: int, fields: dict[str, object]) -> dict[str, object]:
+        """Leave out what earlier chunks of a sequence had."""
+        text, ids = cast("str", fields["text"]), cast("list[int]", fields["output_ids"])
+        num_chars, num_tokens = self._sent.get(index, (0, 0))
+        self._sent[index] = len(text), len(ids)
+        meta = dict(cast("Mapping[str, object]", fields["meta_info"]))
+        for name in OUTPUT_LOGPROBS:
+            if name in meta:
+                meta[name] = cast("list[object]", meta[name])[num_tokens:]
+        return {**fields, "text": text[num_chars:], "output_ids": ids[num_tokens:], "meta_info": meta}
 
     def _to_dict(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """Return the sequence so far, with these rows."""

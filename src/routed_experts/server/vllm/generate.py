@@ -39,7 +39,8 @@ _PARAMS = frozenset((*FIELDS, *ALIASES))
 # Sampling parameters of vLLM that would change the output: refused until SamplingParams has a field of the name.
 _REFUSED = frozenset(
     "guided_decoding allowed_token_ids bad_words bad_words_token_ids logits_processors "
-    "logprob_token_ids trace_decode_token_ids thinking_token_budget truncate_prompt_tokens stop_regex".split()
+    "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids thinking_token_budget "
+    "truncate_prompt_tokens stop_regex".split()
 )
 # The fields of this route by the engine's parameters, for errors.
 _FIELDS = MappingProxyType(
@@ -84,7 +85,7 @@ async def _respond(
 ) -> Response:
     call = body.value
     server.check_model(call.model)
-    _check_mode(call)
+    _check_mode(call, has_tokenizer=server.engine.tokenizer is not None)
     sampling, ignored_sampling = _sampling(call, server.settings)
     ignored = [*body.ignored, *ignored_sampling]
     server.metrics.ignored(ignored)
@@ -247,7 +248,7 @@ class TokensHandler(GenerationHandler):
         return {"prompt_token_ids": self._requests[0].input_ids.tolist()} if self._tokens_options.token_ids else {}
 
     def _head(self) -> dict[str, object]:
-        return {"request_id": self._options.request_id}
+        return {"request_id": self._options.request_id, "output_mode": "tokens"}
 
     def _usage(self) -> dict[str, object]:
         """Return the tokens of the call; the prompt counts once."""
@@ -262,13 +263,14 @@ class TokensHandler(GenerationHandler):
         }
 
 
-def _check_mode(call: TokensRequest) -> None:
+def _check_mode(call: TokensRequest, *, has_tokenizer: bool) -> None:
     """Refuse what this route has no form for."""
     if call.priority not in (None, 0):
         text = f"priority={short_repr(call.priority)} is not supported: requests run in their order; send 0"
         raise ApiError(text, status=400, code="unsupported_parameter", param="priority")
     if call.output_mode not in (None, "tokens"):
-        text = f"output_mode={short_repr(call.output_mode)} is not supported; for text use /v1/completions"
+        fix = "for text use /v1/completions" if has_tokenizer else "text requires a tokenizer, and there is none"
+        text = f"output_mode={short_repr(call.output_mode)} is not supported; {fix}"
         raise ApiError(text, status=400, code="unsupported_parameter", param="output_mode")
 
 
@@ -313,9 +315,9 @@ def _finish_fields(sequence: SequenceState) -> dict[str, object]:
 
 def _content(token: TokenLogprob, top: Sequence[TokenLogprob], num_top: int) -> dict[str, object]:
     """Return the entry of one generated token. `top_logprobs`: the token itself, then the best others, `num_top` in
-    all."""
+    all, at least the token."""
     others = [other for other in top if other.token_id != token.token_id]
-    return {**_to_json(token), "top_logprobs": [_to_json(entry) for entry in [token, *others][:num_top]]}
+    return {**_to_json(token), "top_logprobs": [_to_json(entry) for entry in [token, *others][: max(1, num_top)]]}
 
 
 def _to_json(token: TokenLogprob) -> dict[str, object]:

@@ -12,7 +12,7 @@ from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.protocol import DetokenizeRequest, TokenizeRequest
 from routed_experts.server.state import ServerState
-from routed_experts.server.tools import check_tools
+from routed_experts.server.tools import ToolChoice, check_tools
 
 
 async def tokenize(request: Request, server: ServerState) -> Response:
@@ -74,13 +74,14 @@ def _encode(server: ServerState, body: TokenizeRequest) -> list[list[int]]:
     if continue_final_message and body.add_generation_prompt:
         message = "continue_final_message with add_generation_prompt; send one of them as true"
         raise InvalidRequestError(message, param="continue_final_message")
+    choice = ToolChoice(mode="none") if body.tool_choice == "none" else None
     text = render(
         tokenizer,
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False and not continue_final_message,
         continue_final_message=continue_final_message,
         scalars=body.chat_template_kwargs,
-        tools=check_tools(body.tools, None, parallel=True).to_template(),
+        tools=check_tools(body.tools, choice, parallel=True).to_template(),
     )
     return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens is True)]
 

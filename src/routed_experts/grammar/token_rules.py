@@ -1,0 +1,83 @@
+"""TokenRules: tokens that an output may have (vLLM's allowed_token_ids), and sequences that it may not (bad_words).
+
+A CompiledGrammar of its own: it needs neither llguidance nor a vocabulary's texts. Dims: W words of a mask."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import UInt32
+
+from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.grammar_spec import GrammarSpec
+
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+class TokenRules:
+    """A CompiledGrammar. `allowed`: the only tokens that may follow, None for any; `banned`: sequences whose last token
+    may not follow the ones before it."""
+
+    def __init__(self, allowed: Sequence[int] | None, banned: Sequence[Sequence[int]], *, num_words: int) -> None:
+        self.words = np.full(num_words, 0 if allowed else _ALL, np.uint32)
+        for token in allowed or ():
+            self.words[token // 32] |= np.uint32(1 << token % 32)
+        self.banned = tuple(tuple(sequence) for sequence in banned)
+
+    @staticmethod
+    def create(spec: GrammarSpec, encode: Callable[[str], list[int]] | None, *, vocab_size: int) -> "TokenRules":
+        """The rules of a request. `encode` turns text into ids as within an output; None without a tokenizer. A word is
+        banned at the beginning of a text and after a space. Raises InvalidRequestError."""
+        fields = json.loads(spec.text)
+        allowed, words = fields["allowed_token_ids"], fields["bad_words"]
+        wrong = next((token for token in allowed or () if token >= vocab_size), None)
+        if wrong is not None:
+            text = f"{PARAM} holds the token id {wrong}, out of vocabulary: this model's ids are 0..{vocab_size - 1}"
+            raise InvalidRequestError(text, param="allowed_token_ids")
+        if words and encode is None:
+            text = f"{PARAM} are text, but this engine has no tokenizer; give logit_bias"
+            raise InvalidRequestError(text, param="bad_words")
+        banned = [encode(prefix + word.lstrip()) for word in words for prefix in ("", " ")] if encode else []
+        return TokenRules(allowed, [ids for ids in banned if ids], num_words=-(-vocab_size // 32))
+
+    def start(self) -> "TokenRuleState":
+        """The state of a new sequence."""
+        return TokenRuleState(self)
+
+
+class TokenRuleState:
+    """A GrammarState: the last tokens of the output. Nothing is forced, and the output is never complete by itself."""
+
+    def __init__(self, rules: TokenRules) -> None:
+        self._rules, self._error = rules, None
+        longest = max((len(sequence) - 1 for sequence in rules.banned), default=0)
+        self._last: deque[int] = deque(maxlen=longest)
+
+    @property
+    def is_complete(self) -> bool:
+        """False: stop tokens and the length end the output."""
+        return False
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing may follow; None while something may."""
+        return self._error
+
+    def accept(self, token: int) -> None:
+        """Move on by one token of the output."""
+        self._last.append(token)
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def fill(self, words: UInt32[np.ndarray, " W"], *, keep_end: bool) -> None:
+        """Write the bits of the tokens that may follow. End tokens are tokens as any other."""
+        words[:] = self._rules.words
+        last = tuple(self._last)
+        for *before, token in self._rules.banned:
+            if last[len(last) - len(before) :] == tuple(before) and len(last) >= len(before):
+                words[token // 32] &= ~np.uint32(1 << token % 32)
+        if not words.any():
+            self._error = "no token of the vocabulary may follow"
