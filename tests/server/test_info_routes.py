@@ -92,3 +92,19 @@ def test_a_trainer_finds_the_switch_that_it_compares(engine, server):
     assert server.client.get("/server_info").json()["enable_memory_saver"] is False
     with running(engine, enable_memory_saver=True) as other:
         assert other.client.get("/get_server_info").json()["enable_memory_saver"] is True
+
+
+def test_ids_of_requests_are_for_who_may_end_them(engine):
+    keys = {"api_key": "key-of-users-1", "admin_api_key": "key-of-admins-1"}
+    with running(engine, **keys) as guarded:
+        paused = PausedRequests(engine, [5, 6, 7], sampling_params={"max_new_tokens": 400, "ignore_eos": True})
+
+        def ids(key):
+            headers = {"authorization": f"Bearer {key}"}
+            (state,) = guarded.client.get("/get_server_info", headers=headers).json()["internal_states"]
+            return len(state["running_batch_rids"])
+
+        assert ids("key-of-users-1") == 0 and ids("key-of-admins-1") == 1
+        engine.abort(abort_all=True)
+        engine.resume()
+        paused.results()

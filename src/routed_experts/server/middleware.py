@@ -124,6 +124,11 @@ def check_admin(request: Request) -> None:
         raise refusal
 
 
+def is_admin(request: Request) -> bool:
+    """Whether the key of this request may use admin routes."""
+    return request.scope["state"]["admin_refusal"] is None
+
+
 def request_owner(request: Request) -> str:
     """Return the digest of the key of a request, empty without keys: rows are returned to their owner only."""
     return str(request.scope["state"]["owner"])

@@ -18,6 +18,7 @@ from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.server.body import json_response
 from routed_experts.server.errors import unavailable
 from routed_experts.server.limits import MAX_BACKLOG, RETRY_AFTER_S
+from routed_experts.server.middleware import is_admin
 from routed_experts.server.routing.response import sglang_defaults
 from routed_experts.server.state import Health, ServerState
 
@@ -77,6 +78,9 @@ async def server_info(request: Request, server: ServerState) -> Response:
     by_rank = _loads(server)
     total = sum(load["max_total_num_tokens"] for load in by_rank)
     allowed = {name: info[name] for name in _SERVER_INFO_FIELDS if name in info}
+    if not is_admin(request):  # ids are of requests of others, too
+        for state in allowed["internal_states"]:
+            state["running_batch_rids"] = []
     head = {
         "model_path": server.model_path,
         "tokenizer_path": server.tokenizer_path,
