@@ -7,7 +7,7 @@ import asyncio
 import datetime
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -79,7 +79,7 @@ async def server_info(request: Request, server: ServerState) -> Response:
     total = sum(load["max_total_num_tokens"] for load in by_rank)
     allowed = {name: info[name] for name in _SERVER_INFO_FIELDS if name in info}
     if not is_admin(request):  # ids are of requests of others, too
-        for state in allowed["internal_states"]:
+        for state in cast("list[dict[str, object]]", allowed["internal_states"]):
             state["running_batch_rids"] = []
     head = {
         "model_path": server.model_path,
