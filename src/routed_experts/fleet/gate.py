@@ -113,6 +113,7 @@ def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
             ("/update_weights", "POST"): gate.update_weights,
             ("/reset_prefix_cache", "POST"): gate.reset_prefix_cache,
             ("/abort_requests", "POST"): gate.abort_requests,
+            ("/inference/v1/abort_requests", "POST"): gate.abort_named_requests,
             ("/sleep", "POST"): gate.sleep,
             ("/wake_up", "POST"): gate.wake_up,
             ("/release_memory_occupation", "POST"): gate.release_memory_occupation,
@@ -281,6 +282,11 @@ class Gate:
     async def abort_requests(self, request: Request, server: ServerState) -> Response:
         """End the calls of these ids, or all of all replicas, with what they have."""
         ids = await vllm_routes.read_abort_ids(request, server)
+        return json_response(vllm_routes.aborted_body(sum(_values(await self._ask_all("abort_each", ids=ids)))))
+
+    async def abort_named_requests(self, request: Request, server: ServerState) -> Response:
+        """End the calls of these ids of all replicas with what they have; without ids none is meant."""
+        ids = await vllm_routes.read_named_ids(request, server)
         return json_response(vllm_routes.aborted_body(sum(_values(await self._ask_all("abort_each", ids=ids)))))
 
     async def sleep(self, request: Request, server: ServerState) -> Response:

@@ -147,12 +147,18 @@ async def abort_requests(request: Request, server: ServerState) -> Response:
 
 async def abort_named_requests(request: Request, server: ServerState) -> Response:
     """End the calls of these ids with what they have; without ids none is meant."""
-    ids = await read_abort_ids(request, server)
-    if ids is None:
-        raise InvalidRequestError("request_ids is empty; send at least one id", param="request_ids")
+    ids = await read_named_ids(request, server)
     engine = server.accepting_engine
     engine.flush_submissions()
     return json_response(aborted_body(await asyncio.to_thread(abort_each, engine.engine, ids)))
+
+
+async def read_named_ids(request: Request, server: ServerState) -> list[str]:
+    """Return the ids. Raises ApiError and InvalidRequestError, also for none."""
+    ids = await read_abort_ids(request, server)
+    if ids is None:
+        raise InvalidRequestError("request_ids is empty; send at least one id", param="request_ids")
+    return ids
 
 
 async def read_abort_ids(request: Request, server: ServerState) -> list[str] | None:
