@@ -170,14 +170,9 @@ def test_answers_are_the_same_under_every_schedule(mode, written, is_thorough):
             temperature=1.0, top_p=0.8, min_p=0.05, new=17, min_tokens=8, stop_token_ids=list(range(0, VOCAB_SIZE, 7))
         ),
     ]
-    schedules = [dict(), dict(chunked_prefill_size=4, max_total_tokens=96)]
+    schedules = [dict(), dict(max_total_tokens=96)]
     if is_thorough:
-        schedules += [
-            dict(chunked_prefill_size=4),
-            dict(max_total_tokens=96),
-            dict(max_running_requests=1),
-            dict(disable_radix_cache=True),
-        ]
+        schedules += [dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True)]
     plain = None
     for schedule in schedules:
         speculative = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
