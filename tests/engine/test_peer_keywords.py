@@ -219,6 +219,8 @@ def test_flush_abort_and_information_by_these_names(engine):
     assert asyncio.run(engine.async_flush_cache()) > 0 == engine.flush_cache()
     assert engine.abort_request("nobody") == engine.abort_request(abort_all=True) == 0
     info = engine.get_model_info()
+    version = engine.get_weight_version()
+    assert (info["weight_version"], info["update_count"]) == (version.label, version.update_count)
     assert info["model_path"] == info["tokenizer_path"] == engine.server_args.model_path and info["is_generation"]
     engine.release_memory_occupation(tags=None)
     assert engine.released == ("kv_cache", "weights")

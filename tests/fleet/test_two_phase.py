@@ -27,7 +27,7 @@ def numbered(count, label=None):
     return WeightVersion(label=f"w{count}" if label is None else label, update_count=count)
 
 
-async def update(world, path="new", version=NEW):
+async def update(world, path="new", version=NEW, **more):
     decided = []
     try:
         await two_phase.update(
@@ -38,6 +38,7 @@ async def update(world, path="new", version=NEW):
             prepare_s=1.0,
             evict=world.evict,
             on_decided=lambda: decided.append(version),
+            **more,
         )
     finally:
         world.observe()
@@ -245,6 +246,25 @@ def test_a_new_version_of_the_same_weights_takes_the_same_way():
     world.check_whole(7)
     reports = asyncio.run(world.reports())
     assert {(report.version, report.model_path) for report in reports.values()} == {(numbered(7), "new")}
+
+
+def test_a_label_for_released_memory_is_refused_by_all_and_costs_no_member_and_no_request():
+    world, ended = World(), []
+    world.members[1].engine.released = ("kv_cache",)
+
+    async def end_all():
+        ended.append("all")
+
+    async def run():
+        with pytest.raises(two_phase.UpdateRefused, match="kv_cache is released"):
+            await update(world, None, 7, before_commit=end_all)
+
+    asyncio.run(run())
+    assert not ended and {member.engine.count for member in world.members} == {0}
+    assert not any(member.engine.held for member in world.members)
+    world.members[1].engine.released = ()
+    asyncio.run(update(world, None, 7, before_commit=end_all))
+    assert ended == ["all"] and {member.engine.count for member in world.members} == {7}
 
 
 def test_an_update_under_the_label_that_is_served_is_another_update():

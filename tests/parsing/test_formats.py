@@ -17,6 +17,7 @@ from routed_experts.parsing import (
     detect_format,
     resolve_format,
 )
+from routed_experts.parsing.json_values import property_types
 
 NUM_SPLITS = 2000
 TOOLS = {
@@ -402,3 +403,25 @@ def test_a_forced_call_that_is_cut_before_its_arguments_is_content():
         assert names == ["get", "put"][: (len(whole) + 1) // 2], text[:cut]
         is_head = len(whole) % 2 == 0 and "{" in head
         assert content.strip() == (head.strip() if is_head else ""), text[:cut]
+
+
+def test_thousands_of_forced_calls_are_read():
+    parser = create_forced_parser(None)
+    text = "[" + ", ".join(['{"name": "f", "parameters": {}}'] * 3000) + "]"
+    deltas = [*parser.feed(text), *parser.finish()]
+    assert sum(isinstance(delta, CallDelta) and delta.name == "f" for delta in deltas) == 3000
+
+
+@pytest.mark.parametrize("node", [{"type": 7}, {"type": [["a"]]}, {"$ref": "#"}, {"$ref": "#/no"}, {"anyOf": [7]}, 7])
+def test_a_schema_that_does_not_say_a_type_leaves_the_value_as_it_is(node):
+    assert property_types({"properties": {"x": node}}, "x") is None
+
+
+def test_a_schema_that_repeats_itself_is_read_in_bounded_work():
+    loop = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 40}}, "properties": {"x": {"$ref": "#/$defs/a"}}}
+    assert property_types(loop, "x") is None
+    known = {
+        "$defs": {"a": {"enum": [1, "b"]}},
+        "properties": {"x": {"anyOf": [{"$ref": "#/$defs/a"}, {"const": None}]}},
+    }
+    assert property_types(known, "x") == {"integer", "string", "null"}

@@ -136,6 +136,8 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": TOKENS, "query": "a"}, "query"),
         ({"query": "a", "items": ["b"]}, "label_token_ids"),
+        ({"query": [1] * 20_000, "items": [[]] * 100, "label_token_ids": [0] * 1000}, "items"),
+        ({"query": [1] * 20_000, "items": [[1]] * 100, "label_token_ids": [0]}, "items"),
         ({"query": "a", "label_token_ids": [5]}, "items"),
         ({"query": "a", "items": [[5]], "label_token_ids": [5]}, "items"),
         ({"query": [5], "items": "b", "label_token_ids": [5]}, "items"),

@@ -39,7 +39,7 @@ class VersionEngine:
     def __init__(self):
         self.weight_version, self.prepared, self.held, self.paused = WeightVersion(label="first"), None, False, None
         self.path = None
-        self.refuses = False
+        self.refuses, self.released = False, ()
 
     @property
     def count(self):

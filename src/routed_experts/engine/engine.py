@@ -750,7 +750,7 @@ class Engine:
             "model_path": self.server_args.model_path,
             "tokenizer_path": self.server_args.tokenizer_path or self.server_args.model_path,
             "is_generation": True,
-            "weight_version": str(self.components.core.runner.weight_version),
+            **self.components.core.weight_version.to_json(),
             "vocab_size": self.components.vocab_size,
             "context_length": self.components.context_length,
         }

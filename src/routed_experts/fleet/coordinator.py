@@ -208,8 +208,10 @@ class Coordinator:
             members = list(self._members.values())
             if not members:
                 return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
-            if abort_first:
+
+            async def end_all() -> None:
                 await self._ask_all(members, "abort", two_phase.COMMIT_S, {"rid": None})
+
             path = self._path if model_path is None else model_path
 
             def decide() -> None:
@@ -224,6 +226,7 @@ class Coordinator:
                     prepare_s=self._prepare_s,
                     evict=self._evict,
                     on_decided=decide,
+                    before_commit=end_all if abort_first else None,
                 )
             except two_phase.UpdateRefused as error:
                 text = f"refused by {error}; the old weights serve on in all replicas"

@@ -26,6 +26,7 @@ from routed_experts.fleet.operations import from_answer
 from routed_experts.fleet.two_phase import COMMIT_S, HOLD_S
 from routed_experts.server.admin import info_routes, memory_routes, vllm_routes
 from routed_experts.server.admin.control_routes import (
+    check_awake,
     check_load_options,
     folder_under_root,
     parse_drafts,
@@ -336,6 +337,7 @@ class Gate:
         """Set the label of the weights of all replicas; also the same one again, which counts as an update."""
         fields = (await read_body(request, UpdateWeightVersionRequest, server.settings)).value
         label = parse_label(fields.new_version, param="new_version")
+        check_awake(server.accepting_engine)
         version = await self._update(None, label, "keep", abort_first=fields.abort_all_requests is not False)
         return json_response({"success": True, "message": "updated", "new_version": version.label, **version.to_json()})
 

@@ -49,9 +49,10 @@ async def update(
     prepare_s: float,
     evict: Evict,
     on_decided: Callable[[], None],
+    before_commit: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
-    called before the first commit. Members that die are out. Raises UpdateRefused naming who refused and why; then
+    called before the first commit, and `before_commit` before that, when no member has refused. Members that die are out. Raises UpdateRefused naming who refused and why; then
     nothing has changed."""
     answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
     refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
@@ -65,6 +66,8 @@ async def update(
         await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
         raise UpdateRefused("; ".join(refused))
     members = _alive(members, answers)
+    if before_commit is not None:
+        await before_commit()
     on_decided()
     answers = await _ask(members, "commit", timeout_s=COMMIT_S, update_count=version.update_count, cache=cache)
     await _evict_refusing(members, answers, evict)

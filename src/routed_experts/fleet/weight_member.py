@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.errors import InvalidRequestError, WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.messages import Report
 from routed_experts.fleet.two_phase import OPEN_NEW_S, OPEN_OLD_S
@@ -29,6 +29,11 @@ class WeightedEngine(Protocol):
     @property
     def paused(self) -> str | None:
         """The mode of the present pause."""
+        ...
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """The tags of device memory that is released."""
         ...
 
     def prepare_weights(self, path: str | Path, *, version: str, update_count: int) -> None:
@@ -106,6 +111,9 @@ class WeightMember:
                 raise WeightsMismatchError(f"{text}; restart this replica", param="weight_version")
             if model_path is not None:
                 await asyncio.to_thread(self._prepare, model_path, version)
+            elif self._engine.released:  # the engine would refuse the label when all replicas have agreed
+                text = f"{', '.join(self._engine.released)} is released; call /resume_memory_occupation first"
+                raise InvalidRequestError(text, param="new_version", code="memory_released")
             self._prepared = version, model_path
 
     async def hold(self) -> None:

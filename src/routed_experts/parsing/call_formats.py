@@ -144,14 +144,14 @@ def _read_key(reader: Reader) -> Generator[None, None, str | None]:
 def listed_calls(reader: Reader, writer: DeltaWriter) -> Steps:
     """Read a list of calls that a grammar has forced: `[{"name": NAME, "parameters": VALUE}, ...]`. One that is cut
     before its arguments is content, with the bracket or comma before it."""
-    reader.start_record("")
-    while (character := (yield from reader.skip_whitespace())) in ("[", ",", "]"):
-        reader.read()
-    if not character:
-        return
-    if (yield from _JsonCall(reader, writer).read()):
-        yield from listed_calls(reader, writer)
-        return
+    while True:
+        reader.start_record("")
+        while (character := (yield from reader.skip_whitespace())) in ("[", ",", "]"):
+            reader.read()
+        if not character:
+            return
+        if not (yield from _JsonCall(reader, writer).read()):
+            break
     writer.content(reader.record)
     yield from reader.read_until([], writer.content)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from routed_experts.parsing.reader import Reader
 
 _LITERAL_ENDS = ',}]<:"'
-_MAX_REFERENCES = 16
+_MAX_NODES = 256  # of a schema, for the types of one value
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -100,7 +100,7 @@ def property_types(parameters: object, name: str) -> frozenset[str] | None:
         return None
     schema = cast("Mapping[str, Any]", parameters)
     properties = schema.get("properties")
-    return _types(properties.get(name), schema, 0) if isinstance(properties, Mapping) else None
+    return _TypeFinder(schema).types(properties.get(name)) if isinstance(properties, Mapping) else None
 
 
 def value_to_json(text: str, types: frozenset[str] | None) -> str:
@@ -135,23 +135,45 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+class _TypeFinder:
+    """Finds the types of one value; a schema of more nodes than the limit, or a loop of references, does not say."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self._num_left = root, _MAX_NODES
+
+    def types(self, schema: object) -> frozenset[str] | None:
+        """The JSON types that a schema allows; None where it does not say."""
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0:
+            return None
+        node = cast("Mapping[str, Any]", schema)
+        if "type" in node:
+            return _type_names(node["type"])
+        if isinstance(reference := node.get("$ref"), str):
+            return self.types(_resolve(reference, self._root))
+        values = node.get("enum", [node["const"]] if "const" in node else None)
+        if isinstance(values, list):
+            return frozenset(kind for value in values if (kind := _json_type(json.dumps(value))))
+        for name in ("anyOf", "oneOf"):
+            if isinstance(choices := node.get(name), list):
+                return self._union(choices)
         return None
-    node = cast("Mapping[str, Any]", schema)
-    if "type" in node:
-        names = node["type"]
-        return frozenset([names] if isinstance(names, str) else names)
-    if isinstance(reference := node.get("$ref"), str):
-        return _types(_resolve(reference, root), root, depth + 1)
-    values = node.get("enum", [node["const"]] if "const" in node else None)
-    if values is not None:
-        return frozenset(kind for value in values if (kind := _json_type(json.dumps(value))))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(choices := node.get(name), list):
-            known = [_types(choice, root, depth + 1) for choice in choices]
-            return None if None in known else frozenset[str]().union(*(kinds for kinds in known if kinds))
-    return None
+
+    def _union(self, choices: list[object]) -> frozenset[str] | None:
+        union = frozenset[str]()
+        for choice in choices:
+            kinds = self.types(choice)
+            if kinds is None:
+                return None
+            union |= kinds
+        return union
+
+
+def _type_names(names: object) -> frozenset[str] | None:
+    if isinstance(names, str):
+        return frozenset([names])
+    listed = cast("list[object]", names) if isinstance(names, list) else []
+    return frozenset(name for name in listed if isinstance(name, str)) or None
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:

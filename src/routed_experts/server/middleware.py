@@ -201,7 +201,7 @@ def _read_request_id(scope: Scope) -> None:
     if header is not None:
         text = header.decode("latin-1")
         if not REQUEST_ID.fullmatch(text) or text in RESERVED_IDS:
-            message = "X-Request-Id must be {REQUEST_ID_RULE}; change it"
+            message = f"X-Request-Id must be {REQUEST_ID_RULE}; change it"
             raise ApiError(message, status=400, code="invalid_request_id")
         scope["state"] |= {"request_id": text, "client_named_id": True}
 

@@ -97,17 +97,18 @@ async def _score_labels(request: Request, server: ServerState, body: ParsedBody[
     server.metrics.ignored(body.ignored)
     labels = fields.label_token_ids or []
     _check_label_fields(fields, labels, server.engine.vocab_size)
+    num_sequences = len(labels) * (1 if isinstance(fields.items, str) else len(fields.items or ()))
+    if num_sequences > MAX_SCORED_SEQUENCES:  # before anything of that number is made
+        text = f"items and label_token_ids make {num_sequences} sequences; a call has at most {MAX_SCORED_SEQUENCES}"
+        raise InvalidRequestError(f"{text}: send fewer items at once", param="items")
     prompts = await run_in_thread_if_large(body.num_bytes, lambda: _label_prompts(server, fields))
     if not all(prompts):
         raise InvalidRequestError("the query and an item are both empty; send some text or ids", param="query")
+    num_tokens = len(labels) * sum(len(prompt) + 1 for prompt in prompts)
+    if num_tokens > MAX_SCORED_TOKENS:
+        text = f"items and label_token_ids make sequences of {num_tokens} tokens; a call has at most"
+        raise InvalidRequestError(f"{text} {MAX_SCORED_TOKENS}: send fewer items at once", param="items")
     sequences = [[*prompt, label] for prompt in prompts for label in labels]
-    num_tokens = sum(len(ids) for ids in sequences)
-    if len(sequences) > MAX_SCORED_SEQUENCES or num_tokens > MAX_SCORED_TOKENS:
-        text = (
-            f"items and label_token_ids make {len(sequences)} sequences of {num_tokens} tokens; a call has at most "
-            f"{MAX_SCORED_SEQUENCES} of {MAX_SCORED_TOKENS}: send fewer items at once"
-        )
-        raise InvalidRequestError(text, param="items")
     cancelled = threading.Event()
     try:
         with field_names({"token_ids": "items"}):
