@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from routed_experts import InvalidRequestError
+from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.grammar.token_rules import TokenRules
 from support.engines import open_engine
 
 PROMPT = [5, 6, 7, 8]
@@ -93,3 +95,10 @@ def test_what_cannot_be_followed_is_refused_by_name(engine, params, param):
     with pytest.raises(InvalidRequestError) as caught:
         tokens(engine, **params)
     assert caught.value.param == param
+
+
+def test_a_word_that_has_no_ids_is_refused_and_not_dropped():
+    spec = GrammarSpec.tokens(None, ["word"])
+    with pytest.raises(InvalidRequestError, match="has no ids within a text") as caught:
+        TokenRules.create(spec, lambda text: [], vocab_size=100)
+    assert caught.value.param == "bad_words"

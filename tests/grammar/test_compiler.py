@@ -292,3 +292,29 @@ def test_json_schemas_own_suite(tokenizer, compiler):
 def test_limits_are_what_the_page_says():
     assert (grammar_spec.MAX_GRAMMAR_CHARS, grammar_spec.MAX_GRAMMAR_DEPTH) == (262_144, 48)
     assert (grammar_compiler.MAX_CACHED, grammar_compiler.MAX_CACHED_CHARS) == (128, 4_194_304)
+
+
+def use_up(state, letters, rng):
+    for _ in range(20_000):
+        state.accept(int(rng.choice([token for token in letters if token in allowed_tokens(state, VOCAB_SIZE)])))
+
+
+def test_states_that_a_grammar_has_used_up_end_no_other_sequence(tokenizer, monkeypatch):
+    """The sequences of a grammar share the states of its lexer. Where they are used up, each goes on with its own."""
+    monkeypatch.setitem(grammar_compiler.LIMITS, "max_lexer_states", 2_000)
+    compiler = new_compiler(tokenizer)
+    spec = GrammarSpec.regex("([ab]*a[ab]{14}c?)*")
+    first, rng, failed = compiler.compile(spec).start(), np.random.default_rng(0), 0
+    letters = [tokenizer.encode_plain(letter)[0] for letter in "ab"]
+    for _ in range(60):
+        state = compiler.compile(spec).start()
+        for _ in range(60):
+            allowed = [token for token in letters if token in allowed_tokens(state, VOCAB_SIZE)]
+            assert state.error is None
+            state.accept(int(rng.choice(allowed)))
+        failed += state.error is not None
+    assert failed == 0 and set(letters) & set(allowed_tokens(first, VOCAB_SIZE)) and first.error is None
+    with pytest.raises(AssertionError, match="too many states"):  # one that uses up its own ends alone
+        use_up(compiler.compile(spec).start(), letters, rng)
+    assert set(letters) & set(allowed_tokens(first, VOCAB_SIZE))
+    assert set(letters) & set(allowed_tokens(compiler.compile(spec).start(), VOCAB_SIZE))

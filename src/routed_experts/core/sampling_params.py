@@ -263,9 +263,14 @@ class SamplingParams:
         )
 
 
+def may_compile(params: object, token_ids_logprob: object) -> bool:
+    """Whether a request may compile before it is queued: a grammar, a sampler with a mask, or the program of given ids.
+    Such a call belongs in a thread. Malformed parameters do not: they are refused where they are read."""
+    return token_ids_logprob is not None or asks_for_grammar(params)
+
+
 def asks_for_grammar(params: object) -> bool:
-    """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output.
-    Malformed ones do not: they are refused where they are read."""
+    """Whether sampling parameters (a SamplingParams, a mapping, or a sequence of them) ask for a form of the output."""
     if isinstance(params, SamplingParams):
         return any(getattr(params, name) is not None for name in (*GRAMMAR_FIELDS, *_TOKEN_FIELDS))
     if isinstance(params, Mapping):

@@ -32,7 +32,7 @@ from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.core.sampling_params import SamplingParams, asks_for_grammar
+from routed_experts.core.sampling_params import SamplingParams, may_compile
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
@@ -412,7 +412,7 @@ class Engine:
             routed_experts_stream=routed_experts_stream,
             routed_experts_include_last=routed_experts_include_last,
         )
-        if asks_for_grammar(sampling_params):  # it may take long to compile
+        if may_compile(sampling_params, token_ids_logprob):  # which may take long
             requests = await asyncio.to_thread(self.input_processor.process, request)
         else:
             requests = self.input_processor.process(request)

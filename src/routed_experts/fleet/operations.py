@@ -46,6 +46,11 @@ class EngineWeights:
         """The mode of the present pause."""
         return self._engine.paused
 
+    @property
+    def released(self) -> tuple[str, ...]:
+        """The tags of device memory that is released."""
+        return self._engine.released
+
 
 def weight_member(engine: Engine, settings: ServerSettings) -> WeightMember:
     """The weights of an engine, which are read from folders below --weights-root. Event loop only."""

@@ -52,8 +52,8 @@ async def update(
     before_commit: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
-    called before the first commit, and `before_commit` before that, when no member has refused. Members that die are out. Raises UpdateRefused naming who refused and why; then
-    nothing has changed."""
+    called before the first commit, and `before_commit` before that, when no member has refused. Members that die are
+    out. Raises UpdateRefused naming who refused and why; then nothing has changed."""
     answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
     refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
     if not refused:

@@ -2,19 +2,20 @@
 
 Compiling runs on the caller's thread; llguidance drops the interpreter's lock meanwhile, so that steps go on. Its work
 is bounded by counted steps and not by a clock: a grammar that is refused once is always refused. So is the work of one
-mask. What a grammar takes on the host grows while it is used, with the states of its lexer; this is bounded, too, and
-so is the number of grammars that are kept."""
+mask. What a grammar takes on the host grows while it is used, with the states of its lexer, which the sequences of a
+grammar share; this is bounded, too. Where the shared states are used up, a sequence goes on with a lexer of its own,
+and later sequences share a new one: whether a sequence meets the limit depends on its own text alone."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
-from routed_experts.grammar.states import LLGrammarState
+from routed_experts.grammar.states import LLGrammarState, error_of
 from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary, import_llguidance
 
 MAX_CACHED = 128  # grammars that are kept
@@ -25,24 +26,38 @@ LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 50_000,  # of 1 to 2 kB
+    "max_lexer_states": 20_000,  # of 1 to 2 kB
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
 
 
 class LLCompiledGrammar:
-    """A CompiledGrammar: a matcher at its start, which each sequence copies."""
+    """A CompiledGrammar: a matcher at its start, which each sequence copies. `create` makes one with a new lexer."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._eos_token_ids = matcher, eos_token_ids
+    def __init__(self, create: Callable[[], Any], eos_token_ids: frozenset[int]) -> None:
+        self._create, self._eos_token_ids = create, eos_token_ids
+        self._matcher = create()
         self._lock = threading.Lock()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed at all."""
+        return error_of(self._matcher)
 
     def start(self) -> LLGrammarState:
         """The state of a new sequence."""
         with self._lock:
-            matcher = self._matcher.deep_copy()
-        return LLGrammarState(matcher, self._eos_token_ids)
+            shared = self._matcher
+            copied = shared.deep_copy()
+        return LLGrammarState(copied, self._eos_token_ids, renew=lambda: self._renew(shared))
+
+    def _renew(self, shared: Any) -> Any:
+        """A matcher at its start with a lexer of its own, for a sequence of one whose lexer is used up."""
+        with self._lock:
+            if self._matcher is shared:
+                self._matcher = self._create()
+        return self._create()
 
 
 class GrammarCompiler:
@@ -86,11 +101,11 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = build_vocabulary(self._source, self._vocab_size, sorted(self._eos_token_ids))
                 self._limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self._vocabulary, _source_of(llguidance, spec), log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise _refusal(spec, matcher.get_error())
-        compiled = LLCompiledGrammar(matcher, self._eos_token_ids)
-        error = _first_mask_error(compiled, self._vocab_size)
+        source, vocabulary, limits = _source_of(llguidance, spec), self._vocabulary, self._limits
+        compiled = LLCompiledGrammar(
+            lambda: llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), self._eos_token_ids
+        )
+        error = compiled.error or _first_mask_error(compiled, self._vocab_size)
         if error is not None:
             raise _refusal(spec, error)
         return compiled

@@ -1,19 +1,24 @@
 """LLGrammarState: where one sequence stands in its grammar, by a matcher of llguidance. Engine thread only."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
 
 _MAX_ERROR_CHARS = 300
+_T = TypeVar("_T")
 
 
 class LLGrammarState:
-    """A GrammarState."""
+    """A GrammarState. `matcher` may share its lexer with other sequences; `renew` makes one at the start of the grammar
+    with a lexer of its own, for the case that they have used up the states of the shared one."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], *, renew: Callable[[], Any]) -> None:
         self._matcher, self._eos_token_ids = matcher, eos_token_ids
-        self._is_complete, self._error = False, _error_of(matcher)
+        self._renew: Callable[[], Any] | None = renew  # None: the lexer is its own
+        self._tokens: list[int] = []  # that the matcher has taken
+        self._is_complete, self._error = False, error_of(matcher)
         self._end_words = _bits(eos_token_ids)
 
     @property
@@ -32,15 +37,16 @@ class LLGrammarState:
             return
         if token in self._eos_token_ids:
             self._is_complete = True
-        elif not self._matcher.consume_token(token):
-            self._error = _error_of(self._matcher) or f"token {token} does not fit"
+        elif self._run(lambda matcher: matcher.consume_token(token)):
+            self._tokens.append(token)
+        else:
+            self._error = self._error or f"token {token} does not fit"
 
     def forced_tokens(self) -> tuple[int, ...]:
         """The tokens that follow whatever is sampled; empty where there is a choice."""
         if self._is_complete or self._error is not None:
             return ()
-        tokens = self._matcher.compute_ff_tokens()
-        self._error = _error_of(self._matcher)  # for example forced text without an end
+        tokens = self._run(lambda matcher: matcher.compute_ff_tokens())  # an error: for example, text without an end
         if not tokens or self._error is not None:
             return ()
         return tuple(tokens[: self._matcher.validate_tokens(tokens)])
@@ -51,8 +57,7 @@ class LLGrammarState:
         if self._error is not None:
             return
         words[:] = 0
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._error = _error_of(self._matcher)
+        self._run(lambda matcher: matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes))
         if not keep_end:
             before = {word: words[word] for word in self._end_words}
             for word, bits in self._end_words.items():
@@ -63,8 +68,21 @@ class LLGrammarState:
         if self._error is None and not words.any():
             self._error = "no token of the vocabulary may follow"
 
+    def _run(self, ask: Callable[[Any], _T]) -> _T:
+        """Ask the matcher; where it fails with a lexer that others use, once more with one of its own."""
+        result = ask(self._matcher)
+        self._error = error_of(self._matcher)
+        if self._error is None or self._renew is None:
+            return result
+        matcher, self._renew = self._renew(), None
+        for token in self._tokens:
+            matcher.consume_token(token)
+        result = ask(matcher)
+        self._matcher, self._error = matcher, error_of(matcher)
+        return result
 
-def _error_of(matcher: Any) -> str | None:
+
+def error_of(matcher: Any) -> str | None:
     """The error of a matcher, in one short line."""
     if not matcher.is_error():
         return None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import UInt32
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.core.grammar_spec import GrammarSpec
 
@@ -23,7 +24,13 @@ class TokenRules:
         self.words = np.full(num_words, 0 if allowed else _ALL, np.uint32)
         for token in allowed or ():
             self.words[token // 32] |= np.uint32(1 << token % 32)
-        self.banned = tuple(tuple(sequence) for sequence in banned)
+        self.banned: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by the token before the last: those before it
+        for *before, token in banned:
+            if before:
+                self.banned.setdefault(before[-1], []).append((tuple(before), token))
+            else:
+                self.words[token // 32] &= ~np.uint32(1 << token % 32)
+        self.longest = max((len(sequence) - 1 for sequence in banned), default=0)
 
     @staticmethod
     def create(spec: GrammarSpec, encode: Callable[[str], list[int]] | None, *, vocab_size: int) -> "TokenRules":
@@ -38,8 +45,14 @@ class TokenRules:
         if words and encode is None:
             text = f"{PARAM} are text, but this engine has no tokenizer; give logit_bias"
             raise InvalidRequestError(text, param="bad_words")
-        banned = [encode(prefix + word.lstrip()) for word in words for prefix in ("", " ")] if encode else []
-        return TokenRules(allowed, [ids for ids in banned if ids], num_words=-(-vocab_size // 32))
+        banned: list[list[int]] = []
+        for word in words if encode is not None else ():
+            spelled = [ids for prefix in ("", " ") if (ids := encode(prefix + word.lstrip()))] if encode else []
+            if word.strip() and not spelled:
+                text = f"{PARAM} holds {short_repr(word)}, which has no ids within a text; give logit_bias"
+                raise InvalidRequestError(text, param="bad_words")
+            banned += spelled
+        return TokenRules(allowed, banned, num_words=-(-vocab_size // 32))
 
     def start(self) -> "TokenRuleState":
         """The state of a new sequence."""
@@ -51,8 +64,7 @@ class TokenRuleState:
 
     def __init__(self, rules: TokenRules) -> None:
         self._rules, self._error = rules, None
-        longest = max((len(sequence) - 1 for sequence in rules.banned), default=0)
-        self._last: deque[int] = deque(maxlen=longest)
+        self._last: deque[int] = deque(maxlen=rules.longest)
 
     @property
     def is_complete(self) -> bool:
@@ -76,8 +88,8 @@ class TokenRuleState:
         """Write the bits of the tokens that may follow. End tokens are tokens as any other."""
         words[:] = self._rules.words
         last = tuple(self._last)
-        for *before, token in self._rules.banned:
-            if last[len(last) - len(before) :] == tuple(before) and len(last) >= len(before):
+        for before, token in self._rules.banned.get(last[-1], ()) if last else ():
+            if last[-len(before) :] == before:
                 words[token // 32] &= ~np.uint32(1 << token % 32)
         if not words.any():
             self._error = "no token of the vocabulary may follow"

@@ -101,10 +101,8 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
 
     Temperature, then top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and of SGLang's
     flashinfer path (vLLM puts min-p first; the two differ only where min-p and top-p are both set). Top-k keeps every
-    score
-    >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The best
-    token
-    stays. A greedy row is returned unchanged: its distribution is the model's at temperature 1."""
+    score >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The
+    best token stays. A greedy row is returned unchanged: its distribution is the model's at temperature 1."""
     if mode is SamplingMode.GREEDY:
         return logits
     # Shift first: the best score is then exactly 0 at any temperature and nothing overflows to +inf.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.sampling_params import asks_for_grammar
+from routed_experts.core.sampling_params import may_compile
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -164,11 +164,11 @@ class ServerState:
     async def process(
         self, inputs: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults, num_bytes: int
     ) -> Sequence[TokenizedGenerateReqInput]:
-        """Validate and tokenise a call; one of `num_bytes` above INLINE_BYTES, or with a grammar to compile, in a
+        """Validate and tokenise a call; one of `num_bytes` above INLINE_BYTES, or with something to compile, in a
         thread."""
         engine = self.accepting_engine
         return await run_in_thread_if_large(
-            INLINE_BYTES + 1 if asks_for_grammar(inputs.sampling_params) else num_bytes,
+            INLINE_BYTES + 1 if may_compile(inputs.sampling_params, inputs.token_ids_logprob) else num_bytes,
             lambda: engine.process(
                 inputs,
                 default_max_tokens=default_max_tokens,

@@ -38,7 +38,7 @@ _LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express
 _PARAMS = frozenset((*FIELDS, *ALIASES))
 # Sampling parameters of vLLM that would change the output: refused until SamplingParams has a field of the name.
 _REFUSED = frozenset(
-    "guided_decoding allowed_token_ids bad_words bad_words_token_ids logits_processors "
+    "guided_decoding bad_words_token_ids logits_processors "
     "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids thinking_token_budget "
     "truncate_prompt_tokens stop_regex".split()
 )
