@@ -19,6 +19,7 @@ from support.tiny_checkpoint import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 META_KEYS = {
+    "cache_miss_count",
     "id",
     "finish_reason",
     "prompt_tokens",

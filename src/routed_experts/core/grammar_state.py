@@ -1,4 +1,4 @@
-"""GrammarState and CompiledGrammar: what the scheduler and the sampler need of a grammar, whoever compiles it."""
+"""GrammarState and CompiledGrammar: what the scheduler and the sampler need of a grammar, for any library."""
 
 from typing import Protocol
 

@@ -312,7 +312,7 @@ class Coordinator:
             )
             self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
             self._is_recovering = False
-            served = _told(self._version)
+            served = _describe_version(self._version)
             logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
     async def _heal(self, reports: Mapping[str, Report]) -> None:
@@ -324,8 +324,10 @@ class Coordinator:
                     continue
                 self._syncing.add(tag)
                 if report.version.update_count > self._version.update_count:
-                    served = _told(self._version)
-                    await self._evict(member, f"it serves version {_told(report.version)}, and the fleet {served}")
+                    served = _describe_version(self._version)
+                    await self._evict(
+                        member, f"it serves version {_describe_version(report.version)}, and the fleet {served}"
+                    )
                     continue
                 fleet = Report(
                     version=self._version,
@@ -342,10 +344,12 @@ class Coordinator:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
-            return f"{', '.join(sorted(self._syncing))} loads version {_told(self._version)}"
+            return f"{', '.join(sorted(self._syncing))} loads version {_describe_version(self._version)}"
         versions = {status.version.update_count: status.version for status in found if status.version is not None}
         if len(versions) > 1:
-            return f"replicas serve versions {', '.join(_told(versions[count]) for count in sorted(versions))}"
+            return (
+                f"replicas serve versions {', '.join(_describe_version(versions[count]) for count in sorted(versions))}"
+            )
         return None
 
     async def _ask_all(
@@ -413,7 +417,7 @@ class Coordinator:
             logger.error("a task of the coordinator failed", exc_info=error)
 
 
-def _told(version: WeightVersion) -> str:
+def _describe_version(version: WeightVersion) -> str:
     return f"{short_repr(version.label)} (update {version.update_count})"
 
 

@@ -303,12 +303,12 @@ def _given_ids(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarra
 
 def _given_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, "G N"] | None:
     """Return the same ids for every token of a chunk that is scored, an id a row; None where no request names some."""
-    wanted = [chunk.req.source.token_ids_logprob if has_scored_prompt_tokens(chunk) else () for chunk in chunks]
-    if not any(wanted):
+    ids_of_chunks = [chunk.req.source.token_ids_logprob if has_scored_prompt_tokens(chunk) else () for chunk in chunks]
+    if not any(ids_of_chunks):
         return None
-    targets = np.zeros((max(map(len, wanted)), padded), np.int32)
+    targets = np.zeros((max(map(len, ids_of_chunks)), padded), np.int32)
     first = 0
-    for chunk, own in zip(chunks, wanted, strict=True):
+    for chunk, own in zip(chunks, ids_of_chunks, strict=True):
         targets[: len(own), first : first + chunk.count] = np.array(own, np.int32)[:, None]
         first += chunk.count
     return targets

@@ -27,14 +27,14 @@ def weight_fields(state: SequenceState, *, num_tokens: int, is_last: bool) -> di
         "update_count": version.update_count,
     }
     if is_last:
-        runs = cut_runs(state.weight_runs(), 0, _num_told(state, num_tokens))
+        runs = cut_runs(state.weight_runs(), 0, _num_fed_tokens(state, num_tokens))
         fields["prefill_weight_versions"] = labelled_spans(cut_runs(runs, 0, out.prompt_tokens))
         fields["version_spans"] = [list(span) for span in to_spans(runs)]
         fields["version_labels"] = {str(count): label for count, label in to_labels(run.version for run in runs)}
     return fields
 
 
-def _num_told(state: SequenceState, num_tokens: int) -> int:
+def _num_fed_tokens(state: SequenceState, num_tokens: int) -> int:
     """Tokens of the answer that were fed: without what was generated, where an answer leaves that out."""
     num_fed = state.last.num_fed
     return num_fed if num_tokens == state.last.completion_tokens else min(num_fed, state.last.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Routes that lend device memory to a trainer on the same devices: SGLang's names, and what vLLM's share with them.
+"""Routes that release device memory for a trainer on the same devices, and allocate it again, under SGLang's names.
 
 The two tags are kv_cache and weights. Weights that were released come back by an update alone, so to resume them waits
 for one and is no error; to resume the rest before they have come is a 409. SGLang's third tag, cuda_graph, has no

@@ -348,8 +348,8 @@ class OpenAIHandler(GenerationHandler):
         prompt_only: bool,
         echo: Sequence[str] | None = None,
     ) -> None:
-        self._tells_times = server.settings.enable_per_request_metrics
-        if self._tells_times:  # the first token is an output of its own
+        self._has_request_metrics = server.settings.enable_per_request_metrics
+        if self._has_request_metrics:  # the first token is an output of its own
             requests = [
                 request if request.stream else dataclasses.replace(request, stream=True, stream_interval_s=3600.0)
                 for request in requests
@@ -459,7 +459,7 @@ class OpenAIHandler(GenerationHandler):
 
     def _times(self) -> dict[str, object]:
         """Return vLLM's field of a response: times of the whole call, in milliseconds."""
-        if not self._tells_times or not self._first_token_s:
+        if not self._has_request_metrics or not self._first_token_s:
             return {}
         first_s, total_s = min(self._first_token_s.values()), time.monotonic() - self._start_time
         queue_s = max(choice.sequence.last.queue_s or 0.0 for choice in self._choices if choice.sequence.has_output)
