@@ -16,6 +16,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.speculative_config import SpeculativeConfig
 from support.engines import open_engine
 from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
+from support.fast_compile import fast_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 NGRAM = SpeculativeConfig(adaptive=False)
@@ -144,7 +145,7 @@ def test_every_family_answers_with_drafts_as_without(name, tmp_path):
     folder, found = str(write_family(tmp_path, name)), []
     for speculative in (None, NGRAM):
         options = dict(enable_return_routed_experts=name != "dense", skip_tokenizer_init=True)
-        with open_engine(folder, **options, speculative=speculative) as engine:
+        with fast_compilation(), open_engine(folder, **options, speculative=speculative) as engine:
             outs = [
                 engine.generate(
                     input_ids=prompt,
@@ -176,7 +177,7 @@ def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_si
     found, folder = [], folder if name is None else str(write_family(tmp_path, name))
     for speculative in (None, NGRAM):
         sizes = dict(tp_size=2, ep_size=ep_size, enable_return_routed_experts=True, skip_tokenizer_init=True)
-        with open_engine(folder, **sizes, speculative=speculative) as engine:
+        with fast_compilation(), open_engine(folder, **sizes, speculative=speculative) as engine:
             sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24}
             prompts = [PROMPT, PROMPT[2:]]
             found.append(engine.generate(input_ids=prompts, sampling_params=sampling, return_routed_experts=True))
