@@ -35,6 +35,7 @@ ADMIN_PATHS = {
     "/update_weights",
     "/reset_prefix_cache",
     "/abort_requests",
+    "/inference/v1/abort_requests",
     "/sleep",
     "/wake_up",
     "/release_memory_occupation",
