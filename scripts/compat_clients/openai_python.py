@@ -98,7 +98,7 @@ class Weather(pydantic.BaseModel):
 
 def parsed(client):
     """Answers as objects of a class, at once and streamed: the grammar leaves nothing else."""
-    kwargs = {**CHAT, "max_tokens": 64, "response_format": Weather}
+    kwargs = {**CHAT, "max_tokens": 400, "response_format": Weather}
     (choice,) = client.chat.completions.parse(**kwargs).choices
     assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Weather), choice
     with client.chat.completions.stream(**kwargs) as events:
@@ -112,7 +112,7 @@ def tools_called(client):
     tool = openai.pydantic_function_tool(Weather, name="weather")
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        kwargs = {**CHAT, "max_tokens": 128, "tools": [tool], "tool_choice": choice}
+        kwargs = {**CHAT, "max_tokens": 400, "tools": [tool], "tool_choice": choice}
         message = client.chat.completions.parse(**kwargs).choices[0].message
         (call,) = message.tool_calls
         assert call.function.name == "weather" and isinstance(call.function.parsed_arguments, Weather), message

@@ -318,3 +318,16 @@ def test_states_that_a_grammar_has_used_up_end_no_other_sequence(tokenizer, monk
         use_up(compiler.compile(spec).start(), letters, rng)
     assert set(letters) & set(allowed_tokens(first, VOCAB_SIZE))
     assert set(letters) & set(allowed_tokens(compiler.compile(spec).start(), VOCAB_SIZE))
+
+
+def test_whitespace_has_an_end_where_a_schema_does_not_say(tokenizer, compiler):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    (brace,), (newline,) = tokenizer.encode_plain("{"), tokenizer.encode_plain("\n")
+    for own, most in (({}, 32), ({"x-guidance": {"whitespace_flexible": True}}, None)):
+        state = compiler.compile(GrammarSpec.json_schema(schema | own)).start()
+        state.accept(brace)
+        count = 0
+        while count < 100 and newline in allowed_tokens(state, VOCAB_SIZE):
+            state.accept(newline)
+            count += 1
+        assert count == (100 if most is None else most)

@@ -21,6 +21,9 @@ MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 32_768, 256, 256
 JSON, REGEX, GRAMMAR, CHOICE, TOKENS = "json", "regex", "grammar", "choice", "tokens"
 KINDS = (JSON, REGEX, GRAMMAR, CHOICE, "json_object")
 ANY_OBJECT = '{"type":"object"}'
+# Options of a schema that has none of its own: at most 32 characters of whitespace in a place. Greedy small models fill
+# their whole answer with it otherwise.
+SCHEMA_OPTIONS = {"whitespace_pattern": "[ \\n\\r\\t]{1,32}"}
 # Keys of vLLM's structured_outputs that say how a server makes its masks; they have no effect here.
 _IGNORED_KEYS = frozenset({"disable_fallback", "disable_any_whitespace", "disable_additional_properties"})
 _UNSUPPORTED_KEYS = ("whitespace_pattern", "structural_tag")

@@ -6,6 +6,7 @@ mask. What a grammar takes on the host grows while it is used, with the states o
 grammar share; this is bounded, too. Where the shared states are used up, a sequence goes on with a lexer of its own,
 and later sequences share a new one: whether a sequence meets the limit depends on its own text alone."""
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from routed_experts.core.errors import PARAM, InvalidRequestError
-from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
+from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, SCHEMA_OPTIONS, GrammarSpec
 from routed_experts.grammar.states import LLGrammarState, error_of
 from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary, import_llguidance
 
@@ -117,10 +118,19 @@ def _source_of(llguidance: Any, spec: GrammarSpec) -> str:
         text = f"has {len(spec.text)} characters, above the limit of {MAX_GBNF_CHARS} for GBNF; write it in Lark"
         raise InvalidRequestError(f"{PARAM} {text}", param=spec.param, code="grammar_too_large")
     names = {JSON: "json_schema", REGEX: "regex", GRAMMAR: "grammar", CHOICE: "choice"}
+    text = _with_options(spec.text) if spec.kind == JSON else spec.text
     try:
-        return llguidance.grammar_from(names[spec.kind], spec.text)
+        return llguidance.grammar_from(names[spec.kind], text)
     except (ValueError, RecursionError) as error:
         raise _refusal(spec, str(error)) from error
+
+
+def _with_options(schema: str) -> str:
+    """A JSON Schema with the default options, where it has none of its own."""
+    value = json.loads(schema)
+    if not isinstance(value, dict) or "x-guidance" in value:
+        return schema
+    return json.dumps({"x-guidance": SCHEMA_OPTIONS, **value}, ensure_ascii=False)
 
 
 def _first_mask_error(compiled: LLCompiledGrammar, vocab_size: int) -> str | None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from routed_experts.core.grammar_spec import GrammarSpec
+from routed_experts.core.grammar_spec import SCHEMA_OPTIONS, GrammarSpec
 from routed_experts.server.tools import ToolOptions
 
 _PARAM = "tool_choice"
@@ -34,4 +34,4 @@ def forced_call_grammar(options: ToolOptions) -> GrammarSpec | None:
 
 def _arguments_schema(parameters: object) -> dict[str, Any]:
     schema = cast("Mapping[str, Any]", parameters) if isinstance(parameters, Mapping) else {}
-    return {"type": "object", **schema}
+    return {"type": "object", "x-guidance": SCHEMA_OPTIONS, **schema}
