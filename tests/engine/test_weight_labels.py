@@ -138,7 +138,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_label_that_is_none_is_refused_at_every_door_and_counts_nothing(engine, folders, kind):
     before, answer, wrong = served(engine), ask(engine), WRONG[kind]
-    doors = [
+    calls = [
         lambda: engine.update_weights(state(1), version=wrong),
         lambda: engine.update_weights_from_disk(folders[1], version=wrong),
         lambda: engine.prepare_weights(folders[1], version=wrong),
@@ -146,9 +146,9 @@ def test_a_label_that_is_none_is_refused_at_every_door_and_counts_nothing(engine
         lambda: engine.update_weight_version(wrong),
         lambda: engine.resume_memory_occupation(state(1), version=wrong),
     ]
-    for door in doors:
+    for call in calls:
         with pytest.raises(InvalidRequestError, match=r"^version=") as caught:
-            door()
+            call()
         assert caught.value.param == "version" and engine.prepared_version is None
     with pytest.raises(InvalidRequestError, match="version=None must be text"):
         engine.update_weight_version(None)

@@ -169,7 +169,7 @@ def test_a_refused_grammar_is_not_kept(tokenizer):
     compiler = new_compiler(tokenizer)
     for _ in range(2):
         refusal(lambda: compiler.compile(GrammarSpec.regex("(")))
-    assert compiler.num_kept == 0
+    assert compiler.num_cached == 0
 
 
 def test_two_thousand_schemas_in_a_row_take_bounded_memory(tokenizer):
@@ -185,7 +185,7 @@ def test_two_thousand_schemas_in_a_row_take_bounded_memory(tokenizer):
         state.forced_tokens() or allowed_tokens(state, VOCAB_SIZE)
         if index in (500, 1999):
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    assert compiler.num_kept == grammar_compiler.MAX_CACHED
+    assert compiler.num_cached == grammar_compiler.MAX_CACHED
     assert peaks[1] - peaks[0] < 64 * 1024, f"{peaks} KiB: what was dropped is not freed"
     again = compiler.compile(schema(1999))
     assert again is compiler.compile(schema(1999)), "the last one is kept"
@@ -196,7 +196,7 @@ def test_the_sources_that_are_kept_are_bounded(tokenizer, monkeypatch):
     compiler = new_compiler(tokenizer)
     for index in range(50):
         compiler.compile(GrammarSpec.choice([f"{index}" * 90]))
-        assert compiler.num_kept * 90 <= 1000
+        assert compiler.num_cached * 90 <= 1000
 
 
 def test_threads_compile_at_once(tokenizer):
@@ -210,7 +210,7 @@ def test_threads_compile_at_once(tokenizer):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(kept) == 80 and compiler.num_kept == 4
+    assert len(kept) == 80 and compiler.num_cached == 4
 
 
 def test_without_llguidance_the_error_names_the_command(tokenizer, monkeypatch):

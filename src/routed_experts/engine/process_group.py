@@ -2,7 +2,9 @@
 
     rendezvous -> channel with beats -> jax.distributed -> load, plan, compile (values are exchanged) -> orders -> stop
 Process 0 leads: it sends orders, and every follower carries them out in their order. A group lives and dies together:
-when one process is lost, each of the others ends with exit code 3. Nothing is waited for without a bound."""
+when one process is lost, each of the others ends with exit code 3. Nothing is waited for without a bound.
+
+The module is long because both ends of the protocol, LeadingGroup and FollowingGroup, are read side by side."""
 
 import abc
 import atexit

@@ -34,7 +34,7 @@ FAILING = ("stalled", "degraded", "dead")  # states in which a replica should be
 logger = logging.getLogger(__name__)
 
 
-class Door:
+class ReplicaApp:
     """The ASGI app that Ray Serve sees: the server of the replica in whose process it is."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
 from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.ray_runtime import NAMESPACE, CoordinatorClient, import_ray
-from routed_experts.fleet.replica import Door, Replica
+from routed_experts.fleet.replica import Replica, ReplicaApp
 from routed_experts.fleet.replica_watch import ReplicaWatch
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, check_resources, group_template, host_bundle
@@ -61,7 +61,7 @@ def bind_replicas(spec: ReplicaSpec, resources: Mapping[str, float]) -> Any:
         options["placement_group_strategy"] = "PACK"
     if spec.fleet.routing_policy == "session":
         options["request_router_config"] = session_router()
-    deployment = serve.deployment(serve.ingress(Door())(Replica)).options(**options)
+    deployment = serve.deployment(serve.ingress(ReplicaApp())(Replica)).options(**options)
     return deployment.bind(spec, _version())
 
 

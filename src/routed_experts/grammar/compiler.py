@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles the grammars of requests for one vocabulary, and keeps those used last.
+"""GrammarCompiler: compiles the grammars of requests for one vocabulary, and caches those used last.
 
 Compiling runs on the caller's thread; llguidance drops the interpreter's lock meanwhile, so that steps go on. Its work
 is bounded by counted steps and not by a clock: a grammar that is refused once is always refused. So is the work of one
@@ -19,7 +19,7 @@ from routed_experts.core.grammar_spec import CHOICE, GRAMMAR, JSON, REGEX, SCHEM
 from routed_experts.grammar.states import LLGrammarState, error_of
 from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary, import_llguidance
 
-MAX_CACHED = 128  # grammars that are kept
+MAX_CACHED = 128  # grammars in the cache
 MAX_CACHED_CHARS = 1 << 22  # and characters of their sources
 MAX_GBNF_CHARS = 1 << 15  # of a GBNF grammar: it is translated by Python code
 # Of llguidance. 1,000,000 steps of building take about 20 ms; a mask at most about 14 ms + 2.5 ms.
@@ -70,29 +70,29 @@ class GrammarCompiler:
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._vocabulary: Any = None
         self._limits: Any = None
-        self._kept: OrderedDict[GrammarSpec, LLCompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, LLCompiledGrammar] = OrderedDict()
         self._num_chars = 0
 
     @property
-    def num_kept(self) -> int:
-        """Grammars that are kept."""
-        return len(self._kept)
+    def num_cached(self) -> int:
+        """Grammars in the cache."""
+        return len(self._cache)
 
     def compile(self, spec: GrammarSpec) -> LLCompiledGrammar:
         """The grammar of a request. Raises InvalidRequestError naming what cannot be followed, and ConfigError without
         llguidance."""
         with self._lock:
-            known = self._kept.get(spec)
+            known = self._cache.get(spec)
             if known is not None:
-                self._kept.move_to_end(spec)
+                self._cache.move_to_end(spec)
                 return known
         compiled = self._compile(spec)
         with self._lock:
-            if spec not in self._kept:
-                self._kept[spec] = compiled
+            if spec not in self._cache:
+                self._cache[spec] = compiled
                 self._num_chars += len(spec.text)
-            while len(self._kept) > MAX_CACHED or (self._num_chars > MAX_CACHED_CHARS and len(self._kept) > 1):
-                dropped, _ = self._kept.popitem(last=False)
+            while len(self._cache) > MAX_CACHED or (self._num_chars > MAX_CACHED_CHARS and len(self._cache) > 1):
+                dropped, _ = self._cache.popitem(last=False)
                 self._num_chars -= len(dropped.text)
         return compiled
 

@@ -111,12 +111,13 @@ def to_messages(items: str | Sequence[Mapping[str, Any]] | None, instructions: s
         raise InvalidRequestError("input is missing; send text or a list of items", param="input")
     if isinstance(items, str):
         return [*messages, ChatMessage(role="user", content=items)]
+    names = dict[str, str]()  # of functions, by call id: some templates write them beside the output of a call
     for index, item in enumerate(items):
-        _add_item(messages, item, f"input[{index}]")
+        _add_item(messages, names, item, f"input[{index}]")
     return [message for message in messages if not _is_reasoning_alone(message)]
 
 
-def _add_item(messages: list[ChatMessage], item: Mapping[str, Any], path: str) -> None:
+def _add_item(messages: list[ChatMessage], names: dict[str, str], item: Mapping[str, Any], path: str) -> None:
     """Add an item. Reasoning, a message and calls of the assistant that follow each other are one message."""
     kind = item.get("type") or "message"
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
@@ -138,12 +139,13 @@ def _add_item(messages: list[ChatMessage], item: Mapping[str, Any], path: str) -
         if last is None:
             last = ChatMessage(role="assistant")
             messages.append(last)
-        last.tool_calls = [*(last.tool_calls or ()), call]
+        last.tool_calls = last.tool_calls or []
+        last.tool_calls.append(call)
+        names.setdefault(call.id or "", call.function.name)
     elif kind == "function_call_output":
         call_id = _string(item.get("call_id"), f"{path}.call_id")
         output = _text(item.get("output"), f"{path}.output")
-        name = _call_name(messages, call_id)
-        messages.append(ChatMessage(role="tool", content=output, tool_call_id=call_id, name=name))
+        messages.append(ChatMessage(role="tool", content=output, tool_call_id=call_id, name=names.get(call_id)))
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         messages.append(ChatMessage(role="assistant", reasoning_content=_text(parts, f"{path}.content")))
@@ -154,12 +156,6 @@ def _add_item(messages: list[ChatMessage], item: Mapping[str, Any], path: str) -
 
 def _is_reasoning_alone(message: ChatMessage) -> bool:
     return message.role == "assistant" and message.content is None and not message.tool_calls
-
-
-def _call_name(messages: Sequence[ChatMessage], call_id: str) -> str | None:
-    """Return the name of the function of a call: some templates write it beside its output."""
-    calls = (call for message in messages for call in message.tool_calls or ())
-    return next((call.function.name for call in calls if call.id == call_id), None)
 
 
 def _text(content: object, path: str) -> str:

@@ -175,7 +175,7 @@ def _as_list(params: Mapping[str, object] | Sequence[Mapping[str, object]] | Non
 def _sampling(call: GenerateRequest) -> tuple[list[dict[str, object]], list[str]]:
     """Return the sampling parameters, one dict or one a prompt, and the names of those without effect, which are left
     out."""
-    ignored, kept = list[str](), list[dict[str, object]]()
+    ignored, params = list[str](), list[dict[str, object]]()
     for fields in _as_list(call.sampling_params):
         own = [name for name, value in fields.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
         sampling = {name: value for name, value in fields.items() if value is not None and name not in own}
@@ -183,8 +183,8 @@ def _sampling(call: GenerateRequest) -> tuple[list[dict[str, object]], list[str]
             if isinstance(value := sampling.get(name), int):
                 sampling[name] = to_seed(value)
         ignored += [name for name in own if name not in ignored]
-        kept.append(sampling)
-    return kept, ignored
+        params.append(sampling)
+    return params, ignored
 
 
 def _is_empty_constraint(name: str, value: object) -> bool:
