@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import numpy as np
 import pybase64
-from jaxtyping import Float32, Int, Int32, UInt
+from jaxtyping import BFloat16, Float32, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
@@ -38,7 +38,7 @@ def encode_routed_experts(
     record: RoutedExperts, *, payload_format: EncodedFormat, layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
     """Return the fields of meta_info or a choice: `routed_experts`, its metadata, and the weights if the record has
-    them.
+    them: base64 of an npy array [R, M, K] of float32, or of uint16, which are the bits of bfloat16.
 
     An aborted request that generated nothing has the payload None and no rows; any other record of 0 rows is not
     None."""
@@ -58,7 +58,8 @@ def encode_routed_experts(
     metadata = to_metadata(record, payload_format=payload_format, layers=layers)
     fields: dict[str, object] = {PAYLOAD_KEY: None if has_no_rows else payload, INFO_KEY: metadata.to_json()}
     if record.weights is not None:
-        fields[WEIGHTS_KEY] = None if has_no_rows else pybase64.b64encode_as_string(npy_bytes(record.weights))
+        bits = record.weights if record.weights.dtype == np.float32 else record.weights.view(np.uint16)
+        fields[WEIGHTS_KEY] = None if has_no_rows else pybase64.b64encode_as_string(npy_bytes(bits))
     return fields
 
 
@@ -87,7 +88,7 @@ def encode_as_lists(record: RoutedExperts, *, layers: PayloadLayers, aborted: bo
         INFO_KEY: metadata.to_json(),
     }
     if record.weights is not None:
-        fields[WEIGHTS_KEY] = None if has_no_rows else record.weights.tolist()
+        fields[WEIGHTS_KEY] = None if has_no_rows else record.weights.astype(np.float32).tolist()
     return fields
 
 
@@ -237,13 +238,17 @@ def _rows_from_lists(
     return np.concatenate(pieces)
 
 
-def _decoded_weights(weights: object, metadata: RoutedExpertsMetadata) -> Float32[np.ndarray, "R M K"] | None:
+def _decoded_weights(
+    weights: object, metadata: RoutedExpertsMetadata
+) -> Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None:
     if metadata.weights is None:
         return None
     shape = (metadata.shape[0], len(metadata.moe_layer_ids), metadata.top_k)
+    dtype = np.dtype(metadata.weights)
     if metadata.format != "list":
-        return read_npy(decode_base64(weights), dtype="float32", shape=shape)
-    array = _to_array(WEIGHTS_KEY, weights, np.number).astype(np.float32)
+        stored = "uint16" if metadata.weights == "bfloat16" else "float32"
+        return read_npy(decode_base64(weights), dtype=stored, shape=shape).view(dtype)
+    array = _to_array(WEIGHTS_KEY, weights, np.number).astype(dtype)
     if array.size != math.prod(shape):
         raise RoutingFormatError(f"{WEIGHTS_KEY} has the shape {list(array.shape)}; expected {list(shape)}")
     return array.reshape(shape)
