@@ -19,6 +19,7 @@ from routed_experts.core.errors import CaptureUnsupportedError
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
@@ -61,12 +62,14 @@ class Tally:
     near_ids: int = 0
     exceptions: int = 0
     logprob: float = 0.0
+    weight: float = 0.0
 
     def __str__(self):
         return (
             f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} "
             "near a tie), "
-            f"{self.exceptions} exceptions, largest logprob difference {self.logprob:.1e}"
+            f"{self.exceptions} exceptions, largest difference of a logprob {self.logprob:.1e}, of a combine weight "
+            f"{self.weight:.1e}"
         )
 
 
@@ -88,6 +91,16 @@ def compare_ids(judged, rows, tally):
     tally.ids += rows.size
     tally.near_ids += int(np.sum(~decided)) * top_k
     tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != reference, axis=-1)))
+
+
+def compare_weights(judged, record, tally):
+    """Combine weights of the record against the routers' own, expert by expert, where both chose the same."""
+    rows, width = record.ids.astype(int), judged.choice.shape[-1]
+    dense = np.zeros((2, *rows.shape[:2], width))
+    np.put_along_axis(dense[0], rows, record.weights, axis=-1)
+    np.put_along_axis(dense[1], judged.ids[: len(rows)].astype(int), judged.weights[: len(rows)], axis=-1)
+    same = np.all(np.sort(rows, axis=-1) == np.sort(judged.ids[: len(rows)], axis=-1), axis=-1)
+    tally.weight = max(tally.weight, float(np.max(np.abs(dense[0] - dense[1])[same], initial=0.0)))
 
 
 def compare(oracle, prompt, result, tally, *, prompt_logprobs):
@@ -114,6 +127,9 @@ def compare(oracle, prompt, result, tally, *, prompt_logprobs):
     rows = extract_routed_experts_from_meta_info(result).reshape(len(tokens) - 1, oracle.config.num_hidden_layers, -1)
     assert np.all(np.delete(rows, layer_ids, axis=1) == -1)
     compare_ids(judged, rows[:, layer_ids], tally)
+    record = record_from_meta_info(result)
+    assert record is not None and np.array_equal(record.ids, rows[:, layer_ids])
+    compare_weights(judged, record, tally)
 
 
 def run(model, tokens, ids=None):
@@ -148,7 +164,8 @@ def check_scores(engine, tokens):
         again = engine.score(tokens, routed=record)
         assert np.array_equal(again.logprobs, live.logprobs) and again.routed_experts == rows
     forced = engine.score(tokens, routed=drifted)
-    assert forced.routed_experts == drifted and not np.array_equal(forced.logprobs, live.logprobs)
+    assert np.array_equal(forced.routed_experts.ids, drifted.ids)
+    assert not np.array_equal(forced.logprobs, live.logprobs)
 
 
 def flipped(folder, tokens):
@@ -185,8 +202,10 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     oracle, tally = Oracle(CASES[name], tmp_path), Tally()
     capture, rng = bool(oracle.case.layer_ids), np.random.default_rng(len(name))
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
-    kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=capture)
-    with Engine(str(tmp_path), enable_return_routed_experts=capture, **ENGINE) as engine:
+    kwargs = dict(sampling_params=GREEDY, return_logprob=True)
+    kwargs |= dict(return_routed_experts=capture, return_routed_experts_weights=capture)
+    flags = dict(enable_return_routed_experts=capture, enable_return_routed_experts_weights=capture)
+    with Engine(str(tmp_path), **flags, **ENGINE) as engine:
         results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
             compare(oracle, prompt, result, tally, prompt_logprobs=True)
@@ -206,7 +225,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     share = flipped(tmp_path, longer) if capture else 0.0
     flips = f"; {share:.2%} of routers flip in bfloat16" if capture else ""
     print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
-    assert tally.logprob < 1e-4 and difference < 2e-4
+    assert tally.logprob < 1e-4 and difference < 2e-4 and tally.weight < 2e-5
     assert share < 0.15, "bfloat16 rounds: routers near a tie flip, but no more; this is another computation"
     assert tally.near_tokens <= 0.05 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
     assert tally.exceptions <= 0.001 * tally.ids

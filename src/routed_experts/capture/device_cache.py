@@ -84,6 +84,18 @@ class _RoutedExpertsDeviceCache:
         )
         return self._write(first_moe_layer, topk_ids, weights)
 
+    def write_weights(
+        self, moe_layer: int | Int[Array, ""], weights: Float32[Array, "N K"]
+    ) -> "_RoutedExpertsDeviceCache":
+        """Write the combine weights of one layer again, where they are recorded: its experts multiply by others than
+        the router gave."""
+        if self.weights is None:
+            return self
+        row = jnp.asarray(moe_layer, jnp.int32) * self.spec.top_k
+        own = self._token_minor(weights[None].astype(jnp.float32))
+        written = lax.dynamic_update_slice_in_dim(self.weights, own, row, axis=0, allow_negative_indices=False)
+        return replace(self, weights=written)
+
     def add_rerouting(self, rerouting: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add the slots that the capacities of one layer moved or left empty."""
         return self if self.rerouting is None else replace(self, rerouting=self.rerouting + rerouting)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import BFloat16, Bool, Float32, UInt
+from jaxtyping import BFloat16, Bool, Float32, UInt, UInt16
 
 from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.error_text import short_repr
@@ -22,6 +23,7 @@ from routed_experts.core.record_validation import VersionSpans, check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import MAX_LABEL_CHARS
 
+CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
@@ -134,7 +136,7 @@ def to_record(
     ids: UInt[np.ndarray, "R M K"],
     metadata: RoutedExpertsMetadata,
     *,
-    weights: Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None = None,
+    weights: CombineWeights | None = None,
     valid: Bool[np.ndarray, " R"] | None = None,
 ) -> RoutedExperts:
     """Join canonical ids with their metadata; raises RoutingFormatError where the two disagree.
@@ -209,6 +211,19 @@ def to_metadata(
         valid=base64.b64encode(packed).decode() if packed is not None and num_missing else None,
         version_labels=record.labels,
     )
+
+
+def to_stored_weights(weights: CombineWeights) -> Float32[np.ndarray, "R M K"] | UInt16[np.ndarray, "R M K"]:
+    """Weights as files and payloads hold them: float32, or the bits of bfloat16, which NumPy's formats have no name
+    for."""
+    return weights if weights.dtype == np.float32 else weights.view(np.uint16)
+
+
+def from_stored_weights(array: np.ndarray, dtype: WeightsDType | None) -> np.ndarray:
+    """Weights of the dtype that the metadata names; an array that holds none is returned as it is."""
+    if dtype == "bfloat16" and array.dtype == np.uint16:
+        return array.view(ml_dtypes.bfloat16)
+    return array
 
 
 def _weights_dtype(record: RoutedExperts) -> WeightsDType | None:

@@ -28,7 +28,7 @@ from routed_experts.models.decoder.grouped_attention import GroupedAttention, fu
 from routed_experts.models.decoder.layer_counts import LayerCounts, Progression
 from routed_experts.models.decoder.layer_params import LayerParams, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext
-from routed_experts.models.decoder.sparse_block import to_block, with_block
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 Carry = tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]  # stream, cache, capture
 _NormedCarry = tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]
@@ -114,9 +114,9 @@ class _FusedLayer:
         norm = self._norm(self._all("post_norm"), repeat)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
-        block = to_block(capture)
-        routing, block = fused.route(logits, self._rows(moe_layer), block, moe_layer, feed.router, biases)
-        capture = with_block(capture, block)
+        recorded = to_block(capture)
+        routing, recorded = fused.route(logits, self._rows(moe_layer), recorded, moe_layer, feed.router, biases)
+        capture = with_block(capture, recorded)
         x, normed = fused.add_slots(
             x, self._experts(normed, routing, feed, repeat), self._norm(self.next_norms, repeat)
         )

@@ -24,7 +24,7 @@ from routed_experts.models.decoder.fused_layers import Carry, run_fused_layers
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.layer_counts import LayerCounts
 from routed_experts.models.decoder.layer_parts import LayerContext
-from routed_experts.models.decoder.sparse_block import to_block, with_block
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 _ARRAYS = frozenset(
     {
@@ -137,7 +137,8 @@ def run_fused(
     recorded = to_block(capture)
     x, normed, pages, recorded = kernel.run(x, pattern, inputs, paged, pages, recorded, replay, offsets, spec)
     cache = dataclasses.replace(cache, pages=pages) if isinstance(attend, HybridAttend) else pages
-    return (x, cache, with_block(capture, recorded)), normed
+    capture = with_block(capture, recorded)
+    return (x, cache, capture), normed
 
 
 def _stack_weights(

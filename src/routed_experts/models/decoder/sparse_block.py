@@ -16,10 +16,10 @@ from routed_experts.layers.routing import (
     LayerRouting,
     RouterSpec,
     Routing,
-    RoutingBlock,
     replay_topk,
     router_probabilities,
 )
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +47,10 @@ def route(
     """Decide the experts of each token and record them in the layer's column. `bias` affects the choice only. Replayed
     weights run through array code."""
     if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
-        routing, block = kernels.router.run(logits, routed, to_block(capture), moe_layer, spec, bias)
-        return routing, with_block(capture, block)
+        recorded = to_block(capture)
+        routing, recorded = kernels.router.run(logits, routed, recorded, moe_layer, spec, bias)
+        capture = with_block(capture, recorded)
+        return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         probabilities = functools.partial(router_probabilities, logits, spec=spec)
@@ -76,18 +78,6 @@ def route_with_capacity(
             moe_layer, routing.ids, routing.native_ids, weights=routing.weights
         ).add_rerouting(rerouting)
     return routing, capture
-
-
-def to_block(capture: RoutedExpertsDeviceCache | None) -> RoutingBlock | None:
-    """What a step records, as kernels write it."""
-    return None if capture is None else RoutingBlock(capture.ids, capture.weights)
-
-
-def with_block(capture: RoutedExpertsDeviceCache | None, block: RoutingBlock | None) -> RoutedExpertsDeviceCache | None:
-    """The capture with what a kernel has written."""
-    if capture is None or block is None:
-        return capture
-    return dataclasses.replace(capture, ids=block.ids, weights=block.weights)
 
 
 def run_experts(
