@@ -50,6 +50,7 @@ NO_PREFIX_CACHE = (
     "Lfm2Moe",
     "BailingHybrid",
 )  # they keep states, which cannot be cut where a prefix ends
+WEIGHS_OTHERWISE = ("Gemma4", "Llama4", "DeepseekV3", "GptOss")  # not softmax over all experts, times the outputs
 
 
 @dataclasses.dataclass
@@ -152,9 +153,9 @@ def replayed(oracle, folder, tokens):
     return float(np.abs(np.asarray(out.logits)[0] - judged.logits).max())
 
 
-def check_scores(engine, tokens):
+def check_scores(engine, tokens, *, replays_weights):
     """By the kernels that serve: live, its own rows and rows of which none is valid are the same by the bit; rows in an
-    order that no router gives are run as they stand."""
+    order that no router gives are run as they stand, and so are weights that no router gives."""
     live = engine.score(tokens)
     rows = live.routed_experts
     drifted = dataclasses.replace(
@@ -166,6 +167,12 @@ def check_scores(engine, tokens):
     forced = engine.score(tokens, routed=drifted)
     assert np.array_equal(forced.routed_experts.ids, drifted.ids)
     assert not np.array_equal(forced.logprobs, live.logprobs)
+    if replays_weights:
+        own = engine.score(tokens, routed=rows, replay_weights=True)
+        np.testing.assert_allclose(own.logprobs, live.logprobs, atol=2e-5)
+        halved = dataclasses.replace(rows, weights=rows.weights / 2)
+        lighter = engine.score(tokens, routed=halved, replay_weights=True)
+        assert lighter.routed_experts == halved and not np.array_equal(lighter.logprobs, live.logprobs)
 
 
 def flipped(folder, tokens):
@@ -218,7 +225,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
             assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(oracle, longer, hit, tally, prompt_logprobs=False)
         if capture:
-            check_scores(engine, prompts[3])
+            check_scores(engine, prompts[3], replays_weights=name in WEIGHS_OTHERWISE)
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
     difference = replayed(oracle, tmp_path, longer)

@@ -37,6 +37,7 @@ def request(
     group=None,
     stream=False,
     asks=True,
+    asks_weights=False,
     start=0,
     include_last=False,
     stop_token_ids=(),
@@ -61,7 +62,9 @@ def request(
             return_logprob=True,
             logprob_start_len=prompt_logprobs_from,
             top_logprobs_num=0,
-            routed_experts=RoutingOptions(enabled=asks, start=start if asks else 0, include_last=include_last),
+            routed_experts=RoutingOptions(
+                enabled=asks, start=start if asks else 0, include_last=include_last, weights=asks_weights
+            ),
         )
     )
 
