@@ -74,4 +74,5 @@ SUITES: dict[str, tuple[str, ...]] = {
     "slime": (OURS + "slime_client.py",),
     "miles": (OURS + "miles_client.py",),
     "skyrl": (OURS + "skyrl_client.py",),
+    "prime-rl": (OURS + "prime_rl_client.py",),
 }
