@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.fleet.host_processes import end_users_of, own_process_groups
+from routed_experts.fleet.host_processes import end_users_of
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec
 from routed_experts.fleet.start import Fleet
 from routed_experts.server.limits import ServerSettings
-
 
 # In a process without JAX, which warns of every fork.
 GROUPS = """
