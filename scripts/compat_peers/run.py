@@ -248,7 +248,8 @@ that it hardly chooses, and a chat template with a place for tools. Servers have
 peer, and read new weights from beside that model. Flags of adapters, devices and random weights are left out, and
 sizes and tokenizers of a model that a test names are ours. For slime, Miles, SkyRL and prime-rl (slime, miles, skyrl,
 prime-rl) their own functions that talk to a server are called; prime-rl's rollouts go through the clients of verifiers
-and renderers, which are installed.
+and renderers, which are installed. For Megatron-LM, verl, NeMo-RL and MaxText (megatron-lm, verl, nemo-rl, maxtext)
+those that read rows are.
 
 `scripts/compat_peers/expected.json` has the expected outcome of every test, with the reason where one fails or is not
 applicable: a unit test of the peer's own code, a model's text or vocabulary, adapters, images. The command prints what
