@@ -5,6 +5,7 @@ nnx.to_pure_dict."""
 
 import dataclasses
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jaxtyping import Array, Bool
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
@@ -23,6 +25,7 @@ from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
 _SHOWN = 4
+_BLOCK = 1 << 17  # numbers of half precision that are checked at once
 
 
 def to_state(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
@@ -89,19 +92,55 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
 
 def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
     """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request."""
-    broken = [name for name, leaf in leaves.items() if not _is_finite(_to_array(leaf))]
+    arrays = {name: _to_array(leaf) for name, leaf in leaves.items()}
+    by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and array.is_fully_addressable and not _on_host(array):
+            by_devices[frozenset(array.devices())].append(name)
+    finite: dict[str, bool] = {}
+    for names in by_devices.values():  # one program reads each array once
+        flags = np.asarray(_finite_flags([arrays[name] for name in names]))
+        finite |= dict(zip(names, flags.tolist(), strict=True))
+    broken = [name for name, array in arrays.items() if not (finite[name] if name in finite else _is_finite(array))]
     if broken:
         more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
         text = f"{len(broken)} arrays hold NaN or infinity: {', '.join(broken[:_SHOWN])}{more}"
         raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
 
 
+@jax.jit
+def _finite_flags(arrays: list[Any]) -> Bool[Array, " n"]:
+    """Of each array whether all its numbers are finite."""
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+
+
+def _on_host(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.devices())
+
+
 def _is_finite(array: Any) -> bool:
-    """Checked where the array is: on the host without a copy, on an accelerator by a reduction there."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # each process looks at its own part
+    """Whether all numbers of an array on the host are finite, without a copy. Several processes look at their own parts
+    of an array."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return all(_is_finite(shard.data) for shard in array.addressable_shards)
-    on_accelerator = isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
-    return bool(jnp.isfinite(array).all()) if on_accelerator else bool(np.isfinite(np.asarray(array)).all())
+    if isinstance(array, jax.Array) and not _on_host(array):
+        return bool(_finite_flags([array])[0])
+    return _is_finite_on_host(np.asarray(array))
+
+
+def _is_finite_on_host(array: np.ndarray) -> bool:
+    """By the bits of half precision, in blocks that stay in a cache: NumPy's own check of bfloat16 takes five times as
+    long."""
+    if array.dtype not in (jnp.bfloat16, np.float16) or not array.flags.c_contiguous:
+        return bool(np.isfinite(array).all())
+    least = int(np.array(np.inf, array.dtype).view(np.uint16))  # an exponent of ones: infinity, or NaN above it
+    bits = array.reshape(-1).view(np.uint16)
+    magnitudes = np.empty(min(_BLOCK, bits.size), np.uint16)
+    for first in range(0, bits.size, _BLOCK):
+        block = bits[first : first + _BLOCK]
+        if np.bitwise_and(block, 0x7FFF, out=magnitudes[: block.size]).max() >= least:
+            return False
+    return True
 
 
 def _leaves(new: object) -> Iterator[tuple[str, object]]:
