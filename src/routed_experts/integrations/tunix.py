@@ -68,12 +68,16 @@ _DECODER = "decoder"  # the attribute of Policy, with which the names of its wei
 class Policy(nnx.Module):
     """A decoder in the calling convention of Tunix's models: the actor, or the reference, of a cluster."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        """`decoder` is a loaded model, such as `ModelFolder.open(path).load(dtype)`, which has MoE layers. Raises
-        ConfigError for one without."""
+    def __init__(self, decoder: Decoder, *, compute_dtype: str | None = None) -> None:
+        """`decoder` is a loaded model with MoE layers, such as `ModelFolder.open(path).load(dtype)`.
+
+        With `compute_dtype` its weights are cast at each call, but for those that an engine of this dtype keeps in
+        float32: float32 master weights are then trained through the very weights that are served. Raises ConfigError
+        for a model without MoE layers."""
         if decoder.config.capture_spec is None:
             raise ConfigError("the model has no MoE layer, so there is no routing to replay; use a model of Tunix")
         self.decoder = decoder
+        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype).name
 
     @property
     def config(self) -> Any:
@@ -127,13 +131,23 @@ class Policy(nnx.Module):
         pad = _padding(input_tokens, attention_mask, segment_ids)
         routed = RoutedBatch(ids, valid & ~pad, pad)
         return forward(
-            self.decoder,
+            self.decoder if self.compute_dtype is None else _cast(self.decoder, jnp.dtype(self.compute_dtype)),
             input_tokens,
             positions=positions,
             segment_ids=segment_ids,
             routed=routed,
             return_routed=return_routed,
         )
+
+
+def _cast(decoder: Any, dtype: jnp.dtype) -> Any:
+    """The decoder as an engine of this dtype serves it. The gradient goes to the weights that are cast."""
+    graphdef, state = nnx.split(decoder)
+    arrays = [
+        (path, leaf if leaf.get_metadata().get("wide", False) else leaf.replace(leaf.get_raw_value().astype(dtype)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(arrays))
 
 
 class Rows(nnx.Variable[Any]):
