@@ -27,7 +27,7 @@ def demo_engine():
         yield engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(demo_engine):
-    """A cluster that is not trained."""
+    """A cluster that is not trained yet."""
     return tunix_runs.make_cluster(demo_engine)

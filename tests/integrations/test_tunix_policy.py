@@ -16,11 +16,16 @@ from routed_experts.integrations.tunix import Policy, Replayed, ReplayExample, w
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, forward
 from support import tunix_runs
-from support.tunix_runs import PROMPTS, WIDTH, demo_policy, make_example
+from support.tunix_runs import PROMPTS, WIDTH, demo_policy, make_cluster, make_example
 
 pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PPO = types.SimpleNamespace(epsilon_low=0.2, epsilon_high=0.2, entropy_coef=None)
+
+
+@pytest.fixture(scope="module")
+def cluster(demo_engine):
+    return make_cluster(demo_engine)
 
 
 @pytest.fixture(scope="module")

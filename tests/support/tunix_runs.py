@@ -30,7 +30,7 @@ from routed_experts.models.model_folder import ModelFolder
 PROMPTS = (
     "Once upon a time there was",
     "The whale",
-    "Tell me a story about a king who lived by the sea.",
+    "Tell me a story about a king who lived by the sea with his old dog.",
     "What is the capital of France?",
 )
 WIDTH, NEW, GROUP = 16, 20, 4
