@@ -91,7 +91,7 @@ def test_outputs_are_what_tunix_expects(cluster):
     ):
         ids = tunix_runs.demo_tokenizer().encode(prompt)
         np.testing.assert_array_equal(row[row != pad], ids[-WIDTH:])  # one that is too long keeps its end
-        assert (row[: WIDTH - len(ids)] == pad).all() and row[-1] == ids[-1]
+        assert (row[: max(WIDTH - len(ids), 0)] == pad).all() and row[-1] == ids[-1]
         assert tokens.dtype == np.int32 and 0 < tokens.size <= NEW and logprobs.shape == tokens.shape
         ends = tokens[-1] in (pad, cluster.rollout.eos_id())
         assert record.finish_reason == ("stop" if ends else "length") and (ends or tokens.size == NEW)

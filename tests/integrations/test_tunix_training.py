@@ -127,7 +127,7 @@ def test_metrics_are_logged_for_each_step(run):
     logged = [buffer.metrics for buffer in run.metrics if "routing/k3" in buffer.metrics]
     assert len(logged) == STEPS
     for metrics in logged:
-        names = {"routing/canary", "routing/flipped", "routing/valid", "routing/k3", "routing/f_1_1"}
+        names = {f"routing/{name}" for name in ("canary", "flipped", "valid", "k3", "f_1_1", "k3_live", "f_1_1_live")}
         assert names <= set(metrics) and metrics["routing/valid"][0][0] > 0.9
 
 
@@ -301,8 +301,8 @@ def test_importance_weights_of_the_sampler_reach_the_loss(run):
         run.learner.seen[0].example, sampler_is_weights=jnp.zeros((2 * GROUP, tunix_runs.NEW))
     )
     loss = run.cluster.actor_trainer.loss_fn
-    value, _ = nnx.jit(lambda model, batch: loss(model, batch, algo_config=None))(demo_policy(), example)
-    assert float(value) == 0.0
+    value = nnx.jit(lambda model, batch: tunix_runs.loss_value(loss(model, batch, algo_config=None)))
+    assert float(value(demo_policy(), example)) == 0.0
 
 
 def test_a_colocated_engine_has_no_kv_pages_while_the_actor_trains(demo_engine):

@@ -126,7 +126,7 @@ class WatchedLearner(ReplayGRPOLearner):
 
     def __init__(self, cluster, config=None, reward=vowel_share, **options):
         self.seen = []
-        super().__init__(cluster, config or grpo_config(), reward, measure_every=1, **options)
+        super().__init__(cluster, config or grpo_config(), reward, measure_every=1, compare_live=True, **options)
 
     def _measure(self, example, records, mode):
         rollout = self._cluster.rollout
@@ -192,3 +192,8 @@ def example_of(cluster, prompts, answers, records):
         routed_valid=jnp.asarray(routed.valid),
     )
     return example, records
+
+
+def loss_value(output):
+    """The scalar of a loss of Tunix: (loss, aux), or in newer releases a LossOutput, a sum and its denominator."""
+    return output[0] if isinstance(output, tuple) else output.primary_loss.compute()

@@ -640,7 +640,8 @@ class ReplayGRPOLearner(grpo_learner.GRPOLearner):
     DrGRPOConfig and DAPOConfig with `policy_loss_fn="grpo_replay"`.
 
     Logs `routing/canary`, `routing/flipped`, `routing/valid`, `routing/k3` and `routing/f_1_1` (RoutingReport) of
-    every `measure_every`-th example, before the update that it is for; each costs one forward."""
+    every `measure_every`-th example, before the update that it is for; each costs one forward. With `compare_live` also
+    `routing/k3_live` and `routing/f_1_1_live`, of the same example routed live, for another forward."""
 
     def __init__(
         self,
@@ -653,8 +654,9 @@ class ReplayGRPOLearner(grpo_learner.GRPOLearner):
         rl_engine: Any = None,
         gate: CanaryGate | None = None,
         measure_every: int = 8,
+        compare_live: bool = False,
     ) -> None:
-        """Arguments are Tunix's (`rl_engine`: newer releases' name of `rl_cluster`), but for two. `gate` judges the
+        """Arguments are Tunix's (`rl_engine`: newer releases' name of `rl_cluster`), but for three. `gate` judges the
         canary; None: CanaryGate(), which raises RoutingReplayError above 0.05. `measure_every`: 0 never measures.
 
         Raises ConfigError unless the rollout is a RoutedExpertsRollout, the actor a Policy, the loss one of
@@ -667,7 +669,7 @@ class ReplayGRPOLearner(grpo_learner.GRPOLearner):
         if measure_every < 0:
             raise ConfigError(f"measure_every={measure_every} must be at least 0, which measures nothing")
         self._cluster, self._gate, self._measure_every = cluster, gate or CanaryGate(), measure_every
-        self._num_examples = 0
+        self._compare_live, self._num_examples = compare_live, 0
         super().__init__(cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed)
 
     def _generate_and_compute_advantage(
@@ -696,14 +698,20 @@ class ReplayGRPOLearner(grpo_learner.GRPOLearner):
 
     def _measure(self, example: ReplayExample, records: Sequence[RolloutRecord], mode: Any) -> None:
         """Log a report of an example; then judge its canary."""
-        report = routing_report(
+        measure = functools.partial(
+            routing_report,
             self._cluster.actor_trainer.model,
             example,
             _pad_logprobs(records, example.completion_ids.shape[1]),
             pad_id=self._cluster.rollout.pad_id(),
             temperature=self._cluster.get_rollout_config(mode=mode).temperature,
         )
-        metrics = {f"routing/{name}": (value, np.mean) for name, value in dataclasses.asdict(report).items()}
+        report = measure()
+        values = dataclasses.asdict(report)
+        if self._compare_live:
+            live = measure(replayed=False)
+            values |= {"k3_live": live.k3, "f_1_1_live": live.f_1_1}
+        metrics = {f"routing/{name}": (value, np.mean) for name, value in values.items()}
         self._cluster.buffer_metrics(metrics, mode=mode)
         self._gate(report.canary)
 
