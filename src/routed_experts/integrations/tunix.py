@@ -593,18 +593,15 @@ def routing_report(
 ) -> RoutingReport:
     """Compare the policy, on the rows of a ReplayExample (or, not `replayed`, routing live), with the logprobs of its
     rollout. They must be of the whole distribution at this `temperature`, or k3 tells of top-p and top-k too."""
-    graphdef, state = nnx.split(policy)
-    ids, valid = _rows(example)
-    tokens = jnp.concatenate([example.prompt_ids, example.completion_ids], axis=1)
-    logprobs, slot_miss, share = _trainer_pass(
-        graphdef, state, tokens, ids, valid if replayed else jnp.zeros_like(valid), pad_id, temperature or 1.0
-    )
+    logprobs, slot_miss, share = _replayed_pass(policy, example, pad_id, temperature, replayed)
+    valid = example.routed_valid
     width = example.completion_ids.shape[1]
     mask = np.asarray(example.completion_mask, bool)
     report = mismatch_report(rollout_logprobs, np.asarray(logprobs)[:, -width:], mask) if mask.any() else None
     rows = np.asarray(valid) if replayed else np.zeros(valid.shape, bool)
     missed = np.any(np.asarray(slot_miss) > 0, axis=-1)
-    num_tokens = int(np.count_nonzero(np.asarray(tokens) != pad_id))
+    tokens = np.concatenate([example.prompt_ids, example.completion_ids], axis=1)
+    num_tokens = int(np.count_nonzero(tokens != pad_id))
     return RoutingReport(
         canary=float(share),
         flipped=float(missed[rows].mean()) if rows.any() else 0.0,
@@ -612,6 +609,21 @@ def routing_report(
         k3=0.0 if report is None else report.k3,
         f_1_1=0.0 if report is None else report.f_1_1,
     )
+
+
+def routing_pass(
+    policy: Policy, example: Any, *, pad_id: int, temperature: float = 1.0, replayed: bool = True
+) -> Float32[Array, "B S-1"]:
+    """Logprobs of tokens 1 to S - 1 of a ReplayExample under the policy, on its rows or routing live."""
+    return _replayed_pass(policy, example, pad_id, temperature, replayed)[0]
+
+
+def _replayed_pass(policy: Policy, example: Any, pad_id: int, temperature: float, replayed: bool) -> tuple[Any, ...]:
+    graphdef, state = nnx.split(policy)
+    ids, valid = _rows(example)
+    tokens = jnp.concatenate([example.prompt_ids, example.completion_ids], axis=1)
+    valid = valid if replayed else jnp.zeros_like(valid)
+    return _trainer_pass(graphdef, state, tokens, ids, valid, pad_id, temperature or 1.0)
 
 
 @functools.partial(jax.jit, static_argnames=("pad_id", "temperature"))
