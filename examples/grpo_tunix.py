@@ -42,7 +42,6 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import CanaryGate
 
 PROMPT_LEN, NEW_TOKENS, GROUP, PROMPTS = 20, 24, 8, 4
-ROWS = ("on", "off", "shifted")
 KINDS = ("kind", "small", "clever", "brave", "hungry", "gentle", "strong", "lonely")
 ANIMALS = ("fox", "cat", "dog", "wolf", "rabbit", "hedgehog")
 PANELS = {
@@ -53,22 +52,29 @@ PANELS = {
 }
 
 
-class ChosenRows(RoutedExpertsRollout):
-    """The engine's rows, none of them, or those of the token before: for the comparison alone."""
-
-    rows = "on"
+class NoRows(RoutedExpertsRollout):
+    """A rollout whose rows are thrown away: the trainer routes live."""
 
     def take(self) -> list[RolloutRecord]:
-        """The records, with these rows."""
-        return [self._change(record) for record in super().take()]
+        """The records, without rows."""
+        return [dataclasses.replace(record, routed=None) for record in super().take()]
 
-    def _change(self, record: RolloutRecord) -> RolloutRecord:
-        if self.rows == "on" or record.routed is None:
+
+class ShiftedRows(RoutedExpertsRollout):
+    """A rollout whose rows are those of the token before: a fault that no check of lengths can see."""
+
+    def take(self) -> list[RolloutRecord]:
+        """The records, with their rows moved by one."""
+        return [self._shift(record) for record in super().take()]
+
+    def _shift(self, record: RolloutRecord) -> RolloutRecord:
+        if record.routed is None:
             return record
-        if self.rows == "off":
-            return dataclasses.replace(record, routed=None)
         shifted = dataclasses.replace(record.routed, ids=np.roll(record.routed.ids, 1, axis=0))
         return dataclasses.replace(record, routed=shifted)
+
+
+ROLLOUTS = {"on": RoutedExpertsRollout, "off": NoRows, "shifted": ShiftedRows}
 
 
 def snow(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -97,13 +103,12 @@ def train(engine: Engine, args: argparse.Namespace, rows: str, seed: int, on_ste
     """One run from the demo model's weights; returns the metrics of each step."""
     master = ModelFolder.open(demo_model_path()).load(jnp.dtype("float32"))
     role, mesh = rl_cluster.Role, Mesh(np.array(jax.devices()[:1]), ("fsdp",))
-    rollout = type("Rollout", (ChosenRows,), {"rows": rows})
     cluster = ReplayCluster(
         actor=Policy(master, compute_dtype=args.dtype),
         tokenizer=AutoTokenizer.from_pretrained(demo_model_path()),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh={role.ACTOR: mesh, role.REFERENCE: mesh, role.ROLLOUT: mesh},
-            rollout_engine=functools.partial(rollout, engine=engine),
+            rollout_engine=functools.partial(ROLLOUTS[rows], engine=engine),
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(args.learning_rate)),
                 eval_every_n_steps=10**6,
@@ -171,7 +176,7 @@ def plot(runs: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="GRPO by Tunix on the demo model, on the rows of its rollouts")
-    parser.add_argument("--rows", choices=(*ROWS, "all"), default="all")
+    parser.add_argument("--rows", choices=(*ROLLOUTS, "all"), default="all")
     parser.add_argument("--steps", type=int, default=16, help="updates of a run (16)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (1)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -195,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runs: dict[str, list[list[dict[str, float]]]] = {}
     with serve(args.dtype) as engine:
-        for rows in ROWS if args.rows == "all" else (args.rows,):
+        for rows in ROLLOUTS if args.rows == "all" else (args.rows,):
             runs[rows] = [train(engine, args, rows, seed, show) for seed in range(args.seeds)]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "grpo.json").write_text(json.dumps(runs, indent=1) + "\n")

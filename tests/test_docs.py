@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+# What needs Tunix runs where that is installed: tests/integrations/test_tunix_pages.py.
+WITH_TUNIX = {DOCS / "frameworks" / "tunix.md", DOCS / "notebooks" / "grpo_with_tunix.ipynb"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
@@ -35,12 +37,14 @@ def run_in_order(page, bodies, folder, monkeypatch):
         exec(compile(body, f"{page.name}, snippet {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page not in WITH_TUNIX], ids=named
+)
 def test_python_snippets_run_in_order(page, tmp_path, monkeypatch):
     run_in_order(page, blocks(page, "python"), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=named)
+@pytest.mark.parametrize("notebook", [page for page in NOTEBOOKS if page not in WITH_TUNIX], ids=named)
 def test_notebooks_run_in_order(notebook, tmp_path, monkeypatch):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -61,6 +65,11 @@ def test_notebooks_hold_the_outputs_of_a_whole_run_and_a_picture(notebook):
 def test_commands_name_scripts_that_are_there_and_flags_that_are_known(page):
     for line in "".join(blocks(page, "sh")).splitlines():
         check_command(line)
+
+
+def test_what_needs_tunix_is_run_by_its_own_tests():
+    text = (ROOT / "tests" / "integrations" / "test_tunix_pages.py").read_text(encoding="utf-8")
+    assert all(page.is_file() and page.name in text for page in WITH_TUNIX)
 
 
 def check_command(line):
