@@ -2,22 +2,24 @@
 process.
 
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
+    python benchmarks/capture.py --weights ...             # what combine weights cost over ids alone
     python benchmarks/capture.py --dummy --batches 1 16 --block 16 --new 384 --rounds 3 --name capture_h200      # a GPU
     python benchmarks/capture.py --pool FILE.json ...      # joins runs: writes `pooled` from the `runs` of each file
     python benchmarks/capture.py --small                   # does it run
 
-The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights. Engine cores over the
-same weights take steps in turn, in an order that is drawn for every step, so drift of the machine falls on all
-alike. A step counts from its dispatch to its tokens on the host. The address of a pool moves a step by a percent or
-two, so the pools change places with every round; a second engine without capture shows the remaining noise. For
+With --weights the base is an engine that records ids and is asked for them by all requests; the others record combine
+weights, too. The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights. Engine cores
+over the same weights take steps in turn, in an order that is drawn for every step, so drift of the machine falls on
+all alike. A step counts from its dispatch to its tokens on the host. The address of a pool moves a step by a percent
+or two, so the pools change places with every round; a second engine like the first shows the remaining noise. For
 prefill alone: --new 8.
 
-`ratio`: throughput over "off", the median over groups of neighbouring steps; `+-`: the standard error of that median
-(1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed by
-itself: `rare us` is the time a step, over all threads, in which rows are filed and experts counted. `with it` is the
-ratio with that added to every step; where steps overlap it is a bound. `on, both` are the two engines with capture
-over the two without. `whole` is the ratio of all steps together. With --pool, ratios are weighted by 1 / (+-)^2 and
-the rest is a mean of runs."""
+`ratio`: throughput over the first engine, the median over groups of neighbouring steps; `+-`: the standard error of
+that median (1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed
+by itself: `rare us` is the time a step, over all threads, in which rows are filed and experts counted. `with it` is the
+ratio with that added to every step; where steps overlap it is a bound. `both` are the last two engines over the first
+two. `whole` is the ratio of all steps together. With --pool, ratios are weighted by 1 / (+-)^2 and the rest is a mean
+of runs."""
 
 import argparse
 import json
@@ -33,10 +35,12 @@ import jax.numpy as jnp
 from common import Prompts, benchmark_model, build, print_table, progress, write_result
 from step import QWEN3_30B_A3B
 
+from routed_experts.core.io_struct import RoutingOptions
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.models.model_folder import ModelFolder
 
 VARIANTS = ("off", "off again", "on, unasked", "on, asked")
+WITH_WEIGHTS = ("ids, asked", "ids, asked again", "weights, unasked", "weights, asked")
 
 
 def time_steps(core: EngineCore, count: int) -> float:
@@ -110,11 +114,15 @@ def is_decoding(core: EngineCore) -> bool:
     return all(req.is_prefilled for req in core.ranks[0].running) and not core.ranks[0].waiting
 
 
-def off_and_on(
-    step_times: dict[str, list[float]],
-) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
-    """Steps of the two engines without capture, and of the two with it."""
-    return (step_times["off"], step_times["off again"]), (step_times["on, unasked"], step_times["on, asked"])
+def means(pair: tuple[list[float], list[float]]) -> list[float]:
+    """Of neighbouring steps of two engines."""
+    return [sum(times) / 2 for times in zip(*pair, strict=True)]
+
+
+def routing_options(name: str) -> RoutingOptions:
+    """What the requests of an engine ask for."""
+    is_asked = "asked" in name and "unasked" not in name
+    return RoutingOptions(enabled=is_asked, weights=is_asked and name.startswith("weights"))
 
 
 def compare_steps(base: list[float], measured: list[float], rare: float) -> dict[str, object]:
@@ -164,21 +172,21 @@ def measure(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Seconds of steps, and of rare work, by engine and phase."""
     order = random.Random(batch)
-    steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
-    extra = {name: {"prefill": 0.0, "decode": 0.0} for name in VARIANTS}
+    steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in cores}
+    extra = {name: {"prefill": 0.0, "decode": 0.0} for name in cores}
     for turn in range(-1, args.rounds):  # the first round warms up
         progress(f"batch {batch}, round {turn + 1} of {args.rounds}")
         rotate_pools(list(cores.values()))
         for name, core in cores.items():
             core.flush_cache()
-            ask = name == "on, asked"
-            core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
+            prompts = Prompts(turn + 1)  # the same for all
+            core.add(prompts.requests(batch, prompt=args.prompt, new=args.new, ask=routing_options(name)))
         while not all(core.is_idle for core in cores.values()):
             phase = (
                 "decode" if all([is_decoding(core) for core in cores.values()]) else "prefill"
             )  # reads all cores: that puts them in the CPU's cache
             count = num_runs(args, phase)
-            for name in order.sample(VARIANTS, len(VARIANTS)):
+            for name in order.sample(list(cores), len(cores)):
                 before = rare_work[name].seconds
                 seconds = time_steps(cores[name], count)
                 if turn >= 0:
@@ -206,7 +214,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--block", type=int, default=1, help="decode steps that overlap; 1: none")
-    parser.add_argument("--name", default="capture_cpu")
+    parser.add_argument("--name", help="of the result; capture_cpu, or with --weights combine_weights_cpu")
+    parser.add_argument("--weights", action="store_true", help="combine weights beside ids, over ids alone")
     parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
     parser.add_argument("--small", action="store_true", help="one short round")
     parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE", help="join the runs of these results")
@@ -215,9 +224,19 @@ def main() -> None:
         return pool_files(args.pool)
     if args.small:
         vars(args).update(rounds=2, batches=[2], prompt=8, new=12)
+    variants = WITH_WEIGHTS if args.weights else VARIANTS
+    name_of_result = args.name or ("combine_weights_cpu" if args.weights else "capture_cpu")
     model = dummy_model() if args.dummy else benchmark_model(jnp.dtype("float32"))
     sizes = {"precompile_bs_paddings": tuple(sorted(args.batches))} if args.dummy else {}
-    cores = {name: build(model, capture=name.startswith("on"), **sizes).core for name in VARIANTS}
+    cores = {
+        name: build(
+            model,
+            capture=not name.startswith("off"),
+            enable_return_routed_experts_weights=name.startswith("weights"),
+            **sizes,
+        ).core
+        for name in variants
+    }
     rare_work = {name: RareWork(core) for name, core in cores.items()}
     rows: list[dict[str, object]] = []
     for batch in args.batches:
@@ -228,23 +247,22 @@ def main() -> None:
                 name: of_phase[phase] / len(step_times[name]) / num_runs(args, phase)
                 for name, of_phase in extra.items()
             }
-            step_times["off, both"], step_times["on, both"] = (
-                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in off_and_on(step_times)
-            )
-            rare["off, both"], rare["on, both"] = 0.0, statistics.mean((rare["on, unasked"], rare["on, asked"]))
-            for name in (*VARIANTS, "on, both"):
-                base = step_times["off, both" if name == "on, both" else "off"]
+            base, again, third, fourth = variants
+            bases = means((step_times[base], step_times[again]))
+            step_times["both"] = means((step_times[third], step_times[fourth]))
+            rare["both"] = statistics.mean((rare[third], rare[fourth]))
+            for name in (*variants, "both"):
                 rows.append(
                     {
                         "batch": batch,
                         "phase": phase,
                         "capture": name,
-                        **compare_steps(base, step_times[name], rare[name]),
+                        **compare_steps(bases if name == "both" else step_times[base], step_times[name], rare[name]),
                     }
                 )
-        print_table(rows[-2 * (len(VARIANTS) + 1) :])
-        write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
-    print(write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
+        print_table(rows[-2 * (len(variants) + 1) :])
+        write_result(name_of_result, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
+    print(write_result(name_of_result, rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
 
 
 if __name__ == "__main__":

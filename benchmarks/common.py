@@ -100,9 +100,17 @@ class Prompts:
         self._noise, self._count, self._vocabulary = np.random.default_rng(seed), 0, vocabulary
 
     def requests(
-        self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0, logprobs: bool = False
+        self,
+        batch: int,
+        *,
+        prompt: int,
+        new: int,
+        ask: bool | RoutingOptions,
+        temperature: float = 0.0,
+        logprobs: bool = False,
     ) -> list[Req]:
-        """`batch` requests of `prompt` random tokens that generate `new` each."""
+        """`batch` requests of `prompt` random tokens that generate `new` each; `ask`: for their rows, or for what the
+        options say."""
         drawn = (self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32) for _ in range(batch))
         return [self._request(ids, new, ask, temperature, logprobs) for ids in drawn]
 
@@ -110,7 +118,9 @@ class Prompts:
         """Requests of these prompts, as `requests` makes them."""
         return [self._request(ids, new, ask, 0.0, False) for ids in prompts]
 
-    def _request(self, input_ids: np.ndarray, new: int, ask: bool, temperature: float, logprobs: bool) -> Req:
+    def _request(
+        self, input_ids: np.ndarray, new: int, ask: bool | RoutingOptions, temperature: float, logprobs: bool
+    ) -> Req:
         self._count += 1
         rid = str(self._count)
         sampling = SamplingParams(temperature=temperature, max_tokens=new, seed=self._count).resolve()
@@ -126,7 +136,7 @@ class Prompts:
             return_logprob=logprobs,
             logprob_start_len=-1,
             top_logprobs_num=0,
-            routed_experts=RoutingOptions(enabled=ask),
+            routed_experts=ask if isinstance(ask, RoutingOptions) else RoutingOptions(enabled=ask),
         )
         return Req(source)
 

@@ -1,5 +1,5 @@
 """What replay gains: k3 and shares beyond a ratio of a rollout in bfloat16 against a training forward, live and
-replayed.
+replayed, on the ids alone and on the combine weights too.
 
     python benchmarks/mismatch.py trained [--forwards jax transformers] [--seconds 410] [--weights FILE.npz]   # GPU
     python benchmarks/mismatch.py demo [--sequences 768] [--rounded 96]                                        # CPU
@@ -81,10 +81,11 @@ def train_and_roll_out(sizes: Sizes, args: argparse.Namespace, report: Report) -
         byte_model.save_weights(params, args.weights)
     model = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(sizes.engine.dtype), params))
     del params
-    bench = gpu_replay.gpu_bench(model, sizes.engine, probed=False, context=sizes.prompt + sizes.new)
+    context = sizes.prompt + sizes.new
+    bench = gpu_replay.gpu_bench(model, sizes.engine, probed=False, context=context, weights=True)
     starts = np.random.default_rng(2).integers(0, held_out.size - sizes.prompt, (sizes.sequences, 1))
     prompts = held_out[starts + np.arange(sizes.prompt)].astype(np.int32)
-    tokens, logprobs, records, seconds = roll_out(bench.assembly.core, prompts, sizes.new)
+    tokens, logprobs, records, seconds = roll_out(bench.assembly.core, prompts, sizes.new, bench.spec)
     report(
         {
             "what": "rollout",
@@ -115,6 +116,10 @@ def judge(forward: str, rollout: Rollout, prompt: int, report: Report) -> None:
         report({"what": f"report, {name}", "canary": misses[name], **row})
     for line in compare(logprobs["live"] - rollout.logprobs, logprobs["replayed"] - rollout.logprobs):
         report(line)
+    if "with weights" in logprobs:
+        sides = logprobs["replayed"] - rollout.logprobs, logprobs["with weights"] - rollout.logprobs
+        for line in compare(*sides, names=("replayed", "with weights")):
+            report(line)
 
 
 def measure_trained(args: argparse.Namespace) -> int:

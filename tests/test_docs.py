@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+OTHERS = ("index", "records", "routes", "tunix")  # in docs/frameworks: not one framework behind HTTP or an array
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+FRAMEWORKS = sorted(page for page in (DOCS / "frameworks").glob("*.md") if page.stem not in OTHERS)
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 # What needs Tunix runs where that is installed: tests/integrations/test_tunix_pages.py.
 WITH_TUNIX = {DOCS / "frameworks" / "tunix.md", DOCS / "notebooks" / "grpo_with_tunix.ipynb"}
@@ -138,6 +140,15 @@ def test_links_and_named_source_files_exist(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=named)
 def test_every_page_is_in_the_navigation(page):
     assert f": {page.relative_to(DOCS).as_posix()}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", FRAMEWORKS, ids=named)
+def test_pages_of_frameworks_are_short_and_name_their_sources(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 500
+    assert re.search(r"^\| sources read \| .*(?:\d+\.\d+\.\d+|`[0-9a-f]{7}` of 20\d\d-\d\d-\d\d)", text, re.MULTILINE)
+    for title in ("works", "does not work", "tried here"):
+        assert f"\n| {title} | " in text, title
 
 
 def test_every_reference_names_a_public_object():

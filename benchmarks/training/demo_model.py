@@ -138,7 +138,8 @@ def by_site(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[st
 def measure(
     sequences: int, rounded: int, new: int = NEW
 ) -> tuple[list[dict[str, object]], list[dict[str, object]], int]:
-    """k3 live and replayed of so many answers; k3 by site of the first `rounded`; and the number of tokens."""
+    """k3 live, replayed, and replayed with combine weights, of so many answers; k3 by site of the first `rounded`; and
+    the number of tokens."""
     folder = demo_model_path()
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT * (sequences // 4 + 8)).ids
     prompts = np.array([ids[7 * index : 7 * index + PROMPT] for index in range(sequences)], np.int32)
@@ -148,11 +149,21 @@ def measure(
         "max_total_tokens": 256 * 160,
         "context_length": 256,
     }
-    server = ServerArgs(model_path=str(folder), dtype="bfloat16", enable_return_routed_experts=True, **sizes)
-    tokens, sampled, records, _ = roll_out(build_engine(server).core, prompts, new)
+    server = ServerArgs(
+        model_path=str(folder),
+        dtype="bfloat16",
+        enable_return_routed_experts=True,
+        enable_return_routed_experts_weights=True,
+        **sizes,
+    )
+    built = build_engine(server)
+    assert built.capture is not None, "the demo model has experts"
+    tokens, sampled, records, _ = roll_out(built.core, prompts, new, built.capture)
     model = ModelFolder.open(folder).load(jnp.dtype("float32"))
     logprobs, _ = training_logprobs(model, tokens, records, PROMPT, MOE_BACKENDS["grouped"])
     gains = compare(logprobs["live"] - sampled, logprobs["replayed"] - sampled)
+    sides = logprobs["replayed"] - sampled, logprobs["with weights"] - sampled
+    gains += compare(*sides, names=("replayed", "with weights"))
     samples = [Sample(record, tokens.shape[1]) for record in records[:rounded]]
     routed = align(samples, layout="pad_right", seq_len=tokens.shape[1], spec=model.config.capture_spec)
     return gains, by_site(model, tokens[:rounded], routed), sampled.size

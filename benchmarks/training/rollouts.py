@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from oracles.driver import request
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.layers.moe import MoeBackend
@@ -21,10 +22,13 @@ BEYOND = {"F(1.1)": np.log(1.1), "F(2)": np.log(2.0)}
 
 
 def roll_out(
-    core: EngineCore, prompts: np.ndarray, new: int
+    core: EngineCore, prompts: np.ndarray, new: int, recorded: CaptureSpec
 ) -> tuple[np.ndarray, np.ndarray, list[RoutedExperts], float]:
-    """Tokens [B S], logprobs [B G], records, and seconds of answers at temperature 1."""
-    reqs = [request(f"r{i}", prompt, new, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]
+    """Tokens [B S], logprobs [B G], records, and seconds of answers at temperature 1. `recorded` by the core."""
+    weights = recorded.weights_dtype is not None
+    reqs = [
+        request(f"r{i}", prompt, new, temperature=1.0, seed=i, asks_weights=weights) for i, prompt in enumerate(prompts)
+    ]
     start = time.perf_counter()
     core.add(reqs)
     outputs = {}
@@ -51,14 +55,18 @@ def interval(values: np.ndarray) -> list[float]:
     return np.percentile(values, [2.5, 97.5]).tolist()
 
 
-def compare(live: np.ndarray, replayed: np.ndarray) -> list[dict[str, object]]:
-    """Live against replayed, both d [B G]; sequences are resampled together, so the ratio has its own interval."""
+def compare(
+    live: np.ndarray, replayed: np.ndarray, names: tuple[str, str] = ("live", "replayed")
+) -> list[dict[str, object]]:
+    """Two of live, replayed, and with weights, both d [B G]; sequences are resampled together, so the ratio has its own
+    interval."""
     picks = np.random.default_rng(0).integers(0, len(live), (2000, len(live)))
     of_live, of_replayed, lines = by_sequence(live), by_sequence(replayed), list[dict[str, object]]()
     for name in of_live:
         drawn = [side[name][picks].mean(axis=1) for side in (of_live, of_replayed)]
-        line: dict[str, object] = {"what": name, "live": of_live[name].mean(), "live, 95 %": interval(drawn[0])}
-        line |= {"replayed": of_replayed[name].mean(), "replayed, 95 %": interval(drawn[1])}
+        line: dict[str, object] = {"what": name}
+        for side, own, values in zip(names, (of_live, of_replayed), drawn, strict=True):
+            line |= {side: own[name].mean(), f"{side}, 95 %": interval(values)}
         if np.all(drawn[1] > 0):
             line |= {
                 "ratio": of_live[name].mean() / of_replayed[name].mean(),
@@ -71,7 +79,8 @@ def compare(live: np.ndarray, replayed: np.ndarray) -> list[dict[str, object]]:
 def training_logprobs(
     model: Any, tokens: np.ndarray, records: list[RoutedExperts], prompt: int, backend: MoeBackend
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Logprobs [B G] of the answers by the training forward, live and replayed, and the canary of either."""
+    """Logprobs [B G] of the answers by the training forward: live, replayed and, where records have combine weights,
+    replayed with these; and the canary of each."""
     graphdef, state = nnx.split(model)
     length = tokens.shape[1]
 
@@ -81,17 +90,21 @@ def training_logprobs(
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(out.logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
         return logprobs[:, prompt - 1 :], None if routed is None else canary(out.slot_miss, routed)
 
-    logprobs_by: dict[str, list[np.ndarray]] = {"live": [], "replayed": []}
-    shares: list[float] = []
+    has_weights = all(record.weights is not None for record in records)
+    names = ("live", "replayed", *(("with weights",) if has_weights else ()))
+    logprobs_by: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    shares: dict[str, list[float]] = {name: [] for name in names}
     for first in range(0, len(tokens), 128):
         part = slice(first, first + 128)
         samples = [Sample(record, length) for record in records[part]]
-        routed = align(samples, layout="pad_right", seq_len=length, spec=model.config.capture_spec)
-        for name, batch in (("live", None), ("replayed", routed)):
+        how: dict[str, Any] = {"layout": "pad_right", "seq_len": length, "spec": model.config.capture_spec}
+        batches = {"live": None, "replayed": align(samples, **how)}
+        if has_weights:
+            batches["with weights"] = align(samples, weights=True, **how)
+        for name, batch in batches.items():
             logprobs, share = run(state, jnp.asarray(tokens[part]), batch)
             logprobs_by[name].append(np.asarray(logprobs, np.float64))
-            shares += [] if share is None else [float(share)]
+            shares[name].append(0.0 if share is None else float(share))
     return {name: np.concatenate(parts) for name, parts in logprobs_by.items()}, {
-        "live": 0.0,
-        "replayed": float(np.mean(shares)),
+        name: float(np.mean(parts)) for name, parts in shares.items()
     }

@@ -1,6 +1,7 @@
 """The device cache against a NumPy loop: under jit, in a scan, twice in a row, and never by side effect."""
 
 import re
+import struct
 from dataclasses import replace
 
 import jax
@@ -74,6 +75,62 @@ def test_packed_words_are_the_same_rows_to_the_byte(num_experts, top_k):
     assert words.dtype == np.int32 and words.shape == (spec.row_words, 7)
     for row, packed in zip(np.asarray(cache.rows()), words.T, strict=True):
         assert packed.tobytes() == row.tobytes().ljust(4 * spec.row_words, b"\0")
+
+
+def weighted(dtype, **sizes):
+    return replace(build_spec(**sizes), weights_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_experts", "num_layers", "top_k"), [(8, 5, 3), (257, 2, 4), (256, 1, 1)])
+def test_weights_are_packed_behind_the_ids_to_the_byte(dtype, num_experts, num_layers, top_k):
+    """Against struct: bfloat16 is the upper half of a float32, rounded to nearest, ties to even."""
+    spec = weighted(dtype, num_experts=num_experts, num_layers=num_layers, top_k=top_k)
+    rng, ids = np.random.default_rng(3), random_ids(spec)
+    values = rng.standard_normal((num_layers, NUM_TOKENS, top_k)).astype(np.float32)
+
+    @jax.jit
+    def step(ids, values):
+        cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec)
+        for layer in range(num_layers):
+            cache = cache.capture_fwd_routed_experts(jnp.int32(layer), ids[layer], weights=values[layer])
+        return cache.rows(), cache.packed_rows()
+
+    rows, words = step(ids, values)
+    assert rows.shape == (NUM_TOKENS, spec.row_words) and np.array_equal(rows.T, words)
+    narrow = rows_by_loop(ids).astype(spec.dtype)
+    for token, row in enumerate(np.asarray(rows)):
+        expected = narrow[token].tobytes().ljust(4 * spec.id_words, b"\0")
+        floats = values[:, token].reshape(-1).tolist()
+        if dtype == "float32":
+            expected += struct.pack(f"<{len(floats)}f", *floats)
+        else:
+            expected += b"".join(rounded_half(value) for value in floats)
+        assert row.tobytes() == expected.ljust(4 * spec.row_words, b"\0")
+
+
+def rounded_half(value):
+    """The two bytes of a bfloat16."""
+    [bits] = struct.unpack("<I", struct.pack("<f", value))
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to_bytes(2, "little")
+
+
+def test_runs_of_weights_are_those_of_their_layers():
+    spec, rng = weighted("float32"), np.random.default_rng(4)
+    ids, values = random_ids(spec), rng.random((5, NUM_TOKENS, 3)).astype(np.float32)
+    empty = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec)
+    whole = empty.capture_run(0, jnp.asarray(ids), jnp.asarray(values))
+    each = empty
+    for layer in range(5):
+        each = each.capture_fwd_routed_experts(layer, jnp.asarray(ids[layer]), weights=jnp.asarray(values[layer]))
+    assert np.array_equal(whole.rows(), each.rows())
+    assert np.array_equal(np.asarray(whole.weights).reshape(5, 3, NUM_TOKENS), values.swapaxes(1, 2))
+
+
+def test_a_layer_without_its_weights_is_refused_where_they_are_recorded():
+    empty = _RoutedExpertsDeviceCache.create(NUM_TOKENS, weighted("float32"))
+    with pytest.raises(AssertionError, match="needs those of every layer"):
+        empty.capture_fwd_routed_experts(0, jnp.zeros((NUM_TOKENS, 3), jnp.int32))
 
 
 def test_unrolled_layers_and_whole_runs_give_the_same_rows():

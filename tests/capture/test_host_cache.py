@@ -1,5 +1,7 @@
 """The host store against a dictionary, under any order of writes and forgetting."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -93,6 +95,76 @@ class HostCacheMachine(RuleBasedStateMachine):
         assert got == self.known
 
 
+class WeightsMachine(RuleBasedStateMachine):
+    """The model is a dict from slot to the weights of its row; ids of 300 experts are filed with them."""
+
+    spec = replace(SPEC, weights_dtype="float32")
+
+    def __init__(self):
+        super().__init__()
+        self.cache = _RoutedExpertsHostCache(NUM_SLOTS, self.spec, page_size=PAGE_SIZE)
+        self.known = {}
+
+    @rule(slots=SLOTS, padding=st.integers(0, 3), columns=st.integers(0, 7), data=st.data())
+    def put(self, slots, padding, columns, data):
+        """A padded step of which some requests have ended, packed behind some other columns."""
+        live = np.array(data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))), bool)
+        rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+        ids = rng.integers(0, 300, (len(slots) + padding, 4)).astype(np.uint16)
+        weights = rng.standard_normal(ids.shape).astype(self.dtype)
+        filled = weights.view(np.int32)  # an even number of weights fills its words
+        table = np.hstack([np.full((len(ids), columns), -7, np.int32), packed(ids, 300), filled])
+        self.cache.append(np.array(slots, np.int32), table, 1, live)
+        self.known |= {
+            slot: (row.tolist(), own.tolist())
+            for slot, row, own, is_live in zip(slots, ids, weights, live, strict=False)
+            if is_live
+        }
+
+    @rule(pages=st.lists(st.integers(0, NUM_SLOTS // PAGE_SIZE - 1), unique=True))
+    def clear_pages(self, pages):
+        self.cache.clear_pages(np.array(pages, np.int32))
+        self.known = {slot: row for slot, row in self.known.items() if slot // PAGE_SIZE not in pages}
+
+    @rule()
+    def poison(self):
+        self.cache.overwrite_invalid_rows()
+        _, valid, _ = self.cache.gather(np.arange(NUM_SLOTS))
+        assert np.isnan(self.cache.gather_weights(np.arange(NUM_SLOTS)).astype(np.float32)[~valid]).all()
+
+    @rule()
+    def read(self):
+        slots = np.arange(NUM_SLOTS)[::-1]
+        ids, valid, _ = self.cache.gather(slots)
+        weights = self.cache.gather_weights(slots)
+        assert (weights.shape, weights.dtype) == ((NUM_SLOTS, 2, 2), self.dtype)
+        got = {
+            int(slot): (ids[index].reshape(-1).tolist(), weights[index].reshape(-1).tolist())
+            for index, slot in enumerate(slots)
+            if valid[index]
+        }
+        assert got == self.known
+
+    @property
+    def dtype(self):
+        return np.dtype(self.spec.weights_dtype)
+
+    def teardown(self):
+        self.read()
+
+
+class HalfWeightsMachine(WeightsMachine):
+    """The same in bfloat16."""
+
+    spec = replace(SPEC, weights_dtype="bfloat16")
+
+
+for machine in (WeightsMachine, HalfWeightsMachine):
+    machine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+test_the_store_of_weights_agrees_with_a_dictionary = WeightsMachine.TestCase
+test_the_store_of_half_weights_agrees_with_a_dictionary = HalfWeightsMachine.TestCase
+
+
 HostCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 test_the_store_agrees_with_a_dictionary = HostCacheMachine.TestCase
 
@@ -163,6 +235,20 @@ def test_a_step_that_lacks_rows_is_detected_beside_a_padded_one(dtype):
 def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
     spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
     assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 4)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 0), ("float32", 4), ("bfloat16", 2)])
+def test_weights_take_bytes_of_their_own(dtype, size):
+    spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8, weights_dtype=dtype)
+    assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 4 + 384 * size)
+    assert (spec.row_bytes, spec.weight_bytes, spec.stored_bytes) == (384, 384 * size, 384 * (1 + size))
+
+
+def test_rows_without_weights_are_refused_where_these_are_recorded():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, replace(SPEC, weights_dtype="float32"))
+    cache.append(np.arange(2), np.zeros((2, 4), np.uint16), 0)
+    with pytest.raises(AssertionError, match="rows without their weights"):
+        cache.flush()
 
 
 def test_what_waits_to_be_filed_is_bounded():

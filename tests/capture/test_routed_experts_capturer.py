@@ -1,6 +1,7 @@
 """The capturer: a page's rows from its step to its record, through retraction and reuse, on poisoned stores."""
 
 import contextvars
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,35 @@ def test_the_last_token_has_a_row_only_when_it_was_fed():
     assert capturer.collect(SLOTS, start=0, num_tokens=6, num_prompt_tokens=3).num_rows == 5
     with pytest.raises(RoutingIncompleteError, match="token 6 "):
         capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3, include_last=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_come_with_their_rows_where_they_are_asked_for(dtype):
+    """Through a record from a start, and through retraction: saved rows keep the weights of the pass that made them."""
+    spec = dataclasses.replace(SPEC, weights_dtype=dtype)
+    capturer = RoutedExpertsCapturer.create(spec, num_slots=32, page_size=PAGE_SIZE, enable=True)
+    given = np.random.default_rng(0).random((8, 4)).astype(dtype)
+
+    def feed(slots, tokens, weights):
+        words = token_rows(tokens).view(np.int32), np.ascontiguousarray(weights).view(np.int32)
+        capturer.host_cache.overwrite_invalid_rows()
+        capturer.on_forward_end(np.array(slots, np.int32), np.hstack(words), 0)
+
+    feed(SLOTS, range(6), given[:6])
+    sizes = {"num_tokens": 7, "num_prompt_tokens": 3}
+    whole = capturer.collect(SLOTS, start=0, weights=True, **sizes)
+    assert whole.weights.dtype == given.dtype and np.array_equal(whole.weights.reshape(-1, 4), given[:6])
+    assert capturer.collect(SLOTS, start=0, **sizes).weights is None
+    part = capturer.collect(SLOTS[2:], start=2, weights=True, **sizes)
+    assert part == whole[2:]
+    saved = capturer.save(SLOTS)
+    capturer.on_pages_allocated(np.unique(SLOTS // PAGE_SIZE))
+    other = np.arange(12, 20, dtype=np.int32)
+    feed(other, range(8), given[::-1])  # the second pass of all tokens, and two more: rows that were saved come first
+    record = capturer.collect(other, start=0, num_tokens=9, num_prompt_tokens=3, saved=saved, weights=True)
+    assert np.array_equal(record.weights.reshape(-1, 4), np.concatenate([given[:6], given[1::-1]]))
+    blocks, stored = 2 * 4 * 4, spec.stored_bytes
+    assert (capturer.device_bytes(10), stored) == (10 * (blocks + stored), 4 + 4 * given.itemsize)
 
 
 def test_a_missing_row_is_an_error_that_names_its_token():

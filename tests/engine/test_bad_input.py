@@ -124,7 +124,7 @@ def test_a_prompt_too_long_for_the_context_names_what_fits(engine):
 
 
 def test_a_prompt_too_long_names_the_context_that_the_model_allows():
-    limits = RequestLimits(context_length=16, longest_context=512, pool_tokens=64, vocab_size=100, capture=False)
+    limits = RequestLimits(context_length=16, longest_context=512, pool_tokens=64, vocab_size=100, capture=None)
     processor = InputProcessor(limits, None, random_seed=0)
     with pytest.raises(PromptTooLongError, match="at most 15, or raise context_length, up to 512"):
         processor.process(GenerateReqInput(input_ids=[1] * 16))

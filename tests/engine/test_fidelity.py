@@ -1,4 +1,5 @@
-"""Fidelity: every row returned is what the experts were given in the pass that first fed its token, bit for bit.
+"""Fidelity: every row returned is what the experts were given in the pass that first fed its token, bit for bit: ids,
+and combine weights.
 
 The MoE probe, which shares no code with capture, is the oracle, in deterministic and in default mode. The stores are
 poisoned before every run and after every step. Replay is the second oracle: the rows returned must reproduce the
@@ -13,7 +14,10 @@ from oracles.driver import assert_all_faithful, request
 from oracles.testbeds import build_model, other_weights, random_prompt, tiny_testbed
 from routed_experts.replay.forward import RoutedBatch, forward
 
-MODES = {"deterministic": {"deterministic": True}, "default": {}}
+MODES = {
+    "deterministic": {"deterministic": True, "enable_return_routed_experts_weights": True},
+    "default": {"enable_return_routed_experts_weights": True, "routed_experts_weights_dtype": "bfloat16"},
+}
 LENGTHS = (1, 4, 9, 30, 45, 61)
 
 

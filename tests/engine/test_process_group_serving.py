@@ -23,7 +23,12 @@ MESHES = {
     TAPPED: (1, {"enable_return_routed_experts": True, "moe_backend": "reference"}, {"lazy": True, "fast": True}),
     BITWISE: (
         2,
-        {"enable_return_routed_experts": True, "ep_size": 4, "deterministic": True},
+        {
+            "enable_return_routed_experts": True,
+            "enable_return_routed_experts_weights": True,
+            "ep_size": 4,
+            "deterministic": True,
+        },
         {"lazy": True},
     ),
     "2x2 data ranks, deterministic": (

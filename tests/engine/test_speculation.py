@@ -75,8 +75,9 @@ def mode(request):
 
 @pytest.fixture(scope="module")
 def testbed(mode):
-    """An engine that speculates."""
-    return tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", num_draft_tokens=8, **SIZES)
+    """An engine that speculates, and records combine weights."""
+    how = {"moe_backend": "probed", "enable_return_routed_experts_weights": True}
+    return tiny_testbed(deterministic=mode == "deterministic", num_draft_tokens=8, **how, **SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,12 @@ LAYER_NAMES = frozenset({"capture", "moe_layer"})
 # The modules of the decoder that know the feature, and those that must import these; each after what it imports.
 MODEL_NAMES = {
     layer_parts: LAYER_NAMES,
-    sparse_block: frozenset({"capture", "moe_layer", "block"}),
+    sparse_block: frozenset({"capture", "moe_layer", "recorded"}),
     feed_forward: LAYER_NAMES,
     family_config: frozenset(),
     layer_counts: frozenset(),
-    fused_layers: frozenset({"capture", "id_block"}),
-    fused_path: frozenset({"capture", "id_block"}),
+    fused_layers: frozenset({"capture", "recorded"}),
+    fused_path: frozenset({"capture", "recorded"}),
     decoder: LAYER_NAMES,
     common_config: frozenset(),
     qwen3_moe: frozenset(),

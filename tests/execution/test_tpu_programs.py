@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch, write_kv
-from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock
 from routed_experts.layers.tpu.attention import ragged_attention
 from routed_experts.layers.tpu.linear import layered_linear
 from routed_experts.layers.tpu.qk_norm_rope import prepare
@@ -150,7 +150,8 @@ def test_the_router_compiles_for_any_size_with_rows_to_replay(chip, shape):
     spec = RouterSpec(num_experts=num_experts, top_k=top_k, renormalize=False)
 
     def run(block, logits, ids, valid):
-        routing, block = fused_router(logits, LayerRouting(ids, valid), block, jnp.asarray(1, jnp.int32), spec)
+        block, layer = RoutingBlock(block), jnp.asarray(1, jnp.int32)
+        routing, block = fused_router(logits, LayerRouting(ids, valid), block, layer, spec)
         return block, (routing.ids, routing.weights)
 
     block, ids = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((48 * top_k, num_tokens), (num_tokens, top_k)))

@@ -1,9 +1,12 @@
 """Wire forms: the worked example to the byte, every form back to the same record, and what is refused."""
 
 import base64
+import dataclasses
 import io
 import json
+import struct
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -128,6 +131,7 @@ def random_record(rng):
     start, num_rows = int(rng.integers(0, 3)), int(rng.integers(0, 5))
     num_tokens = start + num_rows + int(rng.integers(0, 2))
     ids = rng.integers(0, num_experts, (num_rows, len(layer_ids), top_k)).astype(expert_id_dtype(num_experts))
+    dtype = rng.choice([None, None, "float32", "bfloat16"])
     return RoutedExperts(
         ids=ids,
         start=start,
@@ -138,7 +142,7 @@ def random_record(rng):
         num_experts=num_experts,
         version_spans=to_version_spans(start, rng.integers(0, 2, num_rows)),
         valid=rng.random(num_rows) < 0.7 if rng.random() < 0.2 else None,
-        weights=rng.random(ids.shape, np.float32) if rng.random() < 0.3 else None,
+        weights=rng.random(ids.shape, np.float32).astype(dtype) if dtype is not None else None,
     )
 
 
@@ -150,7 +154,7 @@ def test_every_form_of_a_thousand_records_round_trips_and_reads_as_one_array():
         for row, column in np.ndindex(record.num_rows, len(record.layer_ids)):
             if record.valid is None or record.valid[row]:
                 expected[row, record.layer_ids[column]] = record.ids[row, column]
-        for payload_format in ("int32", "npy"):
+        for payload_format in ("int32", "npy", "packed"):
             for layers in ("all", "moe"):
                 fields = json.loads(
                     json.dumps(encode_routed_experts(record, payload_format=payload_format, layers=layers))
@@ -163,9 +167,46 @@ def test_every_form_of_a_thousand_records_round_trips_and_reads_as_one_array():
         response = listed(record, layers=str(rng.choice(["all", "moe"])))
         if record.weights is None:
             assert record_from_response(response) == record
+        layers = str(rng.choice(["all", "moe"]))
+        assert record_from_meta_info(json.loads(json.dumps(encode_as_lists(record, layers=layers)))) == record
         info = to_metadata(record, payload_format="ref").to_json()
-        if record.weights is None:
-            assert record_from_npy(npy_bytes(record.ids), info) == record
+        assert record_from_npy(npy_bytes(record.ids), info) == dataclasses.replace(record, weights=None)
+        assert decode_record(encode_record(record)) == record
+
+
+def test_weights_are_npy_of_float32_or_of_the_bits_of_bfloat16():
+    """Read with NumPy and struct alone."""
+    weights = np.array([[[1.0, 0.5], [0.75, -2.0]], [[3.0, 0.1], [1e-30, 7.0]]], np.float32)
+    for dtype, name in ((np.float32, "float32"), (ml_dtypes.bfloat16, "bfloat16")):
+        record = example(weights=weights.astype(dtype))
+        fields = encode_routed_experts(record, payload_format="npy", layers="moe")
+        assert fields["routed_experts_info"]["weights"] == name
+        read = np.load(io.BytesIO(base64.b64decode(fields["routed_experts_weights"])))
+        if name == "bfloat16":
+            assert read.dtype == np.uint16
+            read = np.array([struct.unpack("<f", struct.pack("<I", int(bits) << 16)) for bits in read.reshape(-1)])
+        assert np.array_equal(read.reshape(weights.shape), record.weights.astype(np.float32))
+        listed_weights = encode_as_lists(record, layers="moe")["routed_experts_weights"]
+        assert np.array_equal(np.array(listed_weights, np.float32), record.weights.astype(np.float32))
+
+
+def test_weights_that_do_not_fit_are_refused():
+    fields = encode_routed_experts(example(weights=np.ones((2, 2, 2), np.float32)), payload_format="npy", layers="moe")
+    short = base64.b64encode(npy_bytes(np.ones((1, 2, 2), np.float32))).decode()
+    for answer, text in (
+        ({"meta_info": fields | {"routed_experts_weights": short}}, r"\[1, 2, 2\]|\(1, 2, 2\)"),
+        ({"meta_info": fields | {"routed_experts_weights": None}}, "NoneType; expected base64"),
+        (changed(fields, weights="bfloat16"), "float32|uint16"),
+        (changed(fields, weights="float64"), "one of|float32 or bfloat16"),
+    ):
+        with pytest.raises(RoutingFormatError, match=text):
+            record_from_meta_info(answer)
+    for weights in (np.ones((2, 2, 2)), np.ones((2, 2, 1), np.float32), np.ones((2, 2, 2), np.float16)):
+        with pytest.raises(RoutingFormatError, match="expected float32 or bfloat16"):
+            example(weights=weights)
+    assert example(weights=np.ones((2, 2, 2), np.float32)) != example(
+        weights=np.ones((2, 2, 2), np.float32).astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_expert_256_survives_every_form():

@@ -31,7 +31,7 @@ from routed_experts.layers.native.ops import (
 )
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
-from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock, replay_topk
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -181,11 +181,14 @@ def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
     assert np.array_equal(np.asarray(written)[untouched], step.pool[untouched])
 
 
-def route(logits, *, top_k, renormalize, block=None, layer=0, routed=None):
+def route(logits, *, top_k, renormalize, ids=None, layer=0, routed=None):
+    """The routing, the block of ids after it, and that of weights, which was zeros; None without `ids`."""
     spec = RouterSpec(num_experts=logits.shape[1], top_k=top_k, renormalize=renormalize)
-    return jax.jit(native_router, static_argnames="spec")(
+    block = None if ids is None else RoutingBlock(ids, jnp.zeros(ids.shape, jnp.float32))
+    routing, block = jax.jit(native_router, static_argnames="spec")(
         jnp.asarray(logits), routed, block, jnp.int32(layer), spec=spec
     )
+    return (routing, None, None) if block is None else (routing, block.ids, block.weights)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -198,9 +201,8 @@ def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
     plain = replay_topk(
         jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize)
     )
-    (routing, none), (recorded, written) = (
-        route(logits, top_k=top_k, renormalize=renormalize, block=capture_block, layer=1)
-        for capture_block in (None, block)
+    (routing, none, _), (recorded, written, weights) = (
+        route(logits, top_k=top_k, renormalize=renormalize, ids=ids, layer=1) for ids in (None, block)
     )
     assert none is None
     for got in (routing, recorded):
@@ -213,6 +215,8 @@ def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
     expected = np.array(block)
     expected[top_k : 2 * top_k] = np.asarray(plain.ids).T
     assert np.array_equal(written, expected)
+    assert np.array_equal(weights[top_k : 2 * top_k], recorded.weights.T)
+    assert not np.any(weights[:top_k]) and not np.any(weights[2 * top_k :])
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -331,9 +335,9 @@ def test_router_replays_given_ids_and_records_them():
     valid = np.array([True, False] * 3)
     replayed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(valid))
     plain = replay_topk(jnp.asarray(logits), replayed, spec=RouterSpec(num_experts=8, top_k=2, renormalize=True))
-    routing, block = route(
-        logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed
-    )
+    zeros = jnp.zeros((4, 6), jnp.int32)
+    routing, block, weights = route(logits, top_k=2, renormalize=True, ids=zeros, layer=1, routed=replayed)
+    assert np.array_equal(weights[2:], routing.weights.T)
     assert np.array_equal(routing.ids, plain.ids) and np.array_equal(
         np.asarray(routing.ids)[valid], replayed_ids[valid]
     )

@@ -28,6 +28,7 @@ from routed_experts.layers.native.host_expert_queue import HostExpertQueue
 from routed_experts.layers.native.layer_stack import native_layer_stack
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, native_experts, native_linear
 from routed_experts.layers.paged_attend import PagedAttend
+from support.routing_blocks import empty_block
 
 DTYPES = "bfloat16", "float32", "float16"
 ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 21), 25, 64), (1, 8, 25, 64)
@@ -128,7 +129,7 @@ class Served:
         self.rows = jnp.asarray(rng.standard_normal((ROWS, 48, hidden)), dtype)
         self.angles = rng.standard_normal((2, 48, 20)).astype(np.float32)
         self.pool = jnp.asarray(rng.standard_normal((2 * pages, self.PAGE, 4, 20)), jnp.float32)
-        self.block = jnp.full((6, self.TOKENS), -7, jnp.int32)
+        self.block = empty_block(6, self.TOKENS)
         self.num_pages, self._run = pages, jax.jit(self._traced)
 
     def _traced(self, x, pool, angles, batch):
@@ -138,8 +139,8 @@ class Served:
         return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, offsets, self.case.spec)
 
     def step(self, chunks, pool=None):
-        """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the
-        pool."""
+        """Run (request, first position, tokens), in that order. Gives stream, norm, ids and weights of each, as bits,
+        and the pool."""
         total, counts = sum(count for _, _, count in chunks), [count for _, _, count in chunks]
         requests, positions = np.zeros(self.TOKENS, np.int32), np.zeros(self.TOKENS, np.int32)
         requests[:total] = np.repeat([request for request, _, _ in chunks], counts)
@@ -160,7 +161,7 @@ class Served:
             jnp.asarray(self.angles[:, positions]),
             batch,
         )
-        columns = [bits(out[0]), bits(out[1]), np.asarray(out[3])[2:].T]
+        columns = [bits(out[0]), bits(out[1]), np.asarray(out[3].ids)[2:].T, bits(out[3].weights[2:].T)]
         return [[column[begin:end] for column in columns] for begin, end in itertools.pairwise(ends)], out[2]
 
     def pages_written(self, pool, request):

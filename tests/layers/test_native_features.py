@@ -25,6 +25,7 @@ from routed_experts.layers.native.ops import (
     native_write,
 )
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from support.routing_blocks import empty_block
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -108,7 +109,7 @@ def test_a_law_is_its_loop_live_and_replayed_and_recorded(name):
     spec = SPECS[name]
     assert NATIVE_KERNELS.router is not None and NATIVE_KERNELS.router.supports(spec)
     logits, bias, replayed, valid = inputs(spec)
-    block = jnp.full((3 * spec.top_k, len(valid)), -7, jnp.int32)
+    block = empty_block(3 * spec.top_k, len(valid))
     live = oracle(logits, bias, replayed, np.zeros_like(valid), spec)[0]
     for mask in (None, valid, np.ones_like(valid)):
         routed = None if mask is None else LayerRouting(jnp.asarray(replayed), jnp.asarray(mask))
@@ -121,9 +122,13 @@ def test_a_law_is_its_loop_live_and_replayed_and_recorded(name):
             assert np.array_equal(routing.replaced, given)
             np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
             if into is not None:
-                expected = np.array(block)
-                expected[spec.top_k : 2 * spec.top_k] = ids.T
-                assert np.array_equal(written, expected)
+                for own, before, of_layer in (
+                    (written.ids, block.ids, ids),
+                    (written.weights, block.weights, routing.weights),
+                ):
+                    expected = np.array(before)
+                    expected[spec.top_k : 2 * spec.top_k] = np.asarray(of_layer).T
+                    assert np.array_equal(own, expected)
             else:
                 assert written is None
 

@@ -23,9 +23,10 @@ from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK, native_layer_stack
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_argmax
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.routing import RouterSpec, RoutingBlock
 from routed_experts.layers.sampling import best_token
 from support.model_steps import PAGES, drifted_rows, run_steps, tiny_model
+from support.routing_blocks import empty_block
 from support.small_runner import DECODE, build
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -91,13 +92,15 @@ class StackCase:
     step: StepInputs
     attend: PagedAttend
     pool: jax.Array
-    block: jax.Array | None
+    block: RoutingBlock | None
     spec: RouterSpec
     routed: RunRouting | None = None
 
     def call(self, x, pool, block):
+        """Stream, norm, pool, and what is recorded: ids and weights."""
         offsets = StackOffsets(first_layer=0, first_moe_layer=1)
-        return native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, offsets, self.spec)
+        out = native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, offsets, self.spec)
+        return (*out[:3], *jax.tree.leaves(out[3]))
 
     def run(self, **changes):
         case = dataclasses.replace(self, **changes)
@@ -141,7 +144,7 @@ def build_case(
         step=StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid),
         attend=PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=pages),
         pool=pool,
-        block=jnp.full(((layers + 1) * top_k, num_tokens), -7, jnp.int32),
+        block=empty_block((layers + 1) * top_k, num_tokens),
         spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
     )
 
@@ -150,17 +153,28 @@ def test_padding_is_left_out_and_changes_nothing():
     case = build_case()
     real = int(np.sum(case.step.valid))
     assert real == 8
-    stream, normed, pool, block = case.run()
+    stream, normed, pool, ids, weights = (np.asarray(array) for array in case.run())
     noisy = case.run(x=case.x.at[real:].set(jnp.nan))
-    for got, expected in zip(noisy, (stream, normed, pool, block), strict=True):
+    for got, expected in zip(noisy, (stream, normed, pool, ids, weights), strict=True):
         np.testing.assert_array_equal(
             got[:real] if got is noisy[0] else got, expected[:real] if got is noisy[0] else expected
         )
     assert not np.any(normed[real:]) and np.all(np.isfinite(normed))
     np.testing.assert_array_equal(stream[real:], case.x[real:])
-    ids = np.asarray(block)
-    assert np.all(ids[:2] == -7) and np.all(ids[2:, real:] == -7), "columns of other layers, and of padding"
+    for recorded in (ids, weights):
+        assert np.all(recorded[:2] == -7) and np.all(recorded[2:, real:] == -7), "columns of other layers, of padding"
     assert np.all((ids[2:, :real] >= 0) & (ids[2:, :real] < 5))
+    np.testing.assert_allclose(weights[2:, :real].reshape(2, 2, real).sum(axis=1), 1.0, atol=1e-6)
+
+
+def test_weights_are_recorded_beside_the_same_ids():
+    """Without a block of weights, the same kernel gives the same bits in all else."""
+    case = build_case()
+    both = case.run()
+    alone = case.run(block=dataclasses.replace(case.block, weights=None))
+    assert len(alone) == 4
+    for got, expected in zip(alone, both[:4], strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
@@ -173,6 +187,7 @@ def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
     np.testing.assert_array_equal(a[1], b[1][:8])
     np.testing.assert_array_equal(a[2], b[2])
     np.testing.assert_array_equal(a[3], b[3][:, :8])
+    np.testing.assert_array_equal(a[4], b[4][:, :8])
 
 
 def test_a_run_is_updated_in_place():
@@ -225,6 +240,7 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
         ({"page_table": 10_000}, "query_starts or positions are outside the step or its page table"),
         ({"num_pages": 21}, "the pool has the pages of all layers"),
         ({"block": slice(0, 4)}, "the block of ids has the rows of the stack"),
+        ({"weights": slice(0, 4)}, "the block of combine weights has the shape of that of the ids"),
         ({"arrays": {"down": slice(0, 5)}}, r"down of layer 0 of the pattern is \[5, 24, 40\], not \[10, 24, 40\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -242,7 +258,10 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
         array = getattr(attend.batch, name).at[0 if name == "page_table" else 2].set(change[name])
         attend = dataclasses.replace(attend, batch=dataclasses.replace(attend.batch, **{name: array}))
     if "block" in change:
-        case = dataclasses.replace(case, block=case.block[change["block"]])
+        case = dataclasses.replace(case, block=RoutingBlock(case.block.ids[change["block"]]))
+    if "weights" in change:
+        weights = case.block.weights[change["weights"]]
+        case = dataclasses.replace(case, block=dataclasses.replace(case.block, weights=weights))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         case.run(attend=attend)
 

@@ -19,6 +19,7 @@ from routed_experts.core.errors import CaptureUnsupportedError
 from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
@@ -49,6 +50,7 @@ NO_PREFIX_CACHE = (
     "Lfm2Moe",
     "BailingHybrid",
 )  # they keep states, which cannot be cut where a prefix ends
+WEIGHS_OTHERWISE = ("Gemma4", "Llama4", "DeepseekV3", "GptOss")  # not softmax over all experts, times the outputs
 
 
 @dataclasses.dataclass
@@ -61,12 +63,14 @@ class Tally:
     near_ids: int = 0
     exceptions: int = 0
     logprob: float = 0.0
+    weight: float = 0.0
 
     def __str__(self):
         return (
             f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} "
             "near a tie), "
-            f"{self.exceptions} exceptions, largest logprob difference {self.logprob:.1e}"
+            f"{self.exceptions} exceptions, largest difference of a logprob {self.logprob:.1e}, of a combine weight "
+            f"{self.weight:.1e}"
         )
 
 
@@ -88,6 +92,16 @@ def compare_ids(judged, rows, tally):
     tally.ids += rows.size
     tally.near_ids += int(np.sum(~decided)) * top_k
     tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != reference, axis=-1)))
+
+
+def compare_weights(judged, record, tally):
+    """Combine weights of the record against the routers' own, expert by expert, where both chose the same."""
+    rows, width = record.ids.astype(int), judged.choice.shape[-1]
+    dense = np.zeros((2, *rows.shape[:2], width))
+    np.put_along_axis(dense[0], rows, record.weights, axis=-1)
+    np.put_along_axis(dense[1], judged.ids[: len(rows)].astype(int), judged.weights[: len(rows)], axis=-1)
+    same = np.all(np.sort(rows, axis=-1) == np.sort(judged.ids[: len(rows)], axis=-1), axis=-1)
+    tally.weight = max(tally.weight, float(np.max(np.abs(dense[0] - dense[1])[same], initial=0.0)))
 
 
 def compare(oracle, prompt, result, tally, *, prompt_logprobs):
@@ -114,6 +128,9 @@ def compare(oracle, prompt, result, tally, *, prompt_logprobs):
     rows = extract_routed_experts_from_meta_info(result).reshape(len(tokens) - 1, oracle.config.num_hidden_layers, -1)
     assert np.all(np.delete(rows, layer_ids, axis=1) == -1)
     compare_ids(judged, rows[:, layer_ids], tally)
+    record = record_from_meta_info(result)
+    assert record is not None and np.array_equal(record.ids, rows[:, layer_ids])
+    compare_weights(judged, record, tally)
 
 
 def run(model, tokens, ids=None):
@@ -136,9 +153,9 @@ def replayed(oracle, folder, tokens):
     return float(np.abs(np.asarray(out.logits)[0] - judged.logits).max())
 
 
-def check_scores(engine, tokens):
+def check_scores(engine, tokens, *, replays_weights):
     """By the kernels that serve: live, its own rows and rows of which none is valid are the same by the bit; rows in an
-    order that no router gives are run as they stand."""
+    order that no router gives are run as they stand, and so are weights that no router gives."""
     live = engine.score(tokens)
     rows = live.routed_experts
     drifted = dataclasses.replace(
@@ -148,7 +165,14 @@ def check_scores(engine, tokens):
         again = engine.score(tokens, routed=record)
         assert np.array_equal(again.logprobs, live.logprobs) and again.routed_experts == rows
     forced = engine.score(tokens, routed=drifted)
-    assert forced.routed_experts == drifted and not np.array_equal(forced.logprobs, live.logprobs)
+    assert np.array_equal(forced.routed_experts.ids, drifted.ids)
+    assert not np.array_equal(forced.logprobs, live.logprobs)
+    if replays_weights:
+        own = engine.score(tokens, routed=rows, replay_weights=True)
+        np.testing.assert_allclose(own.logprobs, live.logprobs, atol=2e-5)
+        halved = dataclasses.replace(rows, weights=rows.weights / 2)
+        lighter = engine.score(tokens, routed=halved, replay_weights=True)
+        assert lighter.routed_experts == halved and not np.array_equal(lighter.logprobs, live.logprobs)
 
 
 def flipped(folder, tokens):
@@ -185,8 +209,10 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
     oracle, tally = Oracle(CASES[name], tmp_path), Tally()
     capture, rng = bool(oracle.case.layer_ids), np.random.default_rng(len(name))
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
-    kwargs = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=capture)
-    with Engine(str(tmp_path), enable_return_routed_experts=capture, **ENGINE) as engine:
+    kwargs = dict(sampling_params=GREEDY, return_logprob=True)
+    kwargs |= dict(return_routed_experts=capture, return_routed_experts_weights=capture)
+    flags = dict(enable_return_routed_experts=capture, enable_return_routed_experts_weights=capture)
+    with Engine(str(tmp_path), **flags, **ENGINE) as engine:
         results = engine.generate(input_ids=prompts, logprob_start_len=0, **kwargs)
         for prompt, result in zip(prompts, results, strict=True):
             compare(oracle, prompt, result, tally, prompt_logprobs=True)
@@ -199,14 +225,14 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
             assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(oracle, longer, hit, tally, prompt_logprobs=False)
         if capture:
-            check_scores(engine, prompts[3])
+            check_scores(engine, prompts[3], replays_weights=name in WEIGHS_OTHERWISE)
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
     difference = replayed(oracle, tmp_path, longer)
     share = flipped(tmp_path, longer) if capture else 0.0
     flips = f"; {share:.2%} of routers flip in bfloat16" if capture else ""
     print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
-    assert tally.logprob < 1e-4 and difference < 2e-4
+    assert tally.logprob < 1e-4 and difference < 2e-4 and tally.weight < 2e-5
     assert share < 0.15, "bfloat16 rounds: routers near a tie flip, but no more; this is another computation"
     assert tally.near_tokens <= 0.05 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
     assert tally.exceptions <= 0.001 * tally.ids

@@ -20,6 +20,7 @@ from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import WeightVersion, weight_runs
 from routed_experts.engine.build.backends import BackendEntry
 from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.build.memory_planning import recorded_spec
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.schedule_batch import Req
@@ -36,6 +37,7 @@ def request(
     group=None,
     stream=False,
     asks=True,
+    asks_weights=False,
     start=0,
     include_last=False,
     stop_token_ids=(),
@@ -60,7 +62,9 @@ def request(
             return_logprob=True,
             logprob_start_len=prompt_logprobs_from,
             top_logprobs_num=0,
-            routed_experts=RoutingOptions(enabled=asks, start=start if asks else 0, include_last=include_last),
+            routed_experts=RoutingOptions(
+                enabled=asks, start=start if asks else 0, include_last=include_last, weights=asks_weights
+            ),
         )
     )
 
@@ -71,7 +75,7 @@ class Bench:
 
     def __init__(self, model, kernels=PLAIN, attention=None, *, num_draft_tokens=0, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
-        self.spec = model.config.capture_spec
+        self.spec = recorded_spec(self.args, model.config)
         self.probe = MoeProbe(self.spec.num_moe_layers, kernels)
         registry = self.probe.registry
         if attention is not None:
@@ -198,7 +202,11 @@ class Drive:
         capturer.host_cache.overwrite_invalid_rows()
 
     def add(self, *reqs):
-        """Accept the requests of one call."""
+        """Accept the requests of one call. Those that ask for rows ask for combine weights, too, if there are some."""
+        for req in reqs:
+            if self.bench.spec.weights_dtype is not None and req.source.return_routed_experts:
+                options = dataclasses.replace(req.source.routed_experts, weights=True)
+                req.source = dataclasses.replace(req.source, routed_experts=options)
         self.core.add(reqs)
         for req in reqs:
             self.outputs[req.rid], self.reqs[req.rid] = CollectedOutput(), req
@@ -271,6 +279,15 @@ def expected_ids(drive, rid, start, end):
     return np.stack([drive.bench.probe.step(forward)[index] for forward, index in passes])
 
 
+def expected_weights(drive, rid, start, end):
+    """[R, M, K]: the combine weights that entered the experts beside them."""
+    passes = [drive.log.rows[rid][position] for position in range(start, end)]
+    spec = drive.bench.spec
+    if not passes:
+        return np.zeros((0, spec.num_moe_layers, spec.top_k), np.float32)
+    return np.stack([drive.bench.probe.step_weights(forward)[index] for forward, index in passes])
+
+
 def assert_faithful(drive, rid):
     """The record of an ended request equals what the probe recorded, row by row, version by version. It keeps the row
     law: S - 1 rows, or S where the last token was requested too and the request was not aborted."""
@@ -289,6 +306,12 @@ def assert_faithful(drive, rid):
     assert (record.start, record.num_tokens, record.num_prompt_tokens) == (start, req.num_known, req.prompt_len)
     assert record.ids.shape == (end - start, drive.bench.spec.num_moe_layers, drive.bench.spec.top_k)
     np.testing.assert_array_equal(record.ids, expected_ids(drive, rid, start, end), err_msg=rid)
+    assert (record.weights is not None) == req.source.routed_experts.weights
+    if record.weights is not None:
+        assert record.weights.dtype.name == drive.bench.spec.weights_dtype
+        np.testing.assert_array_equal(
+            record.weights, expected_weights(drive, rid, start, end).astype(record.weights.dtype), err_msg=rid
+        )
     passes = [drive.log.rows[rid][position] for position in range(start, end)]
     versions = [drive.log.forwards[forward][1] for forward, _ in passes]
     record_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]

@@ -52,10 +52,11 @@ class Case:
 @dataclasses.dataclass
 class Judged:
     """The results of transformers for one sequence; `choice` [S, M, E] and `groups` [S, M], the margin between selected
-    and other groups."""
+    and other groups. `weights` [S, M, K] of the `ids`, as the routers give them."""
 
     logits: np.ndarray
     ids: np.ndarray
+    weights: np.ndarray
     choice: np.ndarray
     groups: np.ndarray
 
@@ -115,12 +116,15 @@ class Oracle:
         for hook in hooks:
             hook.remove()
         biases = [self.router_biases(router) for router, _ in recorded]
-        layers = [logits_and_ids(output) for _, output in recorded]
-        chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, layers, strict=True)]
+        layers = [read_router(output) for _, output in recorded]
+        chosen = [
+            (*choice(self.case, bias, logits), ids, weights)
+            for bias, (logits, ids, weights) in zip(biases, layers, strict=True)
+        ]
         if not chosen:
-            return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))
-        scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
-        return Judged(logits, ids, scores, groups)
+            return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 3, np.zeros((len(tokens), 0)))
+        scores, groups, ids, weights = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
+        return Judged(logits, ids, weights, scores, groups)
 
     def router_biases(self, router):
         """Selection biases of the block that a router stands in, by the last part of their names."""
@@ -140,11 +144,13 @@ class Oracle:
         return tokens[len(prompt) :]
 
 
-def logits_and_ids(output):
-    """Most routers give logits, weights and ids; Llama 4's gives scores, 0 but for the one expert, and logits."""
+def read_router(output):
+    """Logits, ids and weights. Most routers give logits, weights and ids; Llama 4's gives scores, 0 but for the one
+    expert, and logits."""
     if output[-1].dtype.is_floating_point:
-        return output[-1].float().numpy(), output[0].argmax(-1, keepdim=True).numpy()
-    return output[0].float().numpy(), output[-1].numpy()
+        weights, ids = output[0].max(-1, keepdim=True)
+        return output[-1].float().numpy(), ids.numpy(), weights.float().numpy()
+    return output[0].float().numpy(), output[-1].numpy(), output[1].float().numpy()
 
 
 def random_weight(rng, name, shape, case):

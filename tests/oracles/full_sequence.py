@@ -11,9 +11,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """ids [S, M, K] as executed, scores [S, M, E] that the live router chose by, logits [S, V]."""
+    """ids and combine weights [S, M, K] as executed, scores [S, M, E] that the live router chose by, logits [S, V]."""
 
     ids: np.ndarray
+    weights: np.ndarray
     scores: np.ndarray
     logits: np.ndarray
 
@@ -41,7 +42,7 @@ class FullSequence:
             np.zeros((0, len(self.moe_layers), self.config["num_experts_per_tok"]), int) if forced is None else forced
         )
         x = self.tensors["model.embed_tokens.weight"][tokens]
-        ids, scores = [], []
+        ids, combined, scores = [], [], []
         for layer in range(self.config["num_hidden_layers"]):
             x = x + self._attention(layer, self._norm(x, f"model.layers.{layer}.input_layernorm"))
             normed = self._norm(x, f"model.layers.{layer}.post_attention_layernorm")
@@ -53,10 +54,11 @@ class FullSequence:
             chosen, weights, router_scores = self._route(layer, normed, np.asarray(forced, int)[:, len(ids)])
             x = x + self._mix(layer, normed, chosen, weights)
             ids.append(chosen)
+            combined.append(weights)
             scores.append(router_scores)
         head = self.tensors["model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"]
         logits = self._norm(x, "model.norm") @ head.T
-        return Judged(np.stack(ids, axis=1), np.stack(scores, axis=1), logits)
+        return Judged(*(np.stack(parts, axis=1) for parts in (ids, combined, scores)), logits)
 
     def _route(self, layer, x, forced):
         logits = x @ self.tensors[f"model.layers.{layer}.mlp.gate.weight"].T

@@ -1,7 +1,7 @@
-"""A MoE backend of the tests that records which experts it runs. Shares no code with capture.
+"""A MoE backend of the tests that records which experts it runs, and on which weights. Shares no code with capture.
 
-The ids pass through the host on their way into the experts, so the recorded ids are the executed ids. Layers of a step
-arrive in order, one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
+Ids and weights pass through the host on their way into the experts, so what is recorded is what is executed. Layers of
+a step arrive in order, one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
@@ -46,21 +46,28 @@ class MoeProbe:
 
     def step(self, index):
         """[N, M, K]: the ids that entered the experts in the `index`-th forward."""
+        return np.stack([ids for ids, _ in self._layers(index)], axis=1)
+
+    def step_weights(self, index):
+        """[N, M, K]: the combine weights that entered the experts in the `index`-th forward."""
+        return np.stack([weights for _, weights in self._layers(index)], axis=1)
+
+    def _layers(self, index):
         calls = self._calls[index * self._num_layers : (index + 1) * self._num_layers]
         assert len(calls) == self._num_layers, (
             f"forward {index} has {len(calls)} of {self._num_layers} layers: is it still in flight?"
         )
-        return np.stack(calls, axis=1)
+        return calls
 
     def _probed(self, run):
         def probed(call, *shared):
-            ids = io_callback(
-                self._record, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True
-            )
-            return run(dataclasses.replace(call, ids=ids), *shared)
+            given = call.ids, call.weights
+            shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), given)
+            ids, weights = io_callback(self._record, shapes, *given, ordered=True)
+            return run(dataclasses.replace(call, ids=ids, weights=weights), *shared)
 
         return probed
 
-    def _record(self, ids):
-        self._calls.append(np.array(ids))
+    def _record(self, ids, weights):
+        self._calls.append((np.array(ids), np.array(weights)))
         return self._calls[-1]

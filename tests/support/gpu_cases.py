@@ -29,6 +29,7 @@ from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
+from support.routing_blocks import empty_block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ def router_case(seed, rows, experts, top_k, flags, law="softmax") -> Case:
         rng = np.random.default_rng(seed)
         logits = rng.standard_normal((rows, experts)) * 3
         logits = jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
-        block = jnp.full((3 * top_k, rows), -1, jnp.int32) if captured else None
+        block = empty_block(3 * top_k, rows) if captured else None
         replayed_ids = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
         routed = LayerRouting(jnp.asarray(replayed_ids), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
         added = jnp.asarray(np.round(rng.standard_normal((3, experts)) * 4) / 4, jnp.bfloat16)
@@ -205,9 +206,10 @@ def router_case(seed, rows, experts, top_k, flags, law="softmax") -> Case:
             for a, b in ((actual.ids, expected.ids), (actual.native_ids, expected.native_ids))
         )
         if block is not None:
-            whole = np.full((3 * top_k, rows), -1)
-            whole[top_k : 2 * top_k] = np.asarray(expected.ids).T
-            wrong += int(np.sum(np.asarray(block) != whole))
+            for written, of_layer in ((block.ids, expected.ids), (block.weights, actual.weights)):
+                whole = np.full((3 * top_k, rows), -7, written.dtype)
+                whole[top_k : 2 * top_k] = np.asarray(of_layer).T
+                wrong += int(np.sum(np.asarray(written) != whole))
         return Outcome(distance=distance(actual.weights, expected.weights), wrong_ids=wrong, bound=1e-6)
 
     features = {

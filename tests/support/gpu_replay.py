@@ -71,8 +71,9 @@ def random_model(sizes: Sizes, seed=0) -> FamilyDecoder:
     return dummy_model(lambda: FamilyDecoder(sizes.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(sizes.dtype)), seed=seed)
 
 
-def gpu_bench(model, sizes: Sizes, *, probed, context=256) -> Bench:
-    """An engine core on the GPU kernels, with a probe before the experts or without; a CPU interprets them."""
+def gpu_bench(model, sizes: Sizes, *, probed, context=256, weights=False) -> Bench:
+    """An engine core on the GPU kernels, with a probe before the experts or without; a CPU interprets them. `weights`:
+    it records combine weights, too."""
     interpret = jax.default_backend() != "gpu"
     return Bench(
         model,
@@ -86,6 +87,7 @@ def gpu_bench(model, sizes: Sizes, *, probed, context=256) -> Bench:
         precompile_bs_paddings=(sizes.requests,),
         precompile_token_paddings=(sizes.tokens,),
         mem_fraction_static=0.9,
+        enable_return_routed_experts_weights=weights,
     )
 
 

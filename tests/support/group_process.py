@@ -193,7 +193,9 @@ def tap_experts(path):
 
 
 def generate(engine, prompts, params, **options):
-    """Tokens, logprob bits and rows of answers, as comparable values."""
+    """Tokens, logprob bits and rows of answers, as comparable values; with combine weights where there are some."""
+    if options.get("return_routed_experts") and engine.server_args.enable_return_routed_experts_weights:
+        options = options | {"return_routed_experts_weights": True}
     outputs = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True, **options)
     return [_observed(output) for output in (outputs if isinstance(outputs, list) else [outputs])]
 
@@ -209,7 +211,7 @@ def _observed(output):
     top = [[entry[1] for entry in position or ()] for position in meta.get("output_top_logprobs") or ()]
     return {
         "tokens": output["output_ids"],
-        "rows": None if rows is None else [rows.size // 16, rows.tobytes().hex()],
+        "rows": None if rows is None else [rows.size // 16, rows.tobytes().hex(), meta.get("routed_experts_weights")],
         "bits": bits,
         "top": top,
         "cached": meta["cached_tokens"],
@@ -223,12 +225,16 @@ def _bits(values):
 
 
 def score(engine, sequences, replay=False):
-    """Logprob bits and rows of scores; with `replay` of a second score on the rows of the first, rolled."""
-    outputs = engine.score(sequences)
+    """Logprob bits and rows of scores; with `replay` of a second score on the rows of the first, rolled, and on their
+    weights where there are some."""
+    outputs, weights = engine.score(sequences), engine.server_args.enable_return_routed_experts_weights
     if replay:
         records = [output.routed_experts for output in outputs]
         routed = [dataclasses.replace(record, ids=np.roll(record.ids, 1, axis=0)) for record in records]
-        outputs = engine.score(sequences, routed=routed)
+        outputs = engine.score(sequences, routed=routed, replay_weights=weights)
+        if weights:
+            for output, record in zip(outputs, records, strict=True):
+                np.testing.assert_array_equal(output.routed_experts.weights, record.weights)
     return [[_bits(output.logprobs), output.routed_experts.ids.tobytes().hex()] for output in outputs]
 
 

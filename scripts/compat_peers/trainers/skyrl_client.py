@@ -26,7 +26,7 @@ def run(url, use, **options):
         try:
             return await asyncio.wait_for(use(client), 100)
         finally:
-            await client._session.close()
+            await client.teardown()
 
     return asyncio.run(main())
 

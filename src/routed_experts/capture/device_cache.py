@@ -5,6 +5,8 @@ token-minor, [M*K, N], until `rows` narrows and transposes them at once, or `pac
 sampler's output. On TPU the number of small operations counts, and top-k leaves its ids token-minor: a layer's write
 is one or two operations and a step adds two to four (a block [M, N*K] takes three a layer and six or seven a step;
 benchmarks/compiled.py counts them).
+Where the spec records combine weights, they are a second block of the same form, float32; a layer's write is twice as
+many operations, and rows always leave packed.
 A slot that is not written holds -1, which narrows to an id that no router gives (with 255 or 256 experts the row
 then repeats an expert). Dims: N padded tokens, M MoE layers, K experts per token, W words of a packed row; run:
 layers of a run."""
@@ -15,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec
 
@@ -25,12 +28,14 @@ _NOT_WRITTEN = -1
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _RoutedExpertsDeviceCache:
-    """The ids of one step: row m*K + k holds choice k of every token in MoE layer m."""
+    """The ids of one step: row m*K + k holds choice k of every token in MoE layer m. `weights` hold alike what the
+    outputs of these experts are multiplied by; None where the spec records none."""
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
     # Slots that capacities moved to other experts, and slots left empty; None without capacities.
     rerouting: Int[Array, "N 2"] | None = None
+    weights: Float32[Array, "M*K N"] | None = None
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, capacity_limited: bool = False) -> "_RoutedExpertsDeviceCache":
@@ -38,7 +43,9 @@ class _RoutedExpertsDeviceCache:
         `capacity_limited`: instances of experts have capacities, and `rerouting` is counted."""
         shape = (spec.row_ids, num_tokens)
         rerouting = jnp.zeros((num_tokens, 2), jnp.int32) if capacity_limited else None
-        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, rerouting=rerouting)
+        weights = None if spec.weights_dtype is None else jnp.zeros(shape, jnp.float32)
+        ids = jnp.full(shape, _NOT_WRITTEN, jnp.int32)
+        return _RoutedExpertsDeviceCache(ids=ids, spec=spec, rerouting=rerouting, weights=weights)
 
     @property
     def num_tokens(self) -> int:
@@ -51,25 +58,43 @@ class _RoutedExpertsDeviceCache:
         topk_ids: Int[Array, "N K"],
         native_ids: Int[Array, "N K"] | None = None,
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
+        weights: Float32[Array, "N K"] | None = None,
     ) -> "_RoutedExpertsDeviceCache":
-        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared
-        experts are left out. `native_ids`, the live router's choice, and its `probabilities` serve the recorder of a
-        training forward (replay/recorder.py); they are not stored here."""
+        """Write the executed ids of one layer and, where they are recorded, the combine `weights`. `moe_layer` is its
+        ordinal among MoE layers, traced or not; fused shared experts are left out. `native_ids`, the live router's
+        choice, and its `probabilities` serve the recorder of a training forward (replay/recorder.py); they are not
+        stored here."""
         expected = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape == expected, (
             f"ids of a layer have the shape {topk_ids.shape}; expected {expected}, without shared experts"
         )
-        return self._write(moe_layer, topk_ids[None])
+        return self._write(moe_layer, topk_ids[None], None if weights is None else weights[None])
 
     def capture_run(
-        self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]
+        self,
+        first_moe_layer: int | Int[Array, ""],
+        topk_ids: Int[Array, "run N K"],
+        weights: Float32[Array, "run N K"] | None = None,
     ) -> "_RoutedExpertsDeviceCache":
-        """Write the executed ids of a run of layers at once, as a scan stacks them."""
+        """Write the executed ids of a run of layers at once, as a scan stacks them, and where they are recorded the
+        combine weights."""
         expected = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape[1:] == expected, (
             f"ids of a run have the shape {topk_ids.shape}; expected [run, {expected[0]}, {expected[1]}]"
         )
-        return self._write(first_moe_layer, topk_ids)
+        return self._write(first_moe_layer, topk_ids, weights)
+
+    def write_weights(
+        self, moe_layer: int | Int[Array, ""], weights: Float32[Array, "N K"]
+    ) -> "_RoutedExpertsDeviceCache":
+        """Write the combine weights of one layer again, where they are recorded: its experts multiply by others than
+        the router gave."""
+        if self.weights is None:
+            return self
+        row = jnp.asarray(moe_layer, jnp.int32) * self.spec.top_k
+        own = self._token_minor(weights[None].astype(jnp.float32))
+        written = lax.dynamic_update_slice_in_dim(self.weights, own, row, axis=0, allow_negative_indices=False)
+        return replace(self, weights=written)
 
     def add_rerouting(self, rerouting: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add the slots that the capacities of one layer moved or left empty."""
@@ -89,34 +114,52 @@ class _RoutedExpertsDeviceCache:
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
         keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
         before = counts if sum_ranks is None else jnp.zeros_like(counts)
-        own = jax.lax.platform_dependent(before, keys, tpu=_count_by_comparing, default=_count_by_scattering)
+        own = lax.platform_dependent(before, keys, tpu=_count_by_comparing, default=_count_by_scattering)
         return own if sum_ranks is None else counts + sum_ranks(own)
 
-    def rows(self) -> UInt[Array, "N M*K"]:
-        """Return the step's rows, one for each token, narrowed to the spec's dtype."""
+    def rows(self) -> UInt[Array, "N M*K"] | Int32[Array, "N W"]:
+        """Return the step's rows, one for each token: ids narrowed to the spec's dtype, or with combine weights packed
+        words."""
+        if self.weights is not None:
+            return self.packed_rows().T
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
 
     def packed_rows(self) -> Int32[Array, "W N"]:
         """Return the same rows packed into words (CaptureSpec.row_words), still token-minor: a little-endian host reads
-        them as narrow ids."""
+        them as narrow ids, and behind these as the bits of the combine weights."""
         bits = 8 * self.spec.dtype.itemsize
-        ids = self.ids & ((1 << bits) - 1)  # as `rows` narrows
-        ids = jnp.pad(ids, ((0, self.spec.row_words * (32 // bits) - ids.shape[0]), (0, 0)))
-        block = ids.reshape(self.spec.row_words, 32 // bits, self.num_tokens)
-        return functools.reduce(jnp.bitwise_or, (block[:, byte] << bits * byte for byte in range(block.shape[1])))
+        words = _packed(self.ids & ((1 << bits) - 1), bits)  # as `rows` narrows
+        if self.weights is None:
+            return words
+        if self.spec.weights_dtype == "bfloat16":
+            halves = lax.bitcast_convert_type(self.weights.astype(jnp.bfloat16), jnp.uint16)
+            return jnp.concatenate([words, _packed(halves.astype(jnp.int32), 16)])
+        return jnp.concatenate([words, lax.bitcast_convert_type(self.weights, jnp.int32)])
 
-    def _write(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
+    def _write(
+        self,
+        first: int | Int[Array, ""],
+        topk_ids: Int[Array, "run N K"],
+        weights: Float32[Array, "run N K"] | None,
+    ) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
             last = first + topk_ids.shape[0] - 1
             assert 0 <= first <= last < self.spec.num_moe_layers, (
                 f"layers {first} to {last}; expected 0 to {self.spec.num_moe_layers - 1}"
             )
-        block = jnp.swapaxes(topk_ids.astype(jnp.int32), 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
+        own = self._token_minor(topk_ids.astype(jnp.int32))
         row = jnp.asarray(first, jnp.int32) * self.spec.top_k
         # Wrapping negative indices would take three more operations a layer.
-        return replace(
-            self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False)
-        )
+        update = functools.partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
+        cache = replace(self, ids=update(self.ids, own, row))
+        if self.weights is None:
+            return cache
+        assert weights is not None, "a cache of combine weights needs those of every layer"
+        own = self._token_minor(weights.astype(jnp.float32))
+        return replace(cache, weights=update(self.weights, own, row))
+
+    def _token_minor(self, values: Array) -> Array:
+        return jnp.swapaxes(values, 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
 
 
 RoutedExpertsDeviceCache = _RoutedExpertsDeviceCache  # the name for other modules; SGLang's has the underscore
@@ -129,6 +172,14 @@ def create_device_cache(
     return (
         None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, capacity_limited=capacity_limited)
     )
+
+
+def _packed(values: Int32[Array, "X N"], bits: int) -> Int32[Array, "W N"]:
+    """Values of so many bits as words, the first in the lowest bits."""
+    in_word = 32 // bits
+    padded = jnp.pad(values, ((0, -values.shape[0] % in_word), (0, 0)))
+    block = padded.reshape(-1, in_word, values.shape[1])
+    return functools.reduce(jnp.bitwise_or, (block[:, part] << bits * part for part in range(in_word)))
 
 
 def _count_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:

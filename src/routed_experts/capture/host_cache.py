@@ -6,16 +6,20 @@ validity too (below 0: no row), so that filing is two writes. Rows of steps are 
 time, at the latest when the cache is read: between two steps the store and the filing code are cold in cache, and even
 a copy of one step's rows would take longer than its share of filing. All buffered steps are written at once: of two
 rows of one slot the later wins, and a row from before its page was last invalidated is dropped. Experts are counted
-here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Engine thread only.
-Dims: Z slots, P pages, R rows, N rows and padding, M MoE layers, K experts per token, W words of a packed row."""
+here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Combine weights, where
+they are recorded, have a store of their own, which is written with the ids and valid where they are. Engine thread
+only.
+Dims: Z slots, P pages, R rows, N rows and padding, M MoE layers, K experts per token, W words of a packed row, V words
+of its weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Int, Int32, UInt
+from jaxtyping import BFloat16, Bool, Float32, Int, Int32, UInt
 
 from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
@@ -31,6 +35,7 @@ _MAX_BUFFERED_ROWS = 4096  # padding included: bounds how long filing delays a s
 
 # A buffered step: slots, rows, version, which of them are live, origins of its tokens. A plain tuple: building it is
 # all that a step waits for.
+CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 _Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, TokenOrigins | None]
 # Pages that were invalidated when so many steps were buffered.
 _Invalidated = tuple[Int[np.ndarray, " P"], int]
@@ -44,6 +49,7 @@ class SavedRows:
     ids: UInt[np.ndarray, "R0 M K"]
     valid: Bool[np.ndarray, " R0"]
     versions: Int32[np.ndarray, " R0"]
+    weights: CombineWeights | None = None
 
 
 class _RoutedExpertsHostCache:
@@ -56,6 +62,9 @@ class _RoutedExpertsHostCache:
         self._spec, self._page_size = spec, page_size
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.row_ids), spec.dtype)
         self._rows = _as_items(self._store)
+        self._weights: Int32[np.ndarray, "Z V"] | None = None
+        if spec.weights_dtype is not None:
+            self._weights = np.zeros((num_slots, spec.row_words - spec.id_words), np.int32)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
         self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 except while filing
         self._counts = ExpertCounts(spec)
@@ -66,7 +75,8 @@ class _RoutedExpertsHostCache:
     @property
     def nbytes(self) -> int:
         """Host memory of the store, in bytes."""
-        return self._store.nbytes + self._versions.nbytes
+        weights = 0 if self._weights is None else self._weights.nbytes
+        return self._store.nbytes + self._versions.nbytes + weights
 
     def append(
         self,
@@ -124,7 +134,7 @@ class _RoutedExpertsHostCache:
         counts = [step[0].size for step in steps]
         slots = np.concatenate([step[0] for step in steps])
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: expected 0 to {self._versions.size - 1}"
-        ids = _concatenate_ids(steps, counts, self._spec)
+        ids, weights = _concatenate_rows(steps, counts, self._spec)
         assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
         assert ids.max(initial=0) < self._spec.num_experts, (
             f"expert {ids.max()} of {self._spec.num_experts}"
@@ -134,6 +144,7 @@ class _RoutedExpertsHostCache:
         assert versions.min(initial=0) > _NO_ROW, versions.min()
         if live is not None:
             slots, ids, generated, versions = slots[live], ids[live], generated[live], versions[live]
+            weights = None if weights is None else weights[live]
         self._counts.enqueue(ids, generated)
         rows = _as_items(ids)
         if self._first_after.any():
@@ -141,7 +152,10 @@ class _RoutedExpertsHostCache:
             stay = (order if live is None else order[live]) >= self._first_after[slots // self._page_size]
             if not stay.all():
                 slots, rows, versions = slots[stay], rows[stay], versions[stay]
+                weights = None if weights is None else weights[stay]
         self._rows[slots] = rows
+        if self._weights is not None and weights is not None:
+            _as_items(self._weights)[slots] = _as_items(weights)
         self._versions[slots] = versions
 
     def routing_stats(self, *, reset: bool, wait: bool) -> RoutingStats:
@@ -165,10 +179,19 @@ class _RoutedExpertsHostCache:
         versions = self._versions[slots]
         return ids, versions > _NO_ROW, versions
 
+    def gather_weights(self, slots: Int[np.ndarray, " R"]) -> CombineWeights:
+        """Copy out the combine weights of these slots, in the dtype of the spec; those of an invalid row mean
+        nothing."""
+        assert self._weights is not None, "combine weights are not recorded"
+        self.flush()
+        return _unpack_weights(self._weights.take(slots, axis=0), self._spec)
+
     def overwrite_invalid_rows(self) -> None:
         """Fill every invalid row with the largest value of its dtype, so that a test detects its return."""
         self.flush()
         self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max
+        if self._weights is not None:
+            self._weights[self._versions == _NO_ROW] = -1  # NaN in both dtypes
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         """Check that no row is valid outside `owned_slots`, the slots of all pages that are held."""
@@ -188,18 +211,52 @@ class _RoutedExpertsHostCache:
 RoutedExpertsHostCache = _RoutedExpertsHostCache  # the name for other modules; SGLang's has the underscore
 
 
+def unpack_rows(
+    rows: UInt[np.ndarray, "R M*K"] | Int32[np.ndarray, "R W"], spec: CaptureSpec
+) -> tuple[UInt[np.ndarray, "R M K"], CombineWeights | None]:
+    """Ids and combine weights of the rows of a step: narrow ids, or with weights packed words."""
+    shape = (len(rows), spec.num_moe_layers, spec.top_k)
+    if spec.weights_dtype is None:
+        return rows.reshape(shape), None
+    words, weights = _split_words(rows, spec)
+    return np.ascontiguousarray(words.view(spec.dtype)[:, : spec.row_ids]).reshape(shape), _unpack_weights(
+        weights, spec
+    )
+
+
+def empty_weights(spec: CaptureSpec) -> CombineWeights:
+    """The combine weights of no rows, in the dtype of the spec."""
+    return _unpack_weights(np.zeros((0, spec.row_words - spec.id_words), np.int32), spec)
+
+
+def _split_words(
+    words: Int32[np.ndarray, "R W"], spec: CaptureSpec
+) -> tuple[Int32[np.ndarray, "R I"], Int32[np.ndarray, "R V"]]:
+    """Words of ids, and of weights."""
+    return np.ascontiguousarray(words[:, : spec.id_words]), np.ascontiguousarray(words[:, spec.id_words :])
+
+
+def _unpack_weights(words: Int32[np.ndarray, "R V"], spec: CaptureSpec) -> CombineWeights:
+    dtype = np.dtype(ml_dtypes.bfloat16 if spec.weights_dtype == "bfloat16" else np.float32)
+    weights = np.ascontiguousarray(words.view(dtype)[:, : spec.row_ids])
+    return weights.reshape(len(words), spec.num_moe_layers, spec.top_k)
+
+
 def _as_items(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
     """View each row as one item: NumPy scatters such items faster than rows of single ids."""
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
 
 
-def _concatenate_ids(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) -> UInt[np.ndarray, "R M*K"]:
-    """Concatenate the rows of the steps' real tokens."""
+def _concatenate_rows(
+    steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec
+) -> tuple[UInt[np.ndarray, "R M*K"], Int32[np.ndarray, "R V"] | None]:
+    """Concatenate the rows of the steps' real tokens, and the words of their weights."""
     tables = [np.asarray(step[1]) for step in steps]
-    if not any(table.dtype == _INT32 for table in tables):
+    if spec.weights_dtype is None and not any(table.dtype == _INT32 for table in tables):
         return np.ascontiguousarray(
             np.concatenate([_check_ids(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
-        )
+        ), None
+    assert spec.weights_dtype is None or all(table.dtype == _INT32 for table in tables), "rows without their weights"
     parts = zip(tables, counts, strict=True)
     tables = [
         table if table.dtype == _INT32 else _pack(_check_ids(table, spec)[:count], spec) for table, count in parts
@@ -210,7 +267,10 @@ def _concatenate_ids(steps: Sequence[_Step], counts: Sequence[int], spec: Captur
         tables = [table[:count, -spec.row_words :] for table, count in zip(tables, counts, strict=True)]
     words = np.ascontiguousarray(np.concatenate(tables)[:, -spec.row_words :])
     assert words.shape[1] == spec.row_words, (words.shape, spec.row_words)
-    return words.view(spec.dtype)[:, : spec.row_ids]
+    if spec.weights_dtype is None:
+        return words.view(spec.dtype)[:, : spec.row_ids], None
+    ids, weights = _split_words(words, spec)
+    return ids.view(spec.dtype)[:, : spec.row_ids], weights
 
 
 def _check_ids(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.host_cache import RoutedExpertsHostCache, SavedRows
+from routed_experts.capture.host_cache import CombineWeights, RoutedExpertsHostCache, SavedRows
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
@@ -86,12 +86,13 @@ class RoutedExpertsCapturer(ABC):
         num_prompt_tokens: int,
         saved: SavedRows | None = None,
         include_last: bool = False,
+        weights: bool = False,
     ) -> RoutedExperts:
         """Assemble a sequence's record by the row law; slots[i] is the slot of token start + i.
 
-        `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not
-        read, nor are those whose row was saved. A row that is in neither raises RoutingIncompleteError naming its
-        token."""
+        `include_last`: the last token was fed too (score, max_tokens 0, include_last). `weights`: with the combine
+        weights, which the spec must record. Slots past the last row are not read, nor are those whose row was saved. A
+        row that is in neither raises RoutingIncompleteError naming its token."""
 
     @abstractmethod
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
@@ -104,8 +105,8 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def device_bytes(self, num_tokens: int) -> int:
-        """Return the device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the narrow
-        rows that leave the step."""
+        """Return the device memory of a step of `num_tokens` padded tokens, in bytes: the blocks of ids and weights,
+        and the narrow rows that leave the step."""
 
     @abstractmethod
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
@@ -145,7 +146,10 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
         num_rows = slots.size if earlier is None else max(slots.size, earlier.valid.size)
         ids, valid, versions = self._read_rows(slots, start=0, num_rows=num_rows, saved=earlier)
-        return SavedRows(ids=ids, valid=valid, versions=versions)
+        weights = None
+        if self.spec.weights_dtype is not None:
+            weights = self._read_weights(slots, start=0, num_rows=num_rows, saved=earlier)
+        return SavedRows(ids=ids, valid=valid, versions=versions, weights=weights)
 
     def collect(
         self,
@@ -156,6 +160,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         num_prompt_tokens: int,
         saved: SavedRows | None = None,
         include_last: bool = False,
+        weights: bool = False,
     ) -> RoutedExperts:
         num_rows = max(num_tokens - start - (0 if include_last else 1), 0)
         ids, valid, versions = self._read_rows(slots, start=start, num_rows=num_rows, saved=saved)
@@ -174,6 +179,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             num_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
             version_spans=to_version_spans(start, versions),
+            weights=self._read_weights(slots, start=start, num_rows=num_rows, saved=saved) if weights else None,
         )
 
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
@@ -183,7 +189,8 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         return self.host_cache.nbytes
 
     def device_bytes(self, num_tokens: int) -> int:
-        return num_tokens * (self.spec.row_ids * np.dtype(np.int32).itemsize + self.spec.row_bytes)
+        blocks = 1 if self.spec.weights_dtype is None else 2
+        return num_tokens * (blocks * self.spec.row_ids * np.dtype(np.int32).itemsize + self.spec.stored_bytes)
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         return self.host_cache.check_integrity(owned_slots)
@@ -204,6 +211,22 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             index = np.flatnonzero(saved.valid[first])
             ids[index], versions[index], valid[index] = saved.ids[first][index], saved.versions[first][index], True
         return ids, valid, versions
+
+    def _read_weights(
+        self, slots: Int[np.ndarray, " R"], *, start: int, num_rows: int, saved: SavedRows | None
+    ) -> CombineWeights:
+        """Read the combine weights of the same rows."""
+        slots = slots[:num_rows]
+        own = self.host_cache.gather_weights(slots)
+        if saved is None and slots.size == num_rows:
+            return own
+        weights = np.zeros((num_rows, *own.shape[1:]), own.dtype)
+        weights[: slots.size] = own
+        if saved is not None and saved.weights is not None:
+            first = slice(start, start + num_rows)
+            index = np.flatnonzero(saved.valid[first])
+            weights[index] = saved.weights[first][index]
+        return weights
 
 
 class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
@@ -244,6 +267,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
         num_prompt_tokens: int,
         saved: SavedRows | None = None,
         include_last: bool = False,
+        weights: bool = False,
     ) -> RoutedExperts:
         _refuse()
 

@@ -3,8 +3,11 @@
 Invariant: layer_ids ascend within [0, num_hidden_layers); column m of a record is hidden layer layer_ids[m].
 Dims: M MoE layers, K experts per token, E experts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,6 +16,9 @@ from routed_experts.core.errors import CaptureUnsupportedError
 MAX_NUM_EXPERTS = 65_535
 
 ExpertIdDType = np.dtype[np.uint8] | np.dtype[np.uint16]
+WeightsDType = Literal["float32", "bfloat16"]  # of recorded combine weights
+WEIGHTS_DTYPES: tuple[WeightsDType, ...] = get_args(WeightsDType)
+_WEIGHT_BYTES: Mapping[WeightsDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 
 
 def expert_id_dtype(num_experts: int) -> ExpertIdDType:
@@ -27,13 +33,15 @@ def expert_id_dtype(num_experts: int) -> ExpertIdDType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSpec:
-    """The routing of one model. `router` is a fingerprint of its routers, or None; replay refuses another."""
+    """The routing of one model. `router` is a fingerprint of its routers, or None; replay refuses another.
+    `weights_dtype`: of the combine weights that are recorded beside the ids; None: they are not."""
 
     num_hidden_layers: int
     layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
     router: str | None = None
+    weights_dtype: WeightsDType | None = None
 
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
@@ -72,6 +80,22 @@ class CaptureSpec:
         return self.row_ids * self.dtype.itemsize
 
     @property
-    def row_words(self) -> int:
-        """32-bit words of one token's packed row, the first id in the lowest byte; zeros fill the last word."""
+    def weight_bytes(self) -> int:
+        """Bytes of the combine weights of one token's row; 0 where none are recorded."""
+        return 0 if self.weights_dtype is None else self.row_ids * _WEIGHT_BYTES[self.weights_dtype]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one token's row as it is stored: ids and combine weights."""
+        return self.row_bytes + self.weight_bytes
+
+    @property
+    def id_words(self) -> int:
+        """32-bit words of the ids of one token's packed row, the first id in the lowest byte; zeros fill the last
+        word."""
         return -(-self.row_bytes // 4)
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of one token's packed row: those of its ids, then those of its combine weights, filled alike."""
+        return self.id_words + -(-self.weight_bytes // 4)

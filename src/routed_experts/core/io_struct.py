@@ -28,6 +28,7 @@ class RoutingOptions:
     layers: str = "all"
     stream: bool = False  # rows as they are emitted
     include_last: bool = False  # feed the last token too, for its row
+    weights: bool = False  # combine weights, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class GenerateReqInput:
     prediction: str | Sequence[int] | None = None  # the expected answer, as a draft; changes speed alone
     data_parallel_rank: int | None = None  # that the request runs in; None: the engine chooses
     return_routed_experts: bool | Sequence[bool] | None = None
+    return_routed_experts_weights: bool | None = None
     routed_experts_start_len: int | Sequence[int] | None = None
     routed_experts_prompt_start: int | None = None  # another name of routed_experts_start_len
     routed_experts_format: str | None = None

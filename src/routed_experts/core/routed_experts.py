@@ -9,8 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float32, UInt
+from jaxtyping import BFloat16, Bool, Float32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
@@ -22,6 +23,8 @@ from routed_experts.core.record_validation import (
     repeated_rows,
 )
 
+_WEIGHTS_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedExperts:
@@ -29,7 +32,8 @@ class RoutedExperts:
 
     `valid` None means that every row is known; `version_spans` hold (lo, hi, count of the weights' update) in
     absolute token indices, and `version_labels` (count, label) of counts that may occur there. Labels are names: two
-    records that differ in them alone are equal."""
+    records that differ in them alone are equal. `weights` are the combine weights that the experts ran with, in the
+    order of the ids; None where they were not asked for."""
 
     ids: UInt[np.ndarray, "R M K"]
     start: int
@@ -40,7 +44,7 @@ class RoutedExperts:
     num_experts: int
     version_spans: VersionSpans
     valid: Bool[np.ndarray, " R"] | None = None
-    weights: Float32[np.ndarray, "R M K"] | None = None
+    weights: Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None = None
     router: str | None = None
     version_labels: VersionLabels = ()
 
@@ -61,6 +65,7 @@ class RoutedExperts:
         num_prompt_tokens: int,
         version_spans: VersionSpans,
         valid: Bool[np.ndarray, " R"] | None = None,
+        weights: Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None = None,
         version_labels: VersionLabels = (),
     ) -> "RoutedExperts":
         """Build the record of a sequence whose model has this routing."""
@@ -74,6 +79,7 @@ class RoutedExperts:
             num_experts=spec.num_experts,
             version_spans=version_spans,
             valid=valid,
+            weights=weights,
             router=spec.router,
             version_labels=version_labels,
         )
@@ -166,7 +172,8 @@ class RoutedExperts:
             return False
         weights = (self.weights is None) == (other.weights is None)
         if self.weights is not None and other.weights is not None:
-            weights = np.array_equal(self.weights[known], other.weights[known])
+            same_dtype = self.weights.dtype == other.weights.dtype
+            weights = same_dtype and np.array_equal(self.weights[known], other.weights[known])
         return weights and np.array_equal(self.ids[known], other.ids[known])
 
     def _check_arrays(self) -> None:
@@ -186,9 +193,10 @@ class RoutedExperts:
             raise RoutingFormatError(
                 f"valid is {self.valid.dtype}{list(self.valid.shape)}; expected bool[{ids.shape[0]}]"
             )
-        if self.weights is not None and (self.weights.shape != ids.shape or self.weights.dtype != np.float32):
+        weights = self.weights
+        if weights is not None and (weights.shape != ids.shape or weights.dtype not in _WEIGHTS_DTYPES):
             raise RoutingFormatError(
-                f"weights are {self.weights.dtype}{list(self.weights.shape)}; expected float32{list(ids.shape)}"
+                f"weights are {weights.dtype}{list(weights.shape)}; expected float32 or bfloat16 {list(ids.shape)}"
             )
 
     def _check_tokens(self) -> None:

@@ -127,6 +127,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # no other token follows
     bad_words: Sequence[str] | None = None  # texts that do not follow
     return_routed_experts: bool | None = None
+    return_routed_experts_weights: bool | None = None
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
@@ -175,6 +176,7 @@ class SamplingParams:
         _check_bool("detokenize", self.detokenize)
         _check_bool("speculative", self.speculative)
         _check_bool("return_routed_experts", self.return_routed_experts)
+        _check_bool("return_routed_experts_weights", self.return_routed_experts_weights)
         _check_bool("routed_experts_include_last", self.routed_experts_include_last)
         _check_int("routed_experts_start_len", self.routed_experts_start_len, 0, MAX_INT32, fix="0 gives every row")
         _check_word("routed_experts_format", self.routed_experts_format, ROUTED_EXPERTS_FORMATS)

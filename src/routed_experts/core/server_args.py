@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from routed_experts.core.capture_spec import WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.weight_version import INITIAL_LABEL, to_label
 
@@ -53,6 +54,8 @@ class ServerArgs:
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     enable_return_routed_experts: bool = False
+    enable_return_routed_experts_weights: bool = False  # record combine weights, too
+    routed_experts_weights_dtype: WeightsDType = "float32"  # of recorded combine weights
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False
     skip_tokenizer_init: bool = False
@@ -70,6 +73,9 @@ class ServerArgs:
             sizes = ", ".join(str(size) for size in range(1, self.tp_size + 1) if self.tp_size % size == 0)
             text = f"dp_size={self.dp_size} does not divide tp_size={self.tp_size}, the devices of all data ranks"
             raise ConfigError(f"{text}; choose one of {sizes}, or start several engines for copies of the model")
+        if self.enable_return_routed_experts_weights and not self.enable_return_routed_experts:
+            text = "enable_return_routed_experts_weights=True records combine weights beside the ids of experts"
+            raise ConfigError(f"{text}; set enable_return_routed_experts=True too")
         if self.max_total_tokens is not None:
             _at_least(self.page_size, why="one page (page_size)")("max_total_tokens", self.max_total_tokens)
         if self.token_paddings[-1] < self.running_limit:
@@ -204,6 +210,8 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "attention_backend": _text,
         "moe_backend": _text,
         "enable_return_routed_experts": _switch,
+        "enable_return_routed_experts_weights": _switch,
+        "routed_experts_weights_dtype": _check_choice(WEIGHTS_DTYPES),
         "logprobs_mode": _check_choice(LOGPROBS_MODES),
         "deterministic": _switch,
         "skip_tokenizer_init": _switch,

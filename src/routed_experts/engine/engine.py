@@ -20,6 +20,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from jaxtyping import Float64
 
+from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
@@ -144,6 +145,8 @@ class Engine:
         attention_backend: str = "auto",
         moe_backend: str = "auto",
         enable_return_routed_experts: bool = False,
+        enable_return_routed_experts_weights: bool = False,
+        routed_experts_weights_dtype: WeightsDType = "float32",
         logprobs_mode: Literal["processed", "raw"] = "processed",
         deterministic: bool = False,
         skip_tokenizer_init: bool = False,
@@ -190,6 +193,8 @@ class Engine:
             attention_backend=attention_backend,
             moe_backend=moe_backend,
             enable_return_routed_experts=enable_return_routed_experts,
+            enable_return_routed_experts_weights=enable_return_routed_experts_weights,
+            routed_experts_weights_dtype=routed_experts_weights_dtype,
             logprobs_mode=logprobs_mode,
             deterministic=deterministic,
             skip_tokenizer_init=skip_tokenizer_init,
@@ -276,7 +281,7 @@ class Engine:
             longest_context=components.served.config.context_length,
             pool_tokens=components.kv_tokens,
             vocab_size=components.vocab_size,
-            capture=components.capture is not None,
+            capture=components.capture,
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
             num_ranks=args.dp_size,
@@ -312,6 +317,7 @@ class Engine:
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
+        return_routed_experts_weights: bool | None = None,
         routed_experts_start_len: int | Sequence[int] | None = None,
         routed_experts_prompt_start: int | None = None,
         routed_experts_format: str | None = None,
@@ -325,6 +331,8 @@ class Engine:
         Each dict holds `text`, `output_ids` and `meta_info`. With `stream` it returns an iterator of cumulative dicts;
         closing it aborts. With `return_routed_experts`, meta_info holds `routed_experts` for the S-1 tokens that were
         fed (int32 [S-1, layers, top_k], dense layers -1): read it with `extract_routed_experts_from_meta_info`.
+        With `return_routed_experts_weights` it has `routed_experts_weights` too, what the output of each of these
+        experts was multiplied by [S-1, MoE layers, top_k]: `record_from_meta_info` reads both.
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
         `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
         expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
@@ -349,6 +357,7 @@ class Engine:
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
+            return_routed_experts_weights=return_routed_experts_weights,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
             routed_experts_format=routed_experts_format,
@@ -382,6 +391,7 @@ class Engine:
         prediction: str | Sequence[int] | None = None,
         data_parallel_rank: int | None = None,
         return_routed_experts: bool | Sequence[bool] | None = None,
+        return_routed_experts_weights: bool | None = None,
         routed_experts_start_len: int | Sequence[int] | None = None,
         routed_experts_prompt_start: int | None = None,
         routed_experts_format: str | None = None,
@@ -405,6 +415,7 @@ class Engine:
             prediction=prediction,
             data_parallel_rank=data_parallel_rank,
             return_routed_experts=return_routed_experts,
+            return_routed_experts_weights=return_routed_experts_weights,
             routed_experts_start_len=routed_experts_start_len,
             routed_experts_prompt_start=routed_experts_prompt_start,
             routed_experts_format=routed_experts_format,
@@ -466,6 +477,7 @@ class Engine:
         token_ids: Sequence[int],
         *,
         routed: RoutedExperts | None = None,
+        replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> ScoreOutput: ...
     @overload
@@ -474,6 +486,7 @@ class Engine:
         token_ids: Sequence[Sequence[int]],
         *,
         routed: Sequence[RoutedExperts | None] | None = None,
+        replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[ScoreOutput]: ...
     def score(
@@ -481,18 +494,23 @@ class Engine:
         token_ids: TokenIds,
         *,
         routed: RoutedExperts | Sequence[RoutedExperts | None] | None = None,
+        replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> ScoreOutput | list[ScoreOutput]:
         """Score sequences with the served weights: S - 1 logprobs (temperature 1) and S rows each. One sequence of ids
         gives one ScoreOutput, several give a list.
 
-        Valid rows of `routed` are executed, as a trainer would replay them; other tokens are routed live. It runs
+        Valid rows of `routed` are executed, as a trainer would replay them; other tokens are routed live. With
+        `replay_weights` the experts run on the combine weights of the records, too, in place of the router's. It runs
         beside the requests, paused or not, in KV pages of its own (for the longest sequence, or a step's tokens). A
-        program is compiled when a shape is first met. Rows are returned where the engine records them; to request them
-        (True) or to replay elsewhere raises CaptureDisabledError. Raises InvalidRequestError for ids that are none,
-        PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer. With
-        experts= the host's experts run on threads of the score's own, and none is deferred."""
-        outputs = self._scores.score(token_ids, routed=routed, return_routed_experts=return_routed_experts)
+        program is compiled when a shape is first met. Rows are returned where the engine records them, with combine
+        weights where it records these; to request them (True) or to replay elsewhere raises CaptureDisabledError.
+        Raises InvalidRequestError for ids that are none, PromptTooLongError, and RoutingAlignmentError for rows that do
+        not fit, naming sample, row and layer. With experts= the host's experts run on threads of the score's own, and
+        none is deferred."""
+        outputs = self._scores.score(
+            token_ids, routed=routed, replay_weights=replay_weights, return_routed_experts=return_routed_experts
+        )
         return outputs if is_nested(token_ids) else outputs[0]
 
     def update_weights(

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
+from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError, PlacementError, ProcessMismatchError
 from routed_experts.core.keywords import check_keywords
@@ -203,6 +204,8 @@ def follow(
     attention_backend: str = "auto",
     moe_backend: str = "auto",
     enable_return_routed_experts: bool = False,
+    enable_return_routed_experts_weights: bool = False,
+    routed_experts_weights_dtype: WeightsDType = "float32",
     logprobs_mode: Literal["processed", "raw"] = "processed",
     deterministic: bool = False,
     skip_tokenizer_init: bool = False,
@@ -237,6 +240,8 @@ def follow(
         attention_backend=attention_backend,
         moe_backend=moe_backend,
         enable_return_routed_experts=enable_return_routed_experts,
+        enable_return_routed_experts_weights=enable_return_routed_experts_weights,
+        routed_experts_weights_dtype=routed_experts_weights_dtype,
         logprobs_mode=logprobs_mode,
         deterministic=deterministic,
         skip_tokenizer_init=skip_tokenizer_init,

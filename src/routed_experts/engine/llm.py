@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
@@ -69,6 +70,8 @@ class LLM:
         logprobs_mode: Literal["processed", "raw"] = "processed",
         deterministic: bool = False,
         enable_return_routed_experts: bool = False,
+        enable_return_routed_experts_weights: bool = False,
+        routed_experts_weights_dtype: WeightsDType = "float32",
         skip_tokenizer_init: bool = False,
         speculative_config: Mapping[str, object] | None = None,
     ) -> None:
@@ -105,6 +108,8 @@ class LLM:
             logprobs_mode=logprobs_mode,
             deterministic=deterministic,
             enable_return_routed_experts=enable_return_routed_experts,
+            enable_return_routed_experts_weights=enable_return_routed_experts_weights,
+            routed_experts_weights_dtype=routed_experts_weights_dtype,
             skip_tokenizer_init=skip_tokenizer_init,
             speculative=speculative,
             precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),

@@ -32,9 +32,9 @@ NO_DRAFT_MODEL = DraftDemand()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
-    """Bytes that one device must hold. `model`: shapes of its pool, from `args`; `row_bytes`: rows of a token, 0 with
-    capture off; `device`: bytes of the device; `num_drafts`: the longest draft, 0 without speculative decoding;
-    `draft`: of a model that drafts."""
+    """Bytes that one device must hold. `model`: shapes of its pool, from `args`; `row_bytes`: what is recorded of a
+    token, 0 with capture off; `device`: bytes of the device; `num_drafts`: the longest draft, 0 without speculative
+    decoding; `draft`: of a model that drafts."""
 
     args: ServerArgs
     model: KVPoolSpec

@@ -28,7 +28,7 @@ class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
     `capture_host` the stores by slot, of all of `num_ranks` data ranks, `rank_weights` the weights that are whole in
     every rank, `verify_scores` what the largest verify step samples from, `verify_inputs` what
-    its recurrent layers store."""
+    its recurrent layers store, `combine_bytes` those combine weights among the `row_bytes` of a slot."""
 
     pool: KVPoolSpec
     weights: int
@@ -44,6 +44,7 @@ class MemoryPlan:
     verify_inputs: int = 0
     num_ranks: int = 1
     rank_weights: int = 0
+    combine_bytes: int = 0
 
     @property
     def kv(self) -> int:
@@ -60,6 +61,8 @@ class MemoryPlan:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         rows = f"{self.pool.num_slots * self.num_ranks:,} slots of {self.row_bytes:,} bytes, one or two an id"
+        if self.combine_bytes:
+            rows += f", {self.combine_bytes:,} of them combine weights"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"
@@ -103,7 +106,7 @@ def plan_memory(
         args=args,
         model=model,
         weights=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-        row_bytes=0 if capture is None else capture.row_bytes,
+        row_bytes=0 if capture is None else capture.stored_bytes,
         vocab_size=vocab_size,
         context_length=context_length,
         device=device_bytes(args.tp_size),
@@ -121,6 +124,7 @@ def plan_memory(
         capture_device=demand.capture_device,
         capture_host=pool.num_slots * demand.row_bytes * args.dp_size,
         row_bytes=demand.row_bytes,
+        combine_bytes=0 if capture is None else capture.weight_bytes,
         limit=demand.limit,
         num_devices=args.tp_size,
         num_ranks=args.dp_size,

@@ -1,12 +1,12 @@
 """Files in safetensors: one record, with the token ids that it belongs to, or the answers of a run.
 
-A record: routed_experts U8 or U16 [R, M, K]; where present token_ids I32 [S], routed_experts_weights F32 [R, M, K] and
-valid BOOL [R]; its metadata as JSON text in the header, under routed_experts_info. Answers:
+A record: routed_experts U8 or U16 [R, M, K]; where present token_ids I32 [S], routed_experts_weights F32 [R, M, K] (of
+bfloat16 the bits, U16) and valid BOOL [R]; its metadata as JSON text in the header, under routed_experts_info. Answers:
 
     token_ids       I32 [sum of S]         prompt and generated tokens of each answer, one answer after another
     token_offsets   I64 [n + 1]            answer i has token_ids[token_offsets[i] : token_offsets[i + 1]]
     answers         U8  [bytes]            UTF-8 JSON lines: answers without token ids and payload, with metadata
-    routed_experts  U8 or U16 [sum of R, M, K], row_offsets I64 [n + 1], and routed_experts_weights F32 where present
+    routed_experts  U8 or U16 [sum of R, M, K], row_offsets I64 [n + 1], and where present routed_experts_weights
 
 Dims: S tokens of a sequence, R rows, M MoE layers, K experts a token, n answers. An answer without a record has no
 rows."""
@@ -24,7 +24,13 @@ from safetensors.numpy import load, save
 
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.metadata import RoutedExpertsMetadata, to_metadata, to_record
+from routed_experts.formats.metadata import (
+    RoutedExpertsMetadata,
+    from_stored_weights,
+    to_metadata,
+    to_record,
+    to_stored_weights,
+)
 from routed_experts.formats.wire import INFO_KEY, PAYLOAD_KEY, WEIGHTS_KEY
 
 _MARK = b'"token_offsets"'
@@ -51,7 +57,7 @@ def encode_record(record: RoutedExperts, token_ids: Int[np.ndarray, " S"] | None
             )
         tensors["token_ids"] = np.ascontiguousarray(token_ids, dtype=np.int32)
     if record.weights is not None:
-        tensors[WEIGHTS_KEY] = record.weights
+        tensors[WEIGHTS_KEY] = to_stored_weights(record.weights)
     if record.valid is not None:
         tensors["valid"] = record.valid
     return save(tensors, metadata={INFO_KEY: json.dumps(to_metadata(record, payload_format="ref").to_json())})
@@ -74,7 +80,9 @@ def decode_record_and_tokens(encoded: bytes) -> tuple[RoutedExperts, Int32[np.nd
             f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; give what encode_record made"
         ) from cause
     metadata = RoutedExpertsMetadata.from_json(info)
-    record = to_record(ids, metadata, weights=tensors.get(WEIGHTS_KEY), valid=tensors.get("valid"))
+    weights = tensors.get(WEIGHTS_KEY)
+    weights = None if weights is None else from_stored_weights(weights, metadata.weights)
+    record = to_record(ids, metadata, weights=weights, valid=tensors.get("valid"))
     token_ids = tensors.get("token_ids")
     if token_ids is not None and (token_ids.shape != (record.num_tokens,) or token_ids.dtype != np.int32):
         raise RoutingFormatError(
@@ -102,7 +110,7 @@ def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
         )
         weights = [record.weights for record in records if record.weights is not None]
         if weights:
-            tensors[WEIGHTS_KEY] = np.concatenate(weights)
+            tensors[WEIGHTS_KEY] = to_stored_weights(np.concatenate(weights))
     return save(tensors)
 
 
@@ -152,7 +160,10 @@ def _to_answer(
     record = None
     if info is not None and rows is not None:
         metadata = RoutedExpertsMetadata.from_json(info)
-        record = to_record(rows, metadata, weights=weights if metadata.weights is not None else None)
+        stored = weights if metadata.weights is not None else None
+        record = to_record(
+            rows, metadata, weights=None if stored is None else from_stored_weights(stored, metadata.weights)
+        )
     ids = {"input_ids": tokens[:num_prompt_tokens].tolist(), "output_ids": tokens[num_prompt_tokens:].tolist()}
     return ArchivedAnswer(answer={**line, **ids}, token_ids=tokens, record=record)
 
@@ -171,8 +182,12 @@ def _split(array: np.ndarray, offsets: Int64[np.ndarray, " n+1"], count: int) ->
 
 def _check_one_model(records: Sequence[RoutedExperts]) -> None:
     kinds = {
-        (record.layer_ids, record.num_hidden_layers, record.num_experts, record.top_k, record.weights is None)
+        (
+            *(record.layer_ids, record.num_hidden_layers, record.num_experts, record.top_k),
+            None if record.weights is None else record.weights.dtype,
+        )
         for record in records
     }
     if len(kinds) > 1:
-        raise RoutingFormatError(f"records of {len(kinds)} models, or with weights and without; write a file for each")
+        kinds_of_records = "of several models, with weights and without, or with weights of several dtypes"
+        raise RoutingFormatError(f"records {kinds_of_records}, {len(kinds)} kinds; write a file for each")

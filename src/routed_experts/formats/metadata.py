@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float32, UInt
+from jaxtyping import BFloat16, Bool, Float32, UInt, UInt16
 
-from routed_experts.core.capture_spec import MAX_NUM_EXPERTS
+from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import MAX_LABEL_CHARS
 
+CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
@@ -58,7 +60,7 @@ class RoutedExpertsMetadata:
     placement: dict[str, object] | None
     version_spans: VersionSpans
     missing_rows: int
-    weights: Literal["float32"] | None
+    weights: WeightsDType | None
     router: str | None
     sha256: str | None
     valid: str | None = None
@@ -134,7 +136,7 @@ def to_record(
     ids: UInt[np.ndarray, "R M K"],
     metadata: RoutedExpertsMetadata,
     *,
-    weights: Float32[np.ndarray, "R M K"] | None = None,
+    weights: CombineWeights | None = None,
     valid: Bool[np.ndarray, " R"] | None = None,
 ) -> RoutedExperts:
     """Join canonical ids with their metadata; raises RoutingFormatError where the two disagree.
@@ -147,8 +149,8 @@ def to_record(
             f"{num_missing} of {ids.shape[0]} rows are marked missing; expected {metadata.missing_rows}, as "
             "routed_experts_info says"
         )
-    if (weights is None) != (metadata.weights is None):
-        received = "no weights" if weights is None else "weights"
+    if (None if weights is None else weights.dtype.name) != metadata.weights:
+        received = "no weights" if weights is None else f"weights of {weights.dtype.name}"
         raise RoutingFormatError(
             f"the payload has {received}; expected {metadata.weights!r}, as routed_experts_info says"
         )
@@ -203,12 +205,31 @@ def to_metadata(
         placement=None,
         version_spans=record.version_spans,
         missing_rows=num_missing,
-        weights=None if record.weights is None else "float32",
+        weights=_weights_dtype(record),
         router=record.router,
         sha256=ids_sha256(record),
         valid=base64.b64encode(packed).decode() if packed is not None and num_missing else None,
         version_labels=record.labels,
     )
+
+
+def to_stored_weights(weights: CombineWeights) -> Float32[np.ndarray, "R M K"] | UInt16[np.ndarray, "R M K"]:
+    """Weights as files and payloads hold them: float32, or the bits of bfloat16, which NumPy's formats have no name
+    for."""
+    return weights if weights.dtype == np.float32 else weights.view(np.uint16)
+
+
+def from_stored_weights(array: np.ndarray, dtype: WeightsDType | None) -> np.ndarray:
+    """Weights of the dtype that the metadata names; an array that holds none is returned as it is."""
+    if dtype == "bfloat16" and array.dtype == np.uint16:
+        return array.view(ml_dtypes.bfloat16)
+    return array
+
+
+def _weights_dtype(record: RoutedExperts) -> WeightsDType | None:
+    if record.weights is None:
+        return None
+    return "float32" if record.weights.dtype == np.float32 else "bfloat16"
 
 
 def ids_sha256(record: RoutedExperts) -> str:
@@ -327,7 +348,7 @@ _PARSERS: Mapping[str, _Parser] = MappingProxyType(  # of every field but schema
         "placement": _placement,
         "version_spans": _spans,
         "missing_rows": _int,
-        "weights": _optional_text("float32"),
+        "weights": _optional_text(*WEIGHTS_DTYPES),
         **dict.fromkeys(("router", "sha256", "valid"), _optional_text()),
         "version_labels": _labels,
     }

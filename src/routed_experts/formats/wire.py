@@ -4,6 +4,7 @@ Invariants: every form carries the same ids, so one sha256 serves all; decoding 
 length that it has not compared. Integers are little-endian. Dims: R rows, L hidden layers, M MoE layers, columns of a
 payload: L or M, K experts per token."""
 
+import dataclasses
 import io
 import math
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Literal, cast
 
 import numpy as np
 import pybase64
-from jaxtyping import Float32, Int, Int32, UInt
+from jaxtyping import Int, Int32, UInt
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
@@ -22,7 +23,15 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import packed
 from routed_experts.formats.base64_text import decode_base64
 from routed_experts.formats.layout import check_ids, scatter_to_all_layers
-from routed_experts.formats.metadata import PayloadLayers, RoutedExpertsMetadata, to_metadata, to_record
+from routed_experts.formats.metadata import (
+    CombineWeights,
+    PayloadLayers,
+    RoutedExpertsMetadata,
+    from_stored_weights,
+    to_metadata,
+    to_record,
+    to_stored_weights,
+)
 
 PAYLOAD_KEY = "routed_experts"
 INFO_KEY = "routed_experts_info"
@@ -38,7 +47,7 @@ def encode_routed_experts(
     record: RoutedExperts, *, payload_format: EncodedFormat, layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
     """Return the fields of meta_info or a choice: `routed_experts`, its metadata, and the weights if the record has
-    them.
+    them: base64 of an npy array [R, M, K] of float32, or of uint16, which are the bits of bfloat16.
 
     An aborted request that generated nothing has the payload None and no rows; any other record of 0 rows is not
     None."""
@@ -58,7 +67,8 @@ def encode_routed_experts(
     metadata = to_metadata(record, payload_format=payload_format, layers=layers)
     fields: dict[str, object] = {PAYLOAD_KEY: None if has_no_rows else payload, INFO_KEY: metadata.to_json()}
     if record.weights is not None:
-        fields[WEIGHTS_KEY] = None if has_no_rows else pybase64.b64encode_as_string(npy_bytes(record.weights))
+        stored = npy_bytes(to_stored_weights(record.weights))
+        fields[WEIGHTS_KEY] = None if has_no_rows else pybase64.b64encode_as_string(stored)
     return fields
 
 
@@ -87,7 +97,7 @@ def encode_as_lists(record: RoutedExperts, *, layers: PayloadLayers, aborted: bo
         INFO_KEY: metadata.to_json(),
     }
     if record.weights is not None:
-        fields[WEIGHTS_KEY] = None if has_no_rows else record.weights.tolist()
+        fields[WEIGHTS_KEY] = None if has_no_rows else record.weights.astype(np.float32).tolist()
     return fields
 
 
@@ -106,7 +116,8 @@ def encode_rows(record: RoutedExperts, options: RoutingOptions, *, aborted: bool
 
 
 def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
-    """Return `routed_experts_ref` and the metadata of what is kept there: the canonical ids."""
+    """Return `routed_experts_ref` and the metadata of what is kept there: the canonical ids, and weights if the record
+    has them."""
     return {REF_KEY: url, INFO_KEY: to_metadata(record, payload_format="ref").to_json()}
 
 
@@ -132,8 +143,9 @@ def decode_routed_experts(
 
 
 def record_from_npy(encoded: bytes, info: object) -> RoutedExperts:
-    """Read the raw .npy body of a ref by the metadata of its header."""
-    metadata = RoutedExpertsMetadata.from_json(info)
+    """Read the raw .npy body of a ref by the metadata of its header. It holds ids alone: the safetensors body
+    (`decode_record`) has the combine weights, too."""
+    metadata = dataclasses.replace(RoutedExpertsMetadata.from_json(info), weights=None)
     return to_record(read_npy(encoded, dtype=metadata.dtype, shape=metadata.shape), metadata)
 
 
@@ -237,13 +249,16 @@ def _rows_from_lists(
     return np.concatenate(pieces)
 
 
-def _decoded_weights(weights: object, metadata: RoutedExpertsMetadata) -> Float32[np.ndarray, "R M K"] | None:
+def _decoded_weights(weights: object, metadata: RoutedExpertsMetadata) -> CombineWeights | None:
     if metadata.weights is None:
         return None
     shape = (metadata.shape[0], len(metadata.moe_layer_ids), metadata.top_k)
+    dtype = np.dtype(metadata.weights)
     if metadata.format != "list":
-        return read_npy(decode_base64(weights), dtype="float32", shape=shape)
-    array = _to_array(WEIGHTS_KEY, weights, np.number).astype(np.float32)
+        stored = "uint16" if metadata.weights == "bfloat16" else "float32"
+        array = read_npy(decode_base64(weights), dtype=stored, shape=shape)
+        return from_stored_weights(array, metadata.weights)
+    array = _to_array(WEIGHTS_KEY, weights, np.number).astype(dtype)
     if array.size != math.prod(shape):
         raise RoutingFormatError(f"{WEIGHTS_KEY} has the shape {list(array.shape)}; expected {list(shape)}")
     return array.reshape(shape)

@@ -15,13 +15,13 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
 from routed_experts.layers.parallel_experts import parallel_moe
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouter:
-    """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to
-    replay, block [MK N] or None, MoE layer, spec, selection bias or None) -> (routing, block). Rows to replay come
+    """Top-k, weights and the write of what was executed into the step's block as one kernel: (logits [N E], rows to
+    replay, block or None, MoE layer, spec, selection bias or None) -> (routing, block). Rows to replay come
     without weights. It must decide as `replay_topk` does, up to rounding of the scores; equal scores go to the lower
     id. `supports` tells which routers it implements; others run as plain array code, and so only a kernel of biased
     routers meets a bias. `linear`, where there is one, makes the logits from the routers of the whole run."""
@@ -31,12 +31,12 @@ class FusedRouter:
         [
             Float[Array, "N E"],
             LayerRouting | None,
-            Int[Array, "MK N"] | None,
+            RoutingBlock | None,
             Int[Array, ""],
             RouterSpec,
             Float[Array, " E"] | None,
         ],
-        tuple[Routing, Int[Array, "MK N"] | None],
+        tuple[Routing, RoutingBlock | None],
     ]
     linear: LinearBackend | None = None
     supports: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
@@ -107,12 +107,12 @@ class FusedSteps:
         [
             Float[Array, "S N E"],
             LayerRouting | None,
-            Int[Array, "MK N"] | None,
+            RoutingBlock | None,
             Int[Array, ""],
             RouterSpec,
             RouterBiases,
         ],
-        tuple[Routing, Int[Array, "MK N"] | None],
+        tuple[Routing, RoutingBlock | None],
     ]
     slots: Callable[[ExpertCall, SharedExperts | None], Float[Array, "NKN D"]]
     add_slots: Callable[[Float[Array, "N D"], SlotOutputs, StreamNorm], tuple[Float[Array, "N D"], Float[Array, "N D"]]]

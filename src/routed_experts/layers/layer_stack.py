@@ -14,7 +14,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.routing import RouterSpec, RoutingBlock
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 
@@ -61,7 +61,7 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackOffsets:
-    """Offsets of the stack: its first layer in the pool, and its first MoE layer in the block of ids."""
+    """Offsets of the stack: its first layer in the pool, and its first MoE layer in the block of what is recorded."""
 
     first_layer: int
     first_moe_layer: int
@@ -78,7 +78,7 @@ class RunRouting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStackKernel:
-    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
+    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block or None, rows to replay or
     None, offsets, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
     written; the spec is None where no layer has experts. It rounds where the layers one by one do on the same kernels
     (`Kernels.stream_dtype`); the norm has the dtype of the weights. `arrays` may be a tuple: the layers of a pattern,
@@ -94,12 +94,12 @@ class LayerStackKernel:
             StepInputs,
             PagedAttend,
             Any,
-            Int[Array, "MK N"] | None,
+            RoutingBlock | None,
             RunRouting | None,
             StackOffsets,
             RouterSpec | None,
         ],
-        tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
+        tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutingBlock | None],
     ]
     supports: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
     features: frozenset[str] = frozenset()  # of `FamilyConfig.stack_needs`

@@ -12,15 +12,15 @@ z = logits in float32, s = scores, c = what is chosen by (s, a selection bias ad
 
 each times `scale`. native = top_k(stop_gradient(c)), ties to the lower id; ids = replayed where the row is valid, else
 native; v is gathered from the full, unmasked, unbiased s. A renormalised softmax is softmax over the gathered z: that
-stays finite where all K scores are 0 in float32 (replayed ids may be far below the best). Dims: N tokens, E experts, K
-experts per token, T groups."""
+stays finite where all K scores are 0 in float32 (replayed ids may be far below the best). Dims: N tokens, E experts, M
+MoE layers, K experts per token, T groups."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt
 
 ROUTED_IDS = "routed_ids"  # what rematerialisation must save: a choice near a tie could fall otherwise the second time
 SCORING_FUNCS = ("softmax", "sigmoid", "logits", "sparsemixer")
@@ -84,6 +84,25 @@ class Routing:
     native_ids: Int[Array, "N K"]
     replaced: Bool[Array, " N"]
     instances: Int[Array, "N K"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutingBlock:
+    """What a step records of all M MoE layers: row m*K + k holds choice k of every token in MoE layer m, executed ids
+    and, where they are recorded, combine weights."""
+
+    ids: Int[Array, "MK N"]
+    weights: Float32[Array, "MK N"] | None = None
+
+    def write_weights(self, moe_layer: Int[Array, ""], weights: Float[Array, "N K"]) -> "RoutingBlock":
+        """Write the weights of one layer, where they are recorded; for kernels that write the ids alone."""
+        if self.weights is None:
+            return self
+        row = jnp.asarray(moe_layer, jnp.int32) * weights.shape[1]
+        own = weights.astype(jnp.float32).T
+        written = jax.lax.dynamic_update_slice_in_dim(self.weights, own, row, axis=0, allow_negative_indices=False)
+        return dataclasses.replace(self, weights=written)
 
 
 def replay_topk(

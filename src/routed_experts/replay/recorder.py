@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
@@ -64,7 +64,7 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         """Start an empty record of a forward over `num_tokens`."""
         empty = RoutedExpertsDeviceCache.create(num_tokens, spec)
         slot_miss = jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8)
-        return RoutingRecorder(empty.ids, spec, slot_miss=slot_miss, balance=balance)
+        return RoutingRecorder(empty.ids, spec, weights=empty.weights, slot_miss=slot_miss, balance=balance)
 
     def capture_fwd_routed_experts(
         self,
@@ -72,9 +72,10 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         topk_ids: Int[Array, "N K"],
         native_ids: Int[Array, "N K"] | None = None,
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
+        weights: Float32[Array, "N K"] | None = None,
     ) -> "RoutingRecorder":
         """Record one layer."""
-        recorder = super().capture_fwd_routed_experts(moe_layer, topk_ids)
+        recorder = super().capture_fwd_routed_experts(moe_layer, topk_ids, weights=weights)
         assert self.slot_miss is not None and native_ids is not None, "a recorder needs both choices"
         hits = jnp.any(topk_ids[:, :, None] == native_ids[:, None, :], axis=2)  # [N, K]
         missed = jnp.sum(~hits, axis=1, dtype=jnp.uint8)
@@ -83,4 +84,5 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         if balance is not None:
             assert probabilities is not None, "a balance recorder needs the router's probabilities"
             balance = balance.add_layer(row, native_ids if balance.on == "native" else topk_ids, probabilities())
-        return RoutingRecorder(recorder.ids, self.spec, slot_miss=slot_miss, balance=balance)
+        own = {"slot_miss": slot_miss, "balance": balance}
+        return dataclasses.replace(self, ids=recorder.ids, weights=recorder.weights, **own)

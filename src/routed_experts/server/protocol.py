@@ -16,6 +16,7 @@ class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     routed_experts_layers: str | None = None
     routed_experts_stream: bool | None = None
     routed_experts_include_last: bool | None = None
+    return_routed_experts_weights: bool | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -459,6 +460,7 @@ class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fi
 class ScoreRequest(RoutingFields, kw_only=True):
     """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to replay, each a meta_info (or a
     choice) of a response with its `routed_experts_info`; one for one sequence, else a list. null: routed live.
+    `replay_weights`: on the combine weights of these rows, too.
 
     SGLang's form has `query`, `items` and `label_token_ids` instead: how probable each label is after the query and an
     item. Query and items are all text or all ids; `item_first` puts the item before the query."""
@@ -470,6 +472,7 @@ class ScoreRequest(RoutingFields, kw_only=True):
     apply_softmax: bool | None = None
     item_first: bool | None = None
     routed_experts: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    replay_weights: bool | None = None
     return_routed_experts: bool | None = None
     model: str | None = None
     request_id: str | None = None

@@ -13,6 +13,7 @@ from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from support.gpu_cases import large_cases, small_cases
 from support.gpu_mixer_cases import delta_inputs, large_mixer_cases, small_mixer_cases
+from support.routing_blocks import empty_block
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -40,10 +41,11 @@ def test_logits_that_are_no_numbers_still_choose_distinct_experts(replays):
     logits = rng.standard_normal((6, 13)).astype(np.float32)
     logits[1], logits[3, 5], logits[4, 2] = np.nan, np.nan, np.inf
     routed = LayerRouting(jnp.zeros((6, 4), jnp.uint16), jnp.zeros(6, bool)) if replays else None
-    routing, block = route_rows(jnp.asarray(logits), routed, jnp.full((4, 6), -1), jnp.int32(0), spec, interpret=True)
+    empty = empty_block(4, 6)
+    routing, block = route_rows(jnp.asarray(logits), routed, empty, jnp.int32(0), spec, interpret=True)
     expected, ids = replay_topk(jnp.asarray(logits), None, spec=spec), np.asarray(routing.ids)
     whole = [0, 2, 5]
-    assert np.array_equal(ids[whole], np.asarray(expected.ids)[whole]) and np.array_equal(np.asarray(block).T, ids)
+    assert np.array_equal(ids[whole], np.asarray(expected.ids)[whole]) and np.array_equal(block.ids.T, ids)
     np.testing.assert_allclose(np.asarray(routing.weights)[whole], np.asarray(expected.weights)[whole], rtol=1e-6)
     assert ids.min() >= 0 and ids.max() < 13 and all(len(set(row)) == 4 for row in ids.tolist())
     assert np.isnan(np.asarray(routing.weights)[1]).all()

@@ -12,7 +12,7 @@ from routed_experts.layers.attention import FusedQKV, LatentQKV, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock
 from routed_experts.layers.stack_traits import StackTraits
 from routed_experts.layers.tpu.attention import ragged_attention
 from routed_experts.layers.tpu.delta_rule import recur
@@ -77,7 +77,7 @@ def test_routers_compile_with_rows_to_replay_and_write_the_block_in_place(chip, 
 
     def run(block, logits, ids, valid, bias):
         routed = LayerRouting(ids, valid)
-        routing, block = fused_router(logits, routed, block, jnp.asarray(1, jnp.int32), spec, bias)
+        routing, block = fused_router(logits, routed, RoutingBlock(block), jnp.asarray(1, jnp.int32), spec, bias)
         return block, (routing.ids, routing.weights)
 
     program = compile_tpu(run, block, logits, ids, valid, bias, mesh=tpu_mesh(chip), donate_argnums=0)

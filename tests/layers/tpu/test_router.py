@@ -8,16 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock, replay_topk
 from routed_experts.layers.tpu.router import TOKEN_TILE, fused_router, window_rows
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-ROUTE = jax.jit(functools.partial(fused_router, interpret=True), static_argnames="spec")
+_KERNEL = jax.jit(functools.partial(fused_router, interpret=True), static_argnames="spec")
 PLAIN = jax.jit(replay_topk, static_argnames="spec")
 LAYERS = 5
 # N, E, K: a block row of 8 ids, parts of one, several, and K that fit no window; two tiles of tokens, the second ragged
 SHAPES = [(1, 4, 1), (5, 4, 4), (17, 61, 8), (9, 257, 6), (3, 32, 16), (TOKEN_TILE + 37, 20, 2)]
+
+
+def route(logits, routed, ids, layer, *, spec, bias=None):
+    """The routing, and the block of ids after it; weights are written at the same rows."""
+    block = None if ids is None else RoutingBlock(jnp.asarray(ids), jnp.zeros(ids.shape, jnp.float32))
+    routing, written = _KERNEL(jnp.asarray(logits), routed, block, jnp.asarray(layer, jnp.int32), spec=spec, bias=bias)
+    if written is None:
+        return routing, None
+    expected = np.zeros(ids.shape, np.float32)
+    expected[layer * spec.top_k : (layer + 1) * spec.top_k] = routing.weights.T
+    assert np.array_equal(written.weights, expected)
+    return routing, written.ids
 
 
 def build_spec(num_experts, top_k, *, renormalize=True):
@@ -57,9 +69,7 @@ def test_live_routing_is_the_law_and_is_written_at_its_layer_alone(shape):
     ids, weights = oracle(logits, spec)
     for layer in (0, 3, LAYERS - 1):
         block = numbered_block(spec, num_tokens)
-        routing, written = ROUTE(
-            jnp.asarray(logits), None, jnp.asarray(block), jnp.asarray(layer, jnp.int32), spec=spec
-        )
+        routing, written = route(logits, None, block, layer, spec=spec)
         assert np.array_equal(routing.ids, ids) and np.array_equal(routing.native_ids, ids)
         np.testing.assert_allclose(routing.weights, weights, rtol=2e-6)
         assert not np.any(routing.replaced)
@@ -76,7 +86,7 @@ def test_replayed_rows_run_and_are_written_as_recorded(shape):
     replayed = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(num_tokens)]).astype(np.uint8)
     replayed[~valid] = 255  # rows that are not valid are never read
     routed, block = LayerRouting(jnp.asarray(replayed), jnp.asarray(valid)), numbered_block(spec, num_tokens)
-    routing, written = ROUTE(jnp.asarray(logits), routed, jnp.asarray(block), jnp.asarray(2, jnp.int32), spec=spec)
+    routing, written = route(logits, routed, block, 2, spec=spec)
     ids, weights = oracle(logits, spec, replayed, valid)
     assert np.array_equal(routing.ids, ids)
     assert np.array_equal(routing.native_ids, oracle(logits, spec)[0])
@@ -89,8 +99,8 @@ def test_replayed_rows_run_and_are_written_as_recorded(shape):
 def test_the_router_is_the_same_without_a_block():
     spec = build_spec(61, 8)
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((17, 61)), jnp.float32)
-    alone, nothing = ROUTE(logits, None, None, jnp.asarray(0, jnp.int32), spec=spec)
-    beside, _ = ROUTE(logits, None, jnp.asarray(numbered_block(spec, 17)), jnp.asarray(1, jnp.int32), spec=spec)
+    alone, nothing = route(logits, None, None, 0, spec=spec)
+    beside, _ = route(logits, None, numbered_block(spec, 17), 1, spec=spec)
     assert nothing is None
     assert np.array_equal(alone.ids, beside.ids) and np.array_equal(alone.weights, beside.weights)
 
@@ -101,7 +111,7 @@ def test_ids_are_those_of_the_plain_law_also_where_scores_vanish_or_crowd(spread
     replay_topk."""
     spec = build_spec(64, 8)
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((200, 64)) * spread, jnp.float32)
-    routing, _ = ROUTE(logits, None, None, jnp.asarray(0, jnp.int32), spec=spec)
+    routing, _ = route(logits, None, None, 0, spec=spec)
     plain = PLAIN(logits, None, spec=spec)
     assert np.array_equal(routing.ids, plain.ids)
     np.testing.assert_allclose(routing.weights, plain.weights, rtol=2e-6, atol=1e-12)
@@ -111,7 +121,7 @@ def test_drifted_ids_far_below_the_best_score_keep_finite_weights():
     logits = np.zeros((2, 8), np.float32)
     logits[:, 0] = 200.0
     routed = LayerRouting(jnp.asarray([[1, 2, 3]] * 2, jnp.uint8), jnp.ones(2, bool))
-    routing, _ = ROUTE(jnp.asarray(logits), routed, None, jnp.asarray(0, jnp.int32), spec=build_spec(8, 3))
+    routing, _ = route(logits, routed, None, 0, spec=build_spec(8, 3))
     np.testing.assert_allclose(routing.weights, np.full((2, 3), 1 / 3), rtol=1e-6)
 
 
@@ -120,7 +130,7 @@ def test_a_row_of_nan_names_the_first_experts_as_the_plain_law_does_and_harms_no
     logits = np.random.default_rng(4).standard_normal((3, 16)).astype(np.float32)
     clean = PLAIN(jnp.asarray(logits), None, spec=spec)
     logits[1] = np.nan
-    routing, _ = ROUTE(jnp.asarray(logits), None, None, jnp.asarray(0, jnp.int32), spec=spec)
+    routing, _ = route(logits, None, None, 0, spec=spec)
     assert np.array_equal(routing.ids[1], PLAIN(jnp.asarray(logits), None, spec=spec).ids[1])
     for n in (0, 2):
         assert np.array_equal(routing.ids[n], clean.ids[n])
@@ -180,7 +190,7 @@ def test_every_law_is_that_of_one_token_live_and_replayed_and_is_written_in_its_
     bias = rng.standard_normal(spec.num_experts).astype(np.float32) / 4 if spec.biased else None
     valid = rng.random(num_tokens) < 0.4
     replayed = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(num_tokens)]).astype(np.uint8)
-    block, layer = numbered_block(spec, num_tokens), jnp.asarray(3, jnp.int32)
+    block, layer = numbered_block(spec, num_tokens), 3
     rows = [
         law_of_one_token(
             row.astype(np.float64),
@@ -193,12 +203,12 @@ def test_every_law_is_that_of_one_token_live_and_replayed_and_is_written_in_its_
     ids, weights = (np.stack(part) for part in zip(*rows, strict=True))
     routed = LayerRouting(jnp.asarray(replayed), jnp.asarray(valid))
     selection_bias = None if bias is None else jnp.asarray(bias)
-    routing, written = ROUTE(jnp.asarray(logits), routed, jnp.asarray(block), layer, spec=spec, bias=selection_bias)
+    routing, written = route(logits, routed, block, layer, spec=spec, bias=selection_bias)
     assert np.array_equal(routing.ids, ids) and np.array_equal(routing.replaced, valid)
     np.testing.assert_allclose(routing.weights, weights, rtol=1e-5)
     block[3 * spec.top_k : 4 * spec.top_k] = ids.T
     assert np.array_equal(written, block)
-    live, _ = ROUTE(jnp.asarray(logits), None, jnp.asarray(block), layer, spec=spec, bias=selection_bias)
+    live, _ = route(logits, None, block, layer, spec=spec, bias=selection_bias)
     assert np.array_equal(live.ids, routing.native_ids) and np.array_equal(live.ids[~valid], ids[~valid])
 
 
@@ -209,7 +219,7 @@ def test_ties_are_those_of_the_plain_law_and_a_broken_row_names_experts_and_harm
     logits = tied_logits(rng, 40, spec.num_experts)
     logits[7], logits[11, 3], logits[13] = poison, poison, 0.0
     bias = jnp.asarray(rng.integers(-2, 3, spec.num_experts) / 4, jnp.float32) if spec.biased else None
-    routing, _ = ROUTE(jnp.asarray(logits), None, None, jnp.asarray(0, jnp.int32), spec=spec, bias=bias)
+    routing, _ = route(logits, None, None, 0, spec=spec, bias=bias)
     plain = PLAIN(jnp.asarray(logits), None, spec=spec, bias=bias)
     others = ~np.isin(np.arange(40), (7, 11))  # how array code orders NaN depends on its sign
     assert np.array_equal(routing.ids[others], plain.ids[others])

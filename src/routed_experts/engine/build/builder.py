@@ -141,7 +141,7 @@ def build_engine(
     if isinstance(group, LeadingGroup):
         runner.orders = group
     watch, rebalancer = load_balancers = _create_load_balancers(runner, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, built.offload, load_balancers)
+    new_core = functools.partial(_new_core, args, buckets, runner, built.capture, built.offload, load_balancers)
     speculation = None
     if speculative is not None:
         sizes_of_pool = {"request": built.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}

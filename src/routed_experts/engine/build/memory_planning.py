@@ -49,7 +49,7 @@ def plan_engine(
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
     )
     context_length = resolve_context_length(args, config.context_length)
-    capture = config.capture_spec if args.enable_return_routed_experts else None
+    capture = recorded_spec(args, config)
     shapes = kv_shapes(args, part, arrays)
     sizes = {"context_length": context_length, "num_drafts": num_drafts}
     draft = NO_DRAFT_MODEL if draft_demand is None else draft_demand(shapes, jnp.dtype(common_dtype(arrays)))
@@ -58,6 +58,15 @@ def plan_engine(
         memory = dataclasses.replace(memory, rank_weights=shards.rank_bytes(arrays))
     buckets = Buckets.from_args(args, draft_model=draft_demand is not None, lookahead=lookahead, **sizes)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
+
+
+def recorded_spec(args: ServerArgs, config: DecoderConfig) -> CaptureSpec | None:
+    """What an engine records of a model: its routing, with combine weights where these are asked for; None for
+    nothing."""
+    if not args.enable_return_routed_experts or config.capture_spec is None:
+        return None
+    weights_dtype = args.routed_experts_weights_dtype if args.enable_return_routed_experts_weights else None
+    return dataclasses.replace(config.capture_spec, weights_dtype=weights_dtype)
 
 
 def abstract_arrays(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32, UInt
 
+from routed_experts.capture.host_cache import unpack_rows
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ProcessMismatchError
@@ -84,9 +85,11 @@ class Scorer:
         sequences: Sequence[Int32[np.ndarray, " S"]],
         routed: Sequence[RoutedExperts | None] | None,
         get_weights: Callable[[], tuple[nnx.State[Any, Any], WeightVersion]],
+        *,
+        replay_weights: bool = False,
     ) -> list[ScoreOutput]:
         """Score checked sequences, in order, with the weights and version served when its turn comes. Valid rows of
-        `routed` are executed; other tokens are routed live."""
+        `routed` are executed, with `replay_weights` on their combine weights; other tokens are routed live."""
         with self.lock:
             state, version = get_weights()
             records = [None] * len(sequences) if routed is None else routed
@@ -97,7 +100,12 @@ class Scorer:
             num_pages = self._num_pages([ids.size for ids in sequences]) + 1
             in_group = self._runner.orders is not NO_FOLLOWERS  # all its programs are dispatched by one thread
             score_run = _ScoreRun(
-                requests, state, self._ranks(num_pages), self._programs, self._between_steps if in_group else _at_once
+                requests,
+                state,
+                self._ranks(num_pages),
+                self._programs,
+                self._between_steps if in_group else _at_once,
+                replay_weights=replay_weights,
             )
             score_run.begin(num_pages)
             try:
@@ -125,7 +133,7 @@ class Scorer:
 class _ScoreRequest:
     req: Req
     routes: RoutedExperts | None
-    rows: list[UInt[np.ndarray, "R MK"]] = dataclasses.field(default_factory=list[np.ndarray])  # in order of position
+    rows: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])  # in order of position
 
 
 class _ScoreRun:
@@ -138,9 +146,11 @@ class _ScoreRun:
         ranks: DataRanks,
         programs: "ScorePrograms",
         dispatch: BetweenSteps,
+        *,
+        replay_weights: bool,
     ) -> None:
         self._requests, self._state, self._ranks = requests, state, ranks
-        self._programs, self._dispatch = programs, dispatch
+        self._programs, self._dispatch, self._replay_weights = programs, dispatch, replay_weights
         self._ranks.add([request.req for request in requests])
 
     def begin(self, num_pages: int) -> None:
@@ -162,8 +172,8 @@ class _ScoreRun:
         routed = None
         if capture is not None:
             of_ranks = [_routes(batch, requests, capture) for batch, requests in zip(batches, parts, strict=True)]
-            ids, valid = (concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
-            routed = ids, valid
+            routed = tuple(concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
+            routed = routed if self._replay_weights else routed[:2]
         targets = [batch.prompt_targets for batch in batches if batch.prompt_targets is not None]
         shape, packed = to_batch_shape(batches[0]), pack_ranks(batches)
         inputs = ScoreInputs(shape, packed, routed, concatenate(targets) if targets else None)
@@ -186,7 +196,7 @@ def _commit(
     batch: ModelWorkerBatch,
     requests: Sequence[_ScoreRequest],
     scored: Int32[np.ndarray, "N columns"] | None,
-    rows: UInt[np.ndarray, "N MK"] | None,
+    rows: UInt[np.ndarray, "N MK"] | Int32[np.ndarray, "N W"] | None,
 ) -> None:
     """Take the results of a data rank's part of a step."""
     if rows is not None:
@@ -199,23 +209,23 @@ def _commit(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoreInputs:
-    """What the programs of a score's step take from the host: packed metadata, rows to execute (ids and which are
-    valid; None where nothing is recorded), and the next token of each token, where logprobs are requested. With data
-    ranks, those of all ranks along the first axis."""
+    """What the programs of a score's step take from the host: packed metadata; rows to execute (ids, which are
+    valid and, where they are replayed, combine weights; None where nothing is recorded); and the next token of each
+    token, where logprobs are requested. With data ranks, those of all ranks along the first axis."""
 
     shape: BatchShape
     packed: Int32[np.ndarray, " words"]
-    routed: tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"]] | None
+    routed: tuple[np.ndarray, ...] | None
     targets: Int32[np.ndarray, " N"] | None
 
     @staticmethod
     def from_order(order: Order) -> "ScoreInputs":
         """Of a SCORE order. Raises ProcessMismatchError for one that is none."""
         try:
-            mode, tokens, requests, width, is_routed, has_targets = order.head["step"]
+            mode, tokens, requests, width, num_routed, has_targets = order.head["step"]
             shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
             packed, *rest = order.arrays
-            routed = (rest.pop(0), rest.pop(0)) if is_routed else None
+            routed = tuple(rest.pop(0) for _ in range(num_routed)) or None
             targets = rest.pop(0) if has_targets else None
             return ScoreInputs(shape, packed, routed, targets)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -226,7 +236,7 @@ class ScoreInputs:
         shape, arrays = self.shape, [self.packed, *(self.routed or ())]
         sizes = [shape.mode.value, shape.num_tokens, shape.num_requests, shape.table_width]
         targets = [] if self.targets is None else [self.targets]
-        head = {"step": [*sizes, self.routed is not None, self.targets is not None]}
+        head = {"step": [*sizes, len(self.routed or ()), self.targets is not None]}
         orders.send(OrderKind.SCORE, head, [*arrays, *targets])
 
 
@@ -349,11 +359,12 @@ def _to_req(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
 
 def _routes(
     batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec
-) -> tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"]]:
-    """The rows to execute in a step, and which are valid: rows that are not given are not."""
+) -> tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"], Float32[np.ndarray, "N M K"]]:
+    """The rows to execute in a step, which are valid (rows that are not given are not), and their combine weights."""
     num_tokens = batch.token_ids.size
     ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
     valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
+    weights: Float32[np.ndarray, "N M K"] = np.zeros(ids.shape, np.float32)
     for index, request in enumerate(parts):
         if request.routes is None:
             continue
@@ -362,7 +373,9 @@ def _routes(
         part = request.routes[first - shift : end - shift]
         to = slice(part.start + shift, part.start + shift + part.num_rows)
         ids[to], valid[to] = part.ids, True if part.valid is None else part.valid
-    return ids, valid
+        if part.weights is not None:
+            weights[to] = part.weights
+    return ids, valid, weights
 
 
 def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | None) -> StepResult:
@@ -386,7 +399,7 @@ def _output(request: _ScoreRequest, spec: ProgramSpec, version: WeightVersion) -
     req, record = request.req, None
     if spec.capture is not None:
         capture = spec.capture
-        ids = np.concatenate(request.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
+        ids, weights = unpack_rows(np.concatenate(request.rows), capture)
         record = RoutedExperts.from_spec(
             capture,
             ids=ids,
@@ -395,6 +408,7 @@ def _output(request: _ScoreRequest, spec: ProgramSpec, version: WeightVersion) -
             num_prompt_tokens=req.prompt_len,
             version_spans=((0, req.prompt_len, version.update_count),),
             version_labels=to_labels([version]),
+            weights=weights,
         )
     logprobs = np.array([req.input_logprobs[position][0] for position in range(1, req.prompt_len)], np.float32)
     return ScoreOutput(

@@ -28,7 +28,9 @@ class ScoreControl:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
 
-    def score(self, token_ids: Any, *, routed: Any, return_routed_experts: bool | None) -> list[ScoreOutput]:
+    def score(
+        self, token_ids: Any, *, routed: Any, replay_weights: bool, return_routed_experts: bool | None
+    ) -> list[ScoreOutput]:
         """`Engine.score`, a list also for one sequence."""
         self._context.check_not_released("score")
         several = is_nested(token_ids)
@@ -37,6 +39,7 @@ class ScoreControl:
         if routed is not None:
             records = list(routed) if several and isinstance(routed, Sequence) else [routed]
         self._check_records(records, sequences, return_routed_experts)
+        _check_weights(records, replay_weights)
         self._context.wait_for_admission()
         core, thread = self._context.core, self._context.thread
 
@@ -44,7 +47,9 @@ class ScoreControl:
             self._context.check_not_released("score")
             return core.runner.state, core.weight_version
 
-        return self._context.scorer.run(sequences, records, lambda: thread.run_between_steps(served))
+        return self._context.scorer.run(
+            sequences, records, lambda: thread.run_between_steps(served), replay_weights=replay_weights
+        )
 
     def _check_ids(self, ids: Any) -> Int32[np.ndarray, " S"]:
         """Token ids of one sequence, of this model and within its context."""
@@ -85,3 +90,20 @@ class ScoreControl:
         for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
             if record is not None:
                 check_record(record, spec, sample=sample, num_tokens=ids.size)
+
+
+def _check_weights(records: Sequence[RoutedExperts | None] | None, replay_weights: bool) -> None:
+    """Raise InvalidRequestError for an option that is no bool or has no records, RoutingAlignmentError for a record
+    without the weights to replay."""
+    if not isinstance(replay_weights, bool):
+        text = f"replay_weights={short_repr(replay_weights)} must be True or False"
+        raise InvalidRequestError(text, param="replay_weights")
+    if not replay_weights:
+        return
+    if records is None:
+        text = "replay_weights=True without routed has no effect; give the records, or leave it out"
+        raise InvalidRequestError(text, param="replay_weights")
+    for sample, record in enumerate(records):
+        if record is not None and record.weights is None:
+            text = f"sample {sample}: the record has no combine weights; record them with "
+            raise RoutingAlignmentError(f"{text}return_routed_experts_weights=True, or leave replay_weights out")

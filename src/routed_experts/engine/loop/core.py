@@ -444,6 +444,7 @@ class EngineCore:
             num_prompt_tokens=req.prompt_len,
             saved=req.saved_rows,
             include_last=req.last_row_ready,
+            weights=req.source.routed_experts.weights,
         )
 
     def _prefix_slots(self, req: Req) -> Int[np.ndarray, " S"]:

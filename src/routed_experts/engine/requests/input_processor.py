@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Int32
 
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
@@ -36,7 +37,7 @@ class RequestLimits:
     context_length: int
     pool_tokens: int
     vocab_size: int
-    capture: bool
+    capture: CaptureSpec | None
     eos_token_ids: frozenset[int] = frozenset()  # of the checkpoint and its tokenizer
     default_max_tokens: int = 128
     max_requests: int = 1024  # of one call

@@ -20,6 +20,7 @@ PER_PROMPT = (
 )
 # Options of rows, which count for the prompts that return some.
 _OF_ROWS = (
+    "return_routed_experts_weights",
     "routed_experts_start_len",
     "routed_experts_prompt_start",
     "routed_experts_format",

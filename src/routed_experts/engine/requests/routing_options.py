@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
@@ -11,7 +12,14 @@ from routed_experts.core.sampling_params import ROUTED_EXPERTS_FORMATS, ROUTED_E
 
 # What a request without rows may still name: values that change nothing.
 _UNUSED: Mapping[str, object] = MappingProxyType(
-    {"start_len": 0, "format": "int32", "layers": "all", "stream": False, "include_last": False}
+    {
+        "return_routed_experts_weights": False,
+        "routed_experts_start_len": 0,
+        "routed_experts_format": "int32",
+        "routed_experts_layers": "all",
+        "routed_experts_stream": False,
+        "routed_experts_include_last": False,
+    }
 )
 
 
@@ -33,12 +41,15 @@ def resolve_routing_options(
     params: SamplingParams,
     *,
     prompt_len: int,
-    capture: bool,
+    capture: CaptureSpec | None,
     defaults: RoutingDefaults = SGLANG_DEFAULTS,
 ) -> RoutingOptions:
-    """Resolve the routing options of a request. Raises InvalidRequestError naming the field, or
-    CaptureDisabledError."""
+    """Resolve the routing options of a request to an engine that records `capture`. Raises InvalidRequestError naming
+    the field, or CaptureDisabledError."""
     enabled = _merge_field("return_routed_experts", request.return_routed_experts, params.return_routed_experts)
+    weights = _merge_field(
+        "return_routed_experts_weights", request.return_routed_experts_weights, params.return_routed_experts_weights
+    )
     start = _merge_field("routed_experts_start_len", _start_len(request), params.routed_experts_start_len)
     form = _merge_field("routed_experts_format", request.routed_experts_format, params.routed_experts_format)
     layers = _merge_field("routed_experts_layers", request.routed_experts_layers, params.routed_experts_layers)
@@ -46,17 +57,32 @@ def resolve_routing_options(
         "routed_experts_include_last", request.routed_experts_include_last, params.routed_experts_include_last
     )
     if _checked_bool("return_routed_experts", enabled) is None:
-        enabled = defaults.enabled and capture
+        enabled = defaults.enabled and capture is not None
     if not enabled:
-        stream = request.routed_experts_stream
-        _check_unused({"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last})
+        _check_unused(
+            {
+                "return_routed_experts_weights": weights,
+                "routed_experts_start_len": start,
+                "routed_experts_format": form,
+                "routed_experts_layers": layers,
+                "routed_experts_stream": request.routed_experts_stream,
+                "routed_experts_include_last": last,
+            }
+        )
         return RoutingOptions()
-    if not capture:
+    if capture is None:
         raise CaptureDisabledError(
             "return_routed_experts=True, but this engine records none; build it with Engine(..., "
             "enable_return_routed_experts=True), "
             "or serve with --enable-return-routed-experts",
             param="return_routed_experts",
+        )
+    weights = _checked_bool("return_routed_experts_weights", weights) is True
+    if weights and capture.weights_dtype is None:
+        raise CaptureDisabledError(
+            "return_routed_experts_weights=True, but this engine records no combine weights; build it with Engine(..., "
+            "enable_return_routed_experts_weights=True), or serve with --enable-return-routed-experts-weights",
+            param="return_routed_experts_weights",
         )
     start = _checked_start(start, prompt_len)
     form = _checked_format(form, defaults)
@@ -68,6 +94,7 @@ def resolve_routing_options(
         layers=usual_layers if layers is None else _checked_word("layers", layers, ROUTED_EXPERTS_LAYERS),
         include_last=_checked_bool("routed_experts_include_last", last) is True,
         stream=_checked_stream(request, form),
+        weights=weights,
     )
 
 
@@ -123,10 +150,9 @@ def _checked_stream(request: GenerateReqInput, form: str) -> bool:
 
 def _check_unused(fields: Mapping[str, object]) -> None:
     """A request without rows may name no option of them but with its default."""
-    for name, value in fields.items():
-        default = _UNUSED[name]
+    for param, value in fields.items():
+        default = _UNUSED[param]
         if value is not None and (type(value) is not type(default) or value != default):
-            param = f"routed_experts_{name}"
             text = (
                 f"{param}={short_repr(value)} without return_routed_experts=True has no effect; set it or drop {param}"
             )

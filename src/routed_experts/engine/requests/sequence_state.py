@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from routed_experts.capture.host_cache import empty_weights
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutedExpertsError, RoutingFormatError, RoutingIncompleteError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenIDOut, TokenizedGenerateReqInput
@@ -202,6 +203,7 @@ class SequenceState:
             num_tokens=prompt_len,
             num_prompt_tokens=prompt_len,
             version_spans=(),
+            weights=empty_weights(spec) if self.request.routed_experts.weights else None,
         )
 
 

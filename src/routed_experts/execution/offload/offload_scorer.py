@@ -49,7 +49,7 @@ class OffloadScorer:
         return OffloadArrays.create(runner.model, runner.tables), *step, runner.slot_of, None, routed
 
     def _program(self, step: tuple[Any, ...], routed: Any, spec: ProgramSpec, shape: BatchShape) -> jax.stages.Compiled:
-        key = (shape, spec.num_pages, spec.with_logits, routed is not None)
+        key = (shape, spec.num_pages, spec.with_logits, jax.tree.structure(routed))
         if key not in self._programs:
             offload = dataclasses.replace(self._runner.offload, program=spec, num_deferred=0)
             program = functools.partial(offload_step, spec=offload, shape=shape, host=self._host)

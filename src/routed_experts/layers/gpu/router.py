@@ -2,9 +2,9 @@
 
 It decides as `replay_topk` does by every law of RouterSpec: scores in float32, the lowest id among equal scores, groups
 and a selection bias where the family has them. A choice that is not a number counts as 0. The ids go into the step's
-block [M*K, N] in place, so that capture adds no launch. Rows to replay are two more inputs of a second variant of the
-kernel: a step that replays none does not read them. Dims: N tokens, E experts, M MoE layers, R layers of the stack, K
-experts per token, S parts of a sum."""
+block [M*K, N] in place, and so do the weights where they are recorded, so that capture adds no launch. Rows to replay
+are two more inputs of a second variant of the kernel: a step that replays none does not read them. Dims: N tokens, E
+experts, M MoE layers, R layers of the stack, K experts per token, S parts of a sum."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.layers.gpu.activations import sigmoid
 from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 from routed_experts.layers.kernels import RouterBiases
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 ROWS = 4  # of a block; comparing every expert with every other in one pass took a third longer
 _LEAST, _OUTSIDE = -3.0e38, -3.2e38  # of a choice, and of experts outside of the chosen groups; -inf: already taken
@@ -32,20 +32,21 @@ class _Static:
     spec: RouterSpec
     rows: int
     replays: bool
-    captured: bool
+    blocks: int  # that are written: none, ids, or ids and weights
     shifted: bool  # a bias of the logits
     biased: bool
 
 
 def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) -> None:
-    """Rows of one block. Refs: the biases, rows to replay and their flags, the block; weights, ids, the live choice,
-    the block. An expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not
+    """Rows of one block. Refs: the biases, rows to replay and their flags, the blocks; weights, ids, the live choice,
+    the blocks. An expert's lane keeps its rank among the chosen and stores for itself: what is known by lane is not
     gathered by slot, which takes a pass each."""
     left = list(refs)
     logit_bias, selection_bias = (left.pop(0) if present else None for present in (static.shifted, static.biased))
     replay_ids, valid = (left.pop(0) if static.replays else None for _ in range(2))
-    weights, ids, *rest = left[static.captured :]
-    native, block = rest[0] if static.replays else None, rest[-1] if static.captured else None
+    weights, ids, *rest = left[static.blocks :]
+    native = rest.pop(0) if static.replays else None
+    block, weights_block = (*rest, None, None)[:2]
     spec, num_tokens = static.spec, logits.shape[1]
     experts, top_k = spec.num_experts, spec.top_k
     first = 0 if block is None else column[0] * top_k  # read once, before the first store: a load after it would stall
@@ -70,6 +71,8 @@ def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) ->
         plgpu.store(weights.at[tokens[:, None], live], values, mask=is_chosen)
         if block is not None:
             plgpu.store(block.at[first + live, tokens[:, None]], expert_ids, mask=is_chosen)
+        if weights_block is not None:
+            plgpu.store(weights_block.at[first + live, tokens[:, None]], values, mask=is_chosen)
         return
     forced = plgpu.load(valid.at[tokens], mask=inside, other=0) != 0
     chosen = []
@@ -80,11 +83,12 @@ def _route(logits: Any, column: Any, layer: Any, *refs: Any, static: _Static) ->
     values = _weights(wide, scores, [lanes == expert[:, None] for expert in chosen], real, spec)
     for k, expert in enumerate(chosen):
         plgpu.store(ids.at[tokens, k], expert, mask=inside)
-        plgpu.store(
-            weights.at[tokens, k], jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1), mask=inside
-        )
+        weight = jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1)
+        plgpu.store(weights.at[tokens, k], weight, mask=inside)
         if block is not None:
             plgpu.store(block.at[first + k, tokens], expert, mask=inside)
+        if weights_block is not None:
+            plgpu.store(weights_block.at[first + k, tokens], weight, mask=inside)
 
 
 def _softmax(wide: Float[Array, "N E"], picked: Bool[Array, "N E"] | Bool[Array, "1 E"]) -> Float[Array, "N E"]:
@@ -185,14 +189,14 @@ def _sparsemixer(
 def route_rows(
     logits: Float[Array, "N E"] | Float[Array, "S N E"],
     routed: LayerRouting | None,
-    block: Int[Array, "MK N"] | None,
+    block: RoutingBlock | None,
     column: Int[Array, ""],
     spec: RouterSpec,
     biases: RouterBiases | Float[Array, " E"] | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Decide, or take the rows to replay where they are valid, and write the ids under the layer's column of the block.
+) -> tuple[Routing, RoutingBlock | None]:
+    """Decide, or take the rows to replay where they are valid, and write the layer's rows of the block.
     Logits may come as S parts of their sums. An array of biases is the layer's selection bias."""
     if not isinstance(biases, RouterBiases):
         biases = RouterBiases(selection=None if biases is None else biases[None])
@@ -207,15 +211,16 @@ def route_rows(
     if routed is not None:
         shapes.append(chosen)
         args += [routed.ids.astype(jnp.int32), routed.valid.astype(jnp.int32)]
-    if block is not None:
-        shapes.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
-        args.append(block)
+    blocks: list[Array] = jax.tree.leaves(block)  # the ids, and the weights where they are recorded
+    first_block, first_written = len(args), len(shapes)
+    shapes += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in blocks]
+    args += blocks
     rows = min(power_of_two(num_tokens), ROWS)
     static = _Static(
         spec=spec,
         rows=rows,
         replays=routed is not None,
-        captured=block is not None,
+        blocks=len(blocks),
         shifted=biases.logits is not None,
         biased=spec.biased,
     )
@@ -223,10 +228,11 @@ def route_rows(
         functools.partial(_route, static=static),
         shapes,
         grid=(pl.cdiv(num_tokens, rows),),
-        input_output_aliases={} if block is None else {len(args) - 1: len(shapes) - 1},
+        input_output_aliases={first_block + index: first_written + index for index in range(len(blocks))},
         compiler_params=plgpu.CompilerParams(num_warps=rows, num_stages=1),
         interpret=interpret,
         name="route",
     )(*args)
     native, replaced = (ids, jnp.zeros(num_tokens, bool)) if routed is None else (rest[0], routed.valid)
-    return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced), None if block is None else rest[-1]
+    written = None if block is None else RoutingBlock(*rest[-len(blocks) :])
+    return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced), written

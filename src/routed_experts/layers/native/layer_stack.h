@@ -76,6 +76,12 @@ class Arena {
   int64_t bytes_ = 0;
 };
 
+// What is recorded of all layers with experts, [M*K, stride]: ids and combine weights; null for none.
+struct StackRecord {
+  int32_t* ids = nullptr;
+  float* weights = nullptr;
+};
+
 struct StackScratch {
   float *stream, *normed, *qkv, *queries, *mixed, *y, *logits, *weights, *both, *hidden, *shared;
   int32_t* ids;
@@ -194,24 +200,26 @@ void add_shared(Team& team, const StackShape& s, const LayerTraits& traits, cons
 // The router of a layer and the experts that it chooses, from the normalised stream to y.
 template <class T>
 void stack_experts(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, const StackStep& in,
-                   const StackScratch& a, int32_t* block, int64_t stride, ReplayRows replay) {
+                   const StackScratch& a, StackRecord record, int64_t stride, ReplayRows replay) {
   const int64_t index = repeat * s.sparse + traits.sparse_before;  // among the layers with experts
   stack_logits(team, s, traits, w, repeat, a);
   RouterShape router_shape{s.tokens, s.experts, s.top_k, s.law, stride};
   router_shape.law.bias = of_repeat(w.selection_bias, repeat, s.experts);
-  int32_t* column = block == nullptr ? nullptr : block + (s.first_column + index) * s.top_k * stride;
+  const int64_t column = (s.first_column + index) * s.top_k * stride;
+  int32_t* ids = record.ids == nullptr ? nullptr : record.ids + column;
+  float* weights = record.weights == nullptr ? nullptr : record.weights + column;
   const ReplayRows mine{replay.ids == nullptr ? nullptr : replay.ids + index * stride * s.top_k, replay.valid};
-  route(team, router_shape, a.logits, mine, {a.ids, nullptr, a.weights, column});
+  route(team, router_shape, a.logits, mine, {a.ids, nullptr, a.weights, ids, weights});
   const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, repeat * s.experts, false, traits.activation};
   experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y,
           ExpertBiases<T>{w.gate_up_bias, w.down_bias});  // ids of `route` are in range
 }
 
 // `a.stream` [N, D] is updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
-// `block` [M*K, stride] receives the ids of each layer with experts, or is null; `replay` are rows of all of those, [M, stride, K].
+// `record` receives the rows of each layer with experts; `replay` are rows of all of those, [M, stride, K].
 template <class T, class P>
 void layer_stack(Team& team, const StackShape& s, const std::vector<LayerTraits>& traits, const std::vector<LayerArrays<T>>& arrays,
-                 const T* next_norm, const StackStep& in, const StackScratch& a, T* normed, P* cache, int32_t* block, int64_t stride,
+                 const T* next_norm, const StackStep& in, const StackScratch& a, T* normed, P* cache, StackRecord record, int64_t stride,
                  ReplayRows replay) {
   add_and_norm(team, s, a.stream, Addend<T>{nullptr, nullptr}, arrays[0].input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
@@ -220,7 +228,7 @@ void layer_stack(Team& team, const StackShape& s, const std::vector<LayerTraits>
     const LayerArrays<T>& w = arrays[layer % s.pattern];
     stack_attention(team, s, own, w, repeat, layer, in, a, cache);
     add_and_norm(team, s, a.stream, Addend<T>{a.y, of_repeat(w.out_bias, repeat, s.hidden)}, w.post_norm + repeat * s.hidden, a.normed);
-    if (own.sparse) stack_experts(team, s, own, w, repeat, in, a, block, stride, replay);
+    if (own.sparse) stack_experts(team, s, own, w, repeat, in, a, record, stride, replay);
     add_shared(team, s, own, w, repeat, a);
     if (layer + 1 == s.layers) break;
     const T* next = arrays[(layer + 1) % s.pattern].input_norm + (layer + 1) / s.pattern * s.hidden;

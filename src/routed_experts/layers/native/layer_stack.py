@@ -4,7 +4,7 @@ norm and its last. Not differentiable. Dims as in layers/layer_stack.py."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from routed_experts.layers.layer_stack import (
     LayerStackKernel,
@@ -16,7 +16,7 @@ from routed_experts.layers.layer_stack import (
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
 from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.routing import RouterSpec, RoutingBlock
 from routed_experts.layers.stack_traits import StackTraits
 
 _STREAM, _POOL, _LAYERS = 0, 11, 12  # places of what is updated in place, and of the layers, among the arguments
@@ -42,11 +42,11 @@ def native_layer_stack(
     step: StepInputs,
     attend: PagedAttend,
     pool: Float[Array, "LP page 2G C"],
-    block: Int[Array, "MK N"] | None,
+    block: RoutingBlock | None,
     routed: RunRouting | None,
     offsets: StackOffsets,
     spec: RouterSpec | None,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], RoutingBlock | None]:
     """All layers of the run over the tokens of a step. The stream is float32, or has the dtype of the weights. Rows of
     padding tokens keep their stream, and their norm is 0."""
     assert register_ffi_targets()
@@ -62,10 +62,10 @@ def native_layer_stack(
     ]
     layers = [array for layer in pattern for array in _layer_arrays(layer)]
     aliases = {_STREAM: 0, _POOL: 2}
-    blocks = [] if block is None else [block]
-    if block is not None:
-        results.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
-        aliases[_LAYERS + len(layers)] = 3
+    blocks: list[Array] = jax.tree.leaves(block)  # the ids, and the weights where they are recorded
+    for array in blocks:
+        aliases[_LAYERS + len(layers) + len(results) - 3] = len(results)
+        results.append(jax.ShapeDtypeStruct(array.shape, array.dtype))
     positions = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     replay = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
     stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", results, input_output_aliases=aliases)(
@@ -90,7 +90,7 @@ def native_layer_stack(
         residual_scale=np.float32(first.residual_scale),
         **router_law(_NO_ROUTER if spec is None else spec),
     )
-    return stream, normed, written, blocks[0] if blocks else None
+    return stream, normed, written, RoutingBlock(*blocks) if blocks else None
 
 
 def _layer_arrays(layer: StackWeights) -> list[Array]:

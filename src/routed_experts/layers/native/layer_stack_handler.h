@@ -11,8 +11,8 @@
 
 namespace rex {
 
-// Arguments and results in order: those of the step, those of each layer of the pattern, and where ids are recorded a block of them, which
-// is last on both sides; rows to replay come after it. An array that the layers do not have is [0].
+// Arguments and results in order: those of the step, those of each layer of the pattern, and where rows are recorded a block of ids and
+// perhaps one of combine weights, which are last on both sides; rows to replay come after them. An array that the layers do not have is [0].
 enum StackArg { kX, kNextNorm, kCos, kSin, kPositions, kTokenRows, kValid, kQueryStarts, kPageTable, kTraits, kNumbers, kCache, kLayers };
 enum LayerArg { kInputNorm, kPostNorm, kQNorm, kKNorm, kQkv, kQkvBias, kOut, kOutBias, kSinks, kRouter, kRouterBias, kSelectionBias, kGateUp,
                 kDown, kGateUpBias, kDownBias, kSharedGateUp, kSharedDown, kSharedGate, kLayerArgs };
@@ -20,7 +20,7 @@ constexpr const char* kStackArgNames[] = {"x", "next_norm", "cos", "sin", "posit
 constexpr const char* kLayerArgNames[] = {"input_norm", "post_norm", "q_norm", "k_norm", "qkv", "qkv_bias", "out", "out_bias", "sinks", "router",
                                           "router_bias", "selection_bias", "gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up",
                                           "shared_down", "shared_gate"};
-enum StackResult { kStream, kNormed, kWritten, kBlockWritten };
+enum StackResult { kStream, kNormed, kWritten, kIdsWritten, kWeightsWritten };
 enum LayerTrait { kQkNorm, kRotary, kInterleaved, kGated, kNormAfterRope, kWindow, kChunk, kActivation, kNumTraits };  // of layers/stack_traits.py
 enum LayerNumber { kScoreScale, kQkNormOffset, kNumNumbers };
 
@@ -34,7 +34,7 @@ struct StackBuffers {
   int64_t block() const { return kLayers + pattern * kLayerArgs; }
   int64_t layer(int64_t position, int arg) const { return kLayers + position * kLayerArgs + arg; }
   bool complete() const {
-    return pattern > 0 && int64_t(args.size()) >= block() && is(kTraits, {pattern, kNumTraits}) && is(kNumbers, {pattern, kNumNumbers}) &&
+    return pattern > 0 && rets.size() > kWritten && int64_t(args.size()) >= replay_ids() && is(kTraits, {pattern, kNumTraits}) && is(kNumbers, {pattern, kNumNumbers}) &&
            args[kTraits].element_type() == ffi::S32 && args[kNumbers].element_type() == ffi::F32 && args[kValid].element_type() == ffi::PRED;
   }
   bool sparse(int64_t position) const { return has(layer(position, kRouter)); }
@@ -49,9 +49,20 @@ struct StackBuffers {
       if (sparse(position)) return dim(layer(position, arg), axis);
     return 0;
   }
-  bool records() const { return int64_t(args.size()) > block(); }
-  bool replays() const { return int64_t(args.size()) > block() + 2; }
-  ReplayRows replay() { return replays() ? ReplayRows{in<int32_t>(block() + 1), in<bool>(block() + 2)} : ReplayRows{}; }
+  bool records() const { return rets.size() > kIdsWritten; }
+  bool records_weights() const { return rets.size() > kWeightsWritten; }
+  int64_t replay_ids() const { return block() + int64_t(rets.size()) - kIdsWritten; }
+  bool replays() const { return int64_t(args.size()) > replay_ids() + 1; }
+  ReplayRows replay() { return replays() ? ReplayRows{in<int32_t>(replay_ids()), in<bool>(replay_ids() + 1)} : ReplayRows{}; }
+  // Null where nothing is recorded.
+  StackRecord record() {
+    return {records() ? out<int32_t>(kIdsWritten) : nullptr, records_weights() ? out<float>(kWeightsWritten) : nullptr};
+  }
+  // Whether the blocks are the caller's own memory.
+  bool records_in_place() {
+    return (!records() || in<void>(block()) == out<void>(kIdsWritten)) &&
+           (!records_weights() || in<void>(block() + 1) == out<void>(kWeightsWritten));
+  }
   int64_t dim(int64_t arg, int axis) const { return args[arg].dimensions()[axis]; }
   bool has(int64_t arg) const { return args[arg].element_count() != 0; }
   bool is(int64_t arg, std::initializer_list<int64_t> dims) const {
@@ -164,8 +175,10 @@ struct StackBuffers {
     if (records() && !is(block(), {dim(block(), 0), n})) return "the block of ids is [M*K, N]";
     if (records() && (s.first_column + s.sparse * s.repeats()) * s.top_k > dim(block(), 0))
       return "the block of ids has the rows of the stack's layers";
-    if (replays() && !(is(block() + 1, {s.sparse * s.repeats(), n, s.top_k}) && is(block() + 2, {n}))) return "rows to replay are [M, N, K], and [N]";
-    if (replays() && (args[block() + 1].element_type() != ffi::S32 || args[block() + 2].element_type() != ffi::PRED))
+    if (records_weights() && !(is(block() + 1, {dim(block(), 0), n}) && args[block() + 1].element_type() == ffi::F32))
+      return "the block of combine weights has the shape of that of the ids, and is float32";
+    if (replays() && !(is(replay_ids(), {s.sparse * s.repeats(), n, s.top_k}) && is(replay_ids() + 1, {n}))) return "rows to replay are [M, N, K], and [N]";
+    if (replays() && (args[replay_ids()].element_type() != ffi::S32 || args[replay_ids() + 1].element_type() != ffi::PRED))
       return "rows to replay are int32, and their flags bool";
     return "";
   }
@@ -226,14 +239,14 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
   if (const std::string fault = b.fault(s, traits); !fault.empty()) return mismatch(fault);
   if (const char* fault = s.sparse ? router_fault(s.law, s.experts, s.top_k) : nullptr) return ffi::Error::InvalidArgument(fault);
   if (b.in<void>(kX) != b.out<void>(kStream) || b.in<void>(kCache) != b.out<void>(kWritten)) return ffi::Error::Internal("the KV pool was copied");
-  if (b.records() && b.in<void>(b.block()) != b.out<void>(kBlockWritten)) return ffi::Error::Internal("the block of ids was copied");
+  if (!b.records_in_place()) return ffi::Error::Internal("a block of what is recorded was copied");
   const StackStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
                      b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
   const ReplayRows replay = b.replay();
   if (!replay_ids_valid(s, replay)) return ffi::Error::InvalidArgument("a row to replay names an expert that does not exist");
   const int64_t padded = s.tokens;
   if (!trim_padding(s, traits, in)) return ffi::Error::InvalidArgument(kOutsideStep);
-  int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
+  const StackRecord record = b.record();
   Team team(pool);
   const int64_t count = s.tokens * s.hidden;
   return dispatch_rows(b.args[kX].element_type(), b.args[kNextNorm].element_type(), [&](auto row, auto type) {
@@ -250,7 +263,7 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
     std::memset(static_cast<void*>(normed + count), 0, (padded - s.tokens) * s.hidden * sizeof(T));
     convert(b.out<X>(kStream), scratch.stream, count);
     return dispatch_dtype(b.args[kCache].element_type(), [&](auto stored) {
-      layer_stack(team, s, traits, arrays, b.in<T>(kNextNorm), in, scratch, normed, b.out<decltype(stored)>(kWritten), block, padded, replay);
+      layer_stack(team, s, traits, arrays, b.in<T>(kNextNorm), in, scratch, normed, b.out<decltype(stored)>(kWritten), record, padded, replay);
       convert(scratch.stream, b.out<X>(kStream), count);
       return ffi::Error::Success();
     });

@@ -1,6 +1,7 @@
 """The native kernels as backends. Each implements its registry's contract and equals `reference` within rounding.
 Weights are not copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
 from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
@@ -225,12 +226,13 @@ def native_delta(
 def native_router(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
-    block: Int[Array, "MK N"] | None,
+    block: RoutingBlock | None,
     layer: Int[Array, ""],
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
-) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Scores, choice (or the rows to replay), weights and the write of the ids, as one kernel."""
+) -> tuple[Routing, RoutingBlock | None]:
+    """Scores, choice (or the rows to replay), weights and the write of the ids, as one kernel; recorded weights are
+    written by an operation of their own."""
     assert register_ffi_targets()
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     num_tokens = logits.shape[0]
@@ -247,11 +249,12 @@ def native_router(
     else:
         run = jax.ffi.ffi_call(
             "RexRecordingRouter",
-            [*results, jax.ShapeDtypeStruct(block.shape, block.dtype)],
+            [*results, jax.ShapeDtypeStruct(block.ids.shape, block.ids.dtype)],
             input_output_aliases={4: 3},
         )
         column = jnp.asarray(layer, jnp.int32).reshape(1)
-        ids, native_ids, weights, block = run(*inputs, block, column, **router_law(spec))
+        ids, native_ids, weights, written = run(*inputs, block.ids, column, **router_law(spec))
+        block = dataclasses.replace(block, ids=written).write_weights(layer, weights)
     replaced = jnp.zeros(num_tokens, bool) if routed is None else routed.valid
     return Routing(weights=weights, ids=ids, native_ids=native_ids, replaced=replaced), block
 

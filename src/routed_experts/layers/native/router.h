@@ -44,6 +44,7 @@ struct RouterOutput {
   int32_t *ids, *native;
   float* weights;
   int32_t* block;
+  float* weights_block = nullptr;
 };
 
 // scores = softmax(logits), in float32; a row with NaN is NaN throughout.
@@ -166,6 +167,7 @@ inline void route_token(const RouterShape& s, int64_t n, const float* logits, Re
   if (replay.has(n)) std::copy_n(replay.ids + n * s.top_k, s.top_k, chosen);
   weigh_experts(s, row, a, chosen, out.weights + n * s.top_k);
   for (int64_t k = 0; out.block != nullptr && k < s.top_k; k++) out.block[k * s.stride + n] = chosen[k];
+  for (int64_t k = 0; out.weights_block != nullptr && k < s.top_k; k++) out.weights_block[k * s.stride + n] = out.weights[n * s.top_k + k];
 }
 
 inline void route(Team& team, const RouterShape& s, const float* logits, ReplayRows replay, const RouterOutput& out) {

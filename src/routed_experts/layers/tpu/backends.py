@@ -14,7 +14,7 @@ from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 NAME = "tpu"
 _FUSED_FEATURES = frozenset(
@@ -72,13 +72,13 @@ def _project(
 def _route(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
-    block: Int[Array, "MK N"] | None,
+    block: RoutingBlock | None,
     layer: Int[Array, ""],
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
     *,
     interpret: Any,
-) -> tuple[Routing, Int[Array, "MK N"] | None]:
+) -> tuple[Routing, RoutingBlock | None]:
     from routed_experts.layers.tpu.router import fused_router
 
     return fused_router(logits, routed, block, layer, spec, bias, interpret=interpret)

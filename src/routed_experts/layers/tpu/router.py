@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 TOKEN_TILE = 512
 SUBLANES = 8
@@ -40,19 +40,19 @@ class _Form:
 def fused_router(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
-    block: Int[Array, "MK N"] | None,
+    block: RoutingBlock | None,
     layer: Int[Array, ""],
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
     *,
     interpret: Any = False,
-) -> tuple[Routing, Int[Array, "MK N"] | None]:
+) -> tuple[Routing, RoutingBlock | None]:
     """Choose K experts a token, `bias` added to what they are chosen by, and record them at MoE layer `layer` of the
-    block."""
+    block; recorded weights are written by an operation of their own."""
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased belong together"
     num_tokens, top_k = logits.shape[0], spec.top_k
     layer = jnp.asarray(layer, jnp.int32)
-    in_kernel = block is not None and window_rows(block.shape[0], top_k) > 0
+    in_kernel = block is not None and window_rows(block.ids.shape[0], top_k) > 0
     operands = [layer.reshape(1), logits.T]
     if bias is not None:
         operands.append(bias.astype(jnp.float32)[:, None])
@@ -60,16 +60,17 @@ def fused_router(
         operands += [routed.ids.T.astype(jnp.int32), routed.valid[None].astype(jnp.int32)]
     form = _Form(spec=spec, num_tokens=num_tokens, replays=routed is not None, block_rows=0)
     if block is not None and in_kernel:
-        operands, form = [*operands, block], dataclasses.replace(form, block_rows=block.shape[0])
+        operands, form = [*operands, block.ids], dataclasses.replace(form, block_rows=block.ids.shape[0])
     weights, ids, *rest = _call(form, interpret)(*operands)
     native = ids if routed is None else rest.pop(0)
     if block is not None:
         row = layer * top_k  # as in the plain cache: no negative indices
-        block = (
+        written = (
             rest[0]
             if in_kernel
-            else lax.dynamic_update_slice_in_dim(block, ids, row, axis=0, allow_negative_indices=False)
+            else lax.dynamic_update_slice_in_dim(block.ids, ids, row, axis=0, allow_negative_indices=False)
         )
+        block = dataclasses.replace(block, ids=written).write_weights(layer, weights.T)
     replaced = jnp.zeros(num_tokens, bool) if routed is None else routed.valid
     return Routing(weights=weights.T, ids=ids.T, native_ids=native.T, replaced=replaced), block
 

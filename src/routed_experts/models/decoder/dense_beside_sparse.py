@@ -72,7 +72,8 @@ class DenseBesideSparse(Sparse):
         replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
-        """Both halves of the stream `x`. Recorded weights are the router's, without the experts' numbers."""
+        """Both halves of the stream `x`. Weights that are recorded, and those that are replayed, have the experts'
+        numbers in them."""
 
         def norm(rows: Float[Array, "N D"], scale: Float[Array, " D"]) -> Float[Array, "N D"]:
             return params.kernels.rows.rms_norm(rows.astype(x.dtype), scale, eps=self.eps)
@@ -80,8 +81,12 @@ class DenseBesideSparse(Sparse):
         dense, _ = self.dense.run(norm(x, params.get("post_norm")), params, step, None, None)
         router_input = norm(x, params.get("router_scale")) * x.shape[1] ** -0.5
         _, routing, capture = self.route_and_record(router_input, params, step, replay, capture)
-        scales = params.get("expert_scale").astype(jnp.float32)[routing.ids]
-        routing = dataclasses.replace(routing, weights=routing.weights * scales)
+        weights = routing.weights * params.get("expert_scale").astype(jnp.float32)[routing.ids]
+        if replay is not None and replay.routed is not None and replay.routed.weights is not None:
+            weights = jnp.where(routing.replaced[:, None], routing.weights, weights)
+        routing = dataclasses.replace(routing, weights=weights)
+        if capture is not None and replay is not None:
+            capture = capture.write_weights(replay.moe_layer, weights)
         experts_input, experts = norm(x, params.get("experts_input_norm")), params.experts(self.router.num_experts)
         replicas = params.get("replicas") if self.replicas else None
         how, activation = (experts_input, routing, step.valid, experts), self.activation

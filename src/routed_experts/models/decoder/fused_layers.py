@@ -28,6 +28,7 @@ from routed_experts.models.decoder.grouped_attention import GroupedAttention, fu
 from routed_experts.models.decoder.layer_counts import LayerCounts, Progression
 from routed_experts.models.decoder.layer_params import LayerParams, scanned_params
 from routed_experts.models.decoder.layer_parts import LayerContext
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 Carry = tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]  # stream, cache, capture
 _NormedCarry = tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]
@@ -113,10 +114,9 @@ class _FusedLayer:
         norm = self._norm(self._all("post_norm"), repeat)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
-        id_block = None if capture is None else capture.ids
-        routing, id_block = fused.route(logits, self._rows(moe_layer), id_block, moe_layer, feed.router, biases)
-        if capture is not None and id_block is not None:
-            capture = dataclasses.replace(capture, ids=id_block)
+        recorded = to_block(capture)
+        routing, recorded = fused.route(logits, self._rows(moe_layer), recorded, moe_layer, feed.router, biases)
+        capture = with_block(capture, recorded)
         x, normed = fused.add_slots(
             x, self._experts(normed, routing, feed, repeat), self._norm(self.next_norms, repeat)
         )

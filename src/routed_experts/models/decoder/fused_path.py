@@ -24,6 +24,7 @@ from routed_experts.models.decoder.fused_layers import Carry, run_fused_layers
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.layer_counts import LayerCounts
 from routed_experts.models.decoder.layer_parts import LayerContext
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 _ARRAYS = frozenset(
     {
@@ -133,11 +134,10 @@ def run_fused(
     )
     inputs = _stack_inputs(block, step)
     offsets = StackOffsets(first_layer=counts.attending, first_moe_layer=counts.moe)
-    id_block = None if capture is None else capture.ids
-    x, normed, pages, id_block = kernel.run(x, pattern, inputs, paged, pages, id_block, replay, offsets, spec)
+    recorded = to_block(capture)
+    x, normed, pages, recorded = kernel.run(x, pattern, inputs, paged, pages, recorded, replay, offsets, spec)
     cache = dataclasses.replace(cache, pages=pages) if isinstance(attend, HybridAttend) else pages
-    if capture is not None and id_block is not None:
-        capture = dataclasses.replace(capture, ids=id_block)
+    capture = with_block(capture, recorded)
     return (x, cache, capture), normed
 
 

@@ -12,7 +12,14 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.parallel import Capacities, Rerouter
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk, router_probabilities
+from routed_experts.layers.routing import (
+    LayerRouting,
+    RouterSpec,
+    Routing,
+    replay_topk,
+    router_probabilities,
+)
+from routed_experts.models.decoder.step_record import to_block, with_block
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +44,19 @@ def route(
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and record their ids in the layer's column. `bias` affects the choice
-    only. Replayed weights run through array code."""
+    """Decide the experts of each token and record them in the layer's column. `bias` affects the choice only. Replayed
+    weights run through array code."""
     if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
-        block = None if capture is None else capture.ids
-        routing, block = kernels.router.run(logits, routed, block, moe_layer, spec, bias)
-        if capture is not None and block is not None:
-            capture = dataclasses.replace(capture, ids=block)
+        recorded = to_block(capture)
+        routing, recorded = kernels.router.run(logits, routed, recorded, moe_layer, spec, bias)
+        capture = with_block(capture, recorded)
         return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         probabilities = functools.partial(router_probabilities, logits, spec=spec)
-        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids, probabilities)
+        capture = capture.capture_fwd_routed_experts(
+            moe_layer, routing.ids, routing.native_ids, probabilities, routing.weights
+        )
     return routing, capture
 
 
@@ -66,9 +74,9 @@ def route_with_capacity(
     """`route` under capacities; the changes are recorded with the ids."""
     routing, rerouting = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids).add_rerouting(
-            rerouting
-        )
+        capture = capture.capture_fwd_routed_experts(
+            moe_layer, routing.ids, routing.native_ids, weights=routing.weights
+        ).add_rerouting(rerouting)
     return routing, capture
 
 

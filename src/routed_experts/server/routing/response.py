@@ -59,6 +59,7 @@ def to_routing_params(body: RoutingFields, *, enabled: bool | list[bool] | None)
         "routed_experts_layers": body.routed_experts_layers,
         "routed_experts_stream": body.routed_experts_stream,
         "routed_experts_include_last": body.routed_experts_include_last,
+        "return_routed_experts_weights": body.return_routed_experts_weights,
     }
 
 
@@ -78,9 +79,12 @@ def check_list_size(options: RoutingOptions, capture: CaptureSpec | None, *, num
         return
     num_columns = capture.num_hidden_layers if options.layers == "all" else capture.num_moe_layers
     num_ids = math.prod((num_rows, num_columns, capture.top_k))
+    num_ids += math.prod((num_rows, capture.num_moe_layers, capture.top_k)) if options.weights else 0
     if num_prompts > 1 or num_ids > MAX_LISTED_IDS:
         why = (
-            f"{num_prompts} prompts in one call" if num_prompts > 1 else f"up to {num_ids} ids, above {MAX_LISTED_IDS}"
+            f"{num_prompts} prompts in one call"
+            if num_prompts > 1
+            else f"up to {num_ids} numbers, above {MAX_LISTED_IDS}"
         )
         text = f"routed_experts_format='list' with {why}; choose npy or ref, or return_routed_experts false"
         raise InvalidRequestError(text, param="routed_experts_format", code="list_unsuitable")
@@ -128,7 +132,10 @@ def to_stored(sequence: SequenceState, record: RoutedExperts, *, owner: str) -> 
 
 def payload_bytes(record: RoutedExperts, options: RoutingOptions) -> int:
     """Estimate the size of the rows in the response."""
+    weights = 0
+    if record.weights is not None:
+        weights = record.weights.size * 20 if options.format == "list" else record.weights.nbytes * 4 // 3
     if options.format == "int32":
         columns = record.num_hidden_layers if options.layers == "all" else len(record.layer_ids)
-        return math.prod((record.num_rows, columns, record.top_k, 16)) // 3
-    return record.ids.size * (4 if options.format == "list" else 2)
+        return weights + math.prod((record.num_rows, columns, record.top_k, 16)) // 3
+    return weights + record.ids.size * (4 if options.format == "list" else 2)

@@ -2,6 +2,7 @@
 
 Scores bypass the queue of requests, in chunks, so that other calls are not blocked."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,10 @@ async def score(request: Request, server: ServerState) -> Response:
     cancelled = threading.Event()
 
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
-        outputs = _score_in_chunks(server, sequences, _records(fields, len(sequences)), cancelled)
+        records, replay_weights = _records(fields, len(sequences)), fields.replay_weights is True
+        outputs = _score_in_chunks(server, sequences, records, cancelled, replay_weights=replay_weights)
+        if not options[0].weights:
+            outputs = [_without_weights(output) for output in outputs]
         return outputs, [
             _render(index, output, option, ref_url(request_id, index))
             for index, (output, option) in enumerate(zip(outputs, options, strict=True))
@@ -141,7 +145,8 @@ def _check_label_fields(fields: ScoreRequest, labels: Sequence[int], vocab_size:
     if unknown is not None:
         text = f"label_token_ids holds {unknown}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
         raise InvalidRequestError(text[:200], param="label_token_ids")
-    given = [name for name in ("routed_experts", "return_routed_experts") if getattr(fields, name)]
+    of_rows = ("routed_experts", "return_routed_experts", "return_routed_experts_weights", "replay_weights")
+    given = [name for name in of_rows if getattr(fields, name)]
     if given:
         raise InvalidRequestError(f"{given[0]} needs token_ids; query and items have no rows", param=given[0])
 
@@ -209,7 +214,7 @@ def _routing_options(server: ServerState, fields: ScoreRequest, length: int) -> 
         inputs,
         SamplingParams(),
         prompt_len=length,
-        capture=server.engine.capture is not None,
+        capture=server.engine.capture,
         defaults=sglang_defaults(server.settings),
     )
 
@@ -219,6 +224,8 @@ def _score_in_chunks(
     sequences: list[list[int]],
     records: list[RoutedExperts | None] | None,
     cancelled: threading.Event,
+    *,
+    replay_weights: bool = False,
 ) -> list[ScoreOutput]:
     """Score chunks of at most SCORE_CHUNK_TOKENS one after the other, until all are scored or the call is cancelled."""
     outputs: list[ScoreOutput] = []
@@ -229,12 +236,20 @@ def _score_in_chunks(
                 num_tokens += len(sequences[end])
                 end += 1
             routed = None if records is None else records[start:end]
-            outputs += server.engine.engine.score(sequences[start:end], routed=routed)
+            part = sequences[start:end]
+            outputs += server.engine.engine.score(part, routed=routed, replay_weights=replay_weights)
         return outputs
     except RoutingAlignmentError as error:
         raise InvalidRequestError(str(error), param="routed_experts", code=error.code) from error
     except CaptureDisabledError as error:
         raise CaptureDisabledError(str(error), param="routed_experts") from error
+
+
+def _without_weights(output: ScoreOutput) -> ScoreOutput:
+    """The same without combine weights, which are returned on request."""
+    if output.routed_experts is None:
+        return output
+    return dataclasses.replace(output, routed_experts=dataclasses.replace(output.routed_experts, weights=None))
 
 
 def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) -> dict[str, object]:

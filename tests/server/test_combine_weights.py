@@ -1,0 +1,95 @@
+"""Combine weights over HTTP: the same arrays as those of the engine, in every form and dialect, and played back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from routed_experts.formats import record_from_meta_info, record_from_response
+from routed_experts.formats.archive import decode_record
+from routed_experts.formats.wire import encode_routed_experts
+from support.http_server import parse_error, running, stream
+
+PROMPT = [5, 9, 200, 17, 3, 88, 41, 7]
+ASKED = {"return_routed_experts": True, "return_routed_experts_weights": True}
+BODIES = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 7, "seed": 11, "temperature": 1.0, "ignore_eos": True},
+    "/generate": {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 7, "sampling_seed": 11, "temperature": 1.0, "ignore_eos": True},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def weighing(request, engine_factory):
+    """An engine that records weights, a server of it, and the record of the answer to each body."""
+    flags = {"enable_return_routed_experts": True, "enable_return_routed_experts_weights": True}
+    with engine_factory(**flags, routed_experts_weights_dtype=request.param) as engine, running(engine) as server:
+        sampling = {"max_tokens": 7, "seed": 11, "temperature": 1.0, "ignore_eos": True}
+        answer = engine.generate(input_ids=PROMPT, sampling_params=sampling, **ASKED)
+        record = record_from_meta_info(answer)
+        assert record.weights.dtype.name == request.param
+        yield engine, server, record, [*PROMPT, *answer["output_ids"]]
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "packed", "list"])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_form_has_the_weights_of_the_engine(weighing, path, form):
+    _, server, record, _ = weighing
+    body = {**BODIES[path], **ASKED, "routed_experts_format": form}
+    assert record_from_response(server.post(path, body).json()) == record
+    ids = record_from_response(server.post(path, body | {"return_routed_experts_weights": False}).json())
+    assert ids == dataclasses.replace(record, weights=None)
+    if form == "list":
+        return
+    assert streamed_records(server, path, body)[-1] == record
+    parts = streamed_records(server, path, {**body, "routed_experts_stream": True})
+    assert np.array_equal(np.concatenate([part.weights for part in parts]), record.weights)
+
+
+def streamed_records(server, path, body):
+    """The records with rows of the events of a stream."""
+    holders = [holder for event in stream(server, path, body) for holder in event.get("choices", [event])]
+    records = [record_from_meta_info(holder) for holder in holders]
+    return [record for record in records if record is not None and record.num_rows]
+
+
+def test_a_ref_keeps_them_beside_the_ids(weighing):
+    _, server, record, _ = weighing
+    body = {**BODIES["/v1/completions"], **ASKED, "routed_experts_format": "ref", "request_id": "weighed"}
+    [choice] = server.post("/v1/completions", body).json()["choices"]
+    url = choice["meta_info"]["routed_experts_ref"]
+    assert choice["meta_info"]["routed_experts_info"]["weights"] == record.weights.dtype.name
+    assert decode_record(server.client.get(f"{url}&format=safetensors").content) == record
+    assert server.client.delete("/v1/routing/weighed").status_code == 204
+
+
+def test_a_score_returns_and_replays_them(weighing):
+    engine, server, record, tokens = weighing
+    halved = dataclasses.replace(record, weights=record.weights / record.weights.dtype.type(2))
+    payload = encode_routed_experts(halved, payload_format="npy", layers="moe")
+    body = {"token_ids": tokens, "routed_experts": payload, "replay_weights": True, **ASKED}
+    [entry] = server.post("/v1/score", body).json()["data"]
+    expected = engine.score(tokens, routed=halved, replay_weights=True)
+    assert np.array_equal(np.asarray(entry["logprobs"], np.float32), expected.logprobs)
+    assert record_from_meta_info(entry) == expected.routed_experts
+    assert not np.array_equal(expected.logprobs, engine.score(tokens, routed=halved).logprobs)
+    [quiet] = server.post("/v1/score", {"token_ids": tokens, "return_routed_experts": True}).json()["data"]
+    assert record_from_meta_info(quiet).weights is None
+
+
+def test_what_cannot_be_given_is_refused_by_name(weighing, server):
+    _, own, record, tokens = weighing
+    for path, body in BODIES.items():
+        error = parse_error(server.post(path, {**body, **ASKED}), 400)
+        assert error["param"] == "return_routed_experts_weights" and "--enable-return" in error["message"]
+        alone = parse_error(own.post(path, {**body, "return_routed_experts_weights": True}), 400)
+        assert alone["param"] == "return_routed_experts_weights" and "has no effect" in alone["message"]
+    ids = encode_routed_experts(dataclasses.replace(record, weights=None), payload_format="npy", layers="moe")
+    for fields, text in (
+        ({"routed_experts": ids, "replay_weights": True}, "no combine weights"),
+        ({"replay_weights": True}, "without routed"),
+    ):
+        error = parse_error(own.post("/v1/score", {"token_ids": tokens, **fields}), 400)
+        assert text in error["message"] and error["param"] in ("routed_experts", "replay_weights")
