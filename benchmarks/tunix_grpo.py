@@ -7,9 +7,10 @@ of them, and what replay gains.
 Pairs are interleaved in one process; `ratio` is the median of the pairs' ratios with a 95 % bootstrap interval.
 `step`: Tunix's own jitted train step with the loss "grpo_replay" over "grpo". `rollout`: tokens a second of
 RoutedExpertsRollout.generate over Engine.generate of the same requests with logprobs and rows. `push`: update_params
-over one jitted copy of the weights, and over Engine.update_weights of copies. All three with the benchmark model of
-benchmarks/common.py in float32. `gain`: k3 of the demo model, live and replayed, after some steps of GRPO: float32
-master weights, the engine and the trainer's arithmetic in the dtypes named, both through the same rounded weights."""
+over one jitted copy of the weights, and over Engine.update_weights of copies. All three in float32, with the benchmark
+model of benchmarks/common.py (94 M parameters) or with --model demo (2.7 M), where the same host work weighs more.
+`gain`: k3 of the demo model, live and replayed, after some steps of GRPO: float32 master weights, the engine and the
+trainer's arithmetic in the dtypes named, both through the same rounded weights."""
 
 import argparse
 import functools
@@ -76,9 +77,13 @@ def pairs(first: Callable[[], object], second: Callable[[], object], count: int)
     }
 
 
-def model(small: bool):
+def model(name: str):
     """A decoder in float32."""
-    if not small:
+    if name == "demo":
+        from support.tunix_runs import demo_policy
+
+        return demo_policy().decoder
+    if name == "benchmark":
         return benchmark_model(jnp.dtype("float32"))
     from routed_experts.models.decoder.decoder import FamilyDecoder
 
@@ -107,21 +112,21 @@ def copy_of(decoder):
     return nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
 
 
-def measure_step(small: bool, count: int) -> dict[str, object]:
+def measure_step(name: str, count: int) -> dict[str, object]:
     """Tunix's train step on one batch, live and replayed."""
     from tunix.rl.grpo.grpo_learner import GRPOLearner
 
     from routed_experts.integrations.tunix import ReplayGRPOLearner
     from support.tunix_runs import grpo_config, make_example, vowel_share
 
-    prompt, new, batch = (8, 8, 4) if small else (32, 96, 8)
-    decoder = model(small)
+    prompt, new, batch = (8, 8, 4) if name == "small" else (32, 96, 8)
+    decoder = model(name)
     with engine_of(copy_of(decoder), batch, prompt + new) as engine:
         live, replayed = (cluster_of(engine, copy_of(decoder), prompt, new) for _ in range(2))
         GRPOLearner(live, grpo_config(policy_loss_fn="grpo"), vowel_share)
         ReplayGRPOLearner(replayed, grpo_config(), vowel_share)
         config = replayed.get_rollout_config(mode="train")
-        example, _ = make_example(replayed, ["x" * 24 if not small else "x" * 6] * batch, config)
+        example, _ = make_example(replayed, ["x" * (prompt - 2)] * batch, config)
 
         def step(cluster):
             cluster.update_actor([example], None)
@@ -131,10 +136,10 @@ def measure_step(small: bool, count: int) -> dict[str, object]:
     return {"section": "step", "batch": f"{batch} x ({prompt} + {new})", **row}
 
 
-def measure_rollout(small: bool, count: int) -> dict[str, object]:
+def measure_rollout(name: str, count: int) -> dict[str, object]:
     """Seconds of a rollout by the engine and through Tunix: `ratio` is of the seconds."""
-    prompt, new, groups, size = (8, 8, 2, 2) if small else (32, 96, 4, 4)
-    decoder = model(small)
+    prompt, new, groups, size = (8, 8, 2, 2) if name == "small" else (32, 96, 4, 4)
+    decoder = model(name)
     batch = groups * size
     with engine_of(copy_of(decoder), batch, prompt + new) as engine:
         rollout = cluster_of(engine, decoder, prompt, new).rollout
@@ -156,17 +161,17 @@ def measure_rollout(small: bool, count: int) -> dict[str, object]:
             tokens.append(sum(answer.size for answer in out.tokens))
 
         row = pairs(direct, through, count)
-    assert small or min(tokens) > 0.9 * max(tokens), "answers end early, so the two sides did other work"
+    assert name == "small" or min(tokens) > 0.9 * max(tokens), "answers end early, so the two sides did other work"
     speed = 1 / float(row["ratio"])
     return {"section": "rollout", "batch": f"{groups} x {size} x ({prompt} + {new})", **row, "tokens_per_s": speed}
 
 
-def measure_push(small: bool, count: int) -> list[dict[str, object]]:
+def measure_push(name: str, count: int) -> list[dict[str, object]]:
     """A push through Tunix over one copy of the weights, and over the engine's own update."""
     from routed_experts.integrations.tunix import Policy, RoutedExpertsRollout
     from support.tunix_runs import rollout_config
 
-    decoder = model(small)
+    decoder = model(name)
     with engine_of(copy_of(decoder), 1, 64) as engine:
         policy = Policy(decoder)
         rollout = RoutedExpertsRollout(policy, Words(), None, rollout_config(), engine=engine)
@@ -268,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="step, rollout, push or gain; all by default")
     parser.add_argument("--small", action="store_true", help="a short version, which writes nothing")
+    parser.add_argument("--model", choices=("benchmark", "demo"), default="benchmark", help="of step, rollout and push")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of a section (15)")
     parser.add_argument("--batches", type=int, default=8, help="batches of 64 answers of the gain (8)")
     args = parser.parse_args()
@@ -275,16 +281,18 @@ def main() -> None:
     if wrong:
         parser.error(f"{wrong[0]} is no section; choose of {', '.join(SECTIONS)}")
     count = 2 if args.small else args.pairs
+    model_name = "small" if args.small else args.model
     for name in args.sections or SECTIONS:
         measured = {
-            "step": functools.partial(measure_step, args.small, count),
-            "rollout": functools.partial(measure_rollout, args.small, count),
-            "push": functools.partial(measure_push, args.small, count),
+            "step": functools.partial(measure_step, model_name, count),
+            "rollout": functools.partial(measure_rollout, model_name, count),
+            "push": functools.partial(measure_push, model_name, count),
             "gain": functools.partial(measure_gain, args.small, args.batches),
         }[name]()
         rows = measured if isinstance(measured, list) else [measured]
         print_table(rows)
-        print(write_result(f"tunix_{name}_cpu", rows))
+        of_demo = "_demo" if name != "gain" and model_name == "demo" else ""
+        print(write_result(f"tunix_{name}{of_demo}_cpu", rows))
 
 
 if __name__ == "__main__":

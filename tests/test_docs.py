@@ -57,7 +57,9 @@ def test_notebooks_run_in_order(notebook, tmp_path, monkeypatch):
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=named)
 def test_notebooks_hold_the_outputs_of_a_whole_run_and_a_picture(notebook):
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run scripts/docs --execute, or scripts/tunix --notebook"
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
+        "run scripts/docs --execute, or scripts/tunix --notebook"
+    )
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert all(output["output_type"] != "error" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
