@@ -263,9 +263,16 @@ def test_what_cannot_work_is_refused_where_it_is_built(demo_engine):
         new_rollout(demo_engine, actor=lora)
 
 
-def test_an_engine_that_records_nothing_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({}, CaptureDisabledError, "records no routed experts"),
+        ({"enable_return_routed_experts": True, "logprobs_mode": "raw"}, ConfigError, "logprobs_mode='raw'"),
+    ],
+)
+def test_an_engine_without_rows_or_with_other_logprobs_is_refused(settings, error, text):
     sizes = {"precompile_bs_paddings": (1,), "precompile_token_paddings": (32,), "context_length": 64}
-    with Engine(str(tunix_runs.demo_model_path()), **sizes) as engine, pytest.raises(CaptureDisabledError):
+    with Engine(str(tunix_runs.demo_model_path()), **sizes, **settings) as engine, pytest.raises(error, match=text):
         new_rollout(engine)
 
 

@@ -50,11 +50,16 @@ class RoutedExpertsRollout(base_rollout.BaseRollout):
         records rows. `colocated`: ReplayCluster frees the engine's KV pages while it trains.
 
         The weights of `rollout_actor` are pushed before the first rollout. Raises CaptureDisabledError for an engine
-        that records nothing; ConfigError for a LoRA actor, for a tokenizer whose padding is its end token, and for
-        lengths beyond the engine's context."""
+        that records nothing; ConfigError for one of raw logprobs, for a LoRA actor, for a tokenizer whose padding is
+        its end token, and for lengths beyond the engine's context."""
         if not engine.server_args.enable_return_routed_experts:
             raise CaptureDisabledError(
                 "the engine records no routed experts; build it with Engine(..., enable_return_routed_experts=True)"
+            )
+        if engine.server_args.logprobs_mode != "processed":
+            raise ConfigError(
+                f"the engine has logprobs_mode={engine.server_args.logprobs_mode!r}, and Tunix compares the logprobs "
+                "with which a token was sampled; build it with 'processed'"
             )
         if sft_utils.is_lora_enabled(rollout_actor):
             raise ConfigError("the actor has LoRA weights, which the engine does not serve; train all weights")
