@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tunix.rl import common
 from tunix.rl import rl_cluster as tunix_cluster
-from tunix.rl.grpo import grpo_learner
+from tunix.rl.grpo import dapo_learner, drgrpo_learner, grpo_learner
 
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError, RoutingReplayError
 from routed_experts.integrations.tunix import (
@@ -35,6 +35,7 @@ from support.tunix_runs import (
 
 pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = 4
+CONFIGS = {"DrGRPOConfig": drgrpo_learner, "DAPOConfig": dapo_learner}
 
 
 class WatchedCluster(ReplayCluster):
@@ -233,6 +234,21 @@ def test_micro_batches_and_iterations_carry_the_rows_of_their_samples(demo_engin
         np.testing.assert_array_equal(seen.example.old_per_token_logps, logprobs)
         mask = np.asarray(seen.example.completion_mask)
         np.testing.assert_allclose(np.where(mask, seen.example.ref_per_token_logps, 0), logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", ["DrGRPOConfig", "DAPOConfig"])
+def test_configs_of_other_learners_train_on_the_rows(demo_engine, config):
+    """DAPO's beta is None, for which Tunix computes the logprobs of a reference all the same."""
+    values = {"num_generations": GROUP, "policy_loss_fn": "grpo_replay"}
+    if config == "DrGRPOConfig":
+        values |= {"beta": 0.0}
+    else:
+        values |= {"overlong_buffer": None}
+    cluster = make_cluster(demo_engine, cluster=WatchedCluster, reference=demo_policy())
+    learner = WatchedLearner(cluster, getattr(CONFIGS[config], config)(**values))
+    learner.train(batches(2))
+    assert [seen.replayed.k3 < 1e-10 and seen.replayed.canary == 0.0 for seen in learner.seen] == [True, True]
+    assert all(isinstance(trained, ReplayExample) for trained in cluster.trained)
 
 
 def find_slice(examples, part):
