@@ -131,7 +131,7 @@ def test_answers_of_one_token_have_rows_of_their_prompt(cluster):
     np.testing.assert_array_equal(example.routed_valid.sum(axis=1), sizes)
     assert example.routed_valid.shape == (4, WIDTH + 1) and not example.routed_valid[:, -1].any()
     report = tunix_runs.see(cluster, example, records, 0).replayed
-    assert report.k3 < 1e-10 and report.canary == 0.0
+    assert report.k3 < 1e-10 and report.canary < 0.01
 
 
 def wait_until(condition):
@@ -175,7 +175,7 @@ def test_an_aborted_answer_trains_on_what_it_has(demo_engine, started):
         row[: tokens.size] = tokens
     example, _ = example_of(cluster, out.left_padded_prompt_tokens, padded, records)
     report = tunix_runs.see(cluster, example, records, 0).replayed
-    assert (report.valid > 0.5) == started and report.k3 < 1e-10 and report.canary == 0.0
+    assert (report.valid > 0.5) == started and report.k3 < 1e-10 and report.canary < 0.01
 
 
 def test_a_push_serves_copies_under_the_count_of_pushes(demo_engine):

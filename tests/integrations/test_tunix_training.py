@@ -101,8 +101,8 @@ def run():
 def test_each_step_trains_on_the_rollouts_logprobs_rows_and_weights(run):
     assert len(run.learner.seen) == STEPS == run.cluster.global_steps
     for step, seen in enumerate(run.learner.seen):
-        assert seen.replayed.k3 < 1e-10 and seen.live.k3 < 1e-10, step
-        assert seen.replayed.canary == 0.0 and seen.replayed.valid > 0.9 and seen.replayed.f_1_1 == 0.0
+        assert seen.is_exact(), (step, seen.replayed, seen.live)
+        assert seen.replayed.valid > 0.9 and seen.replayed.f_1_1 == 0.0
         assert seen.update_count == run.first_count + step
         for record in seen.records:
             assert {count for _, _, count in record.routed.version_spans} == {seen.update_count}
@@ -210,7 +210,7 @@ def test_without_rows_a_float32_rollout_has_the_trainers_logprobs_too(demo_engin
     """k3 alone cannot show that rows are replayed; the controls above do."""
     learner = PlainLearner(make_cluster(demo_engine), grpo_config(policy_loss_fn="grpo"), vowel_share)
     learner.train(batches(STEPS))
-    assert len(learner.seen) == STEPS and all(seen.live.k3 < 1e-10 for seen in learner.seen)
+    assert len(learner.seen) == STEPS and all(seen.is_exact() for seen in learner.seen)
 
 
 def test_micro_batches_and_iterations_carry_the_rows_of_their_samples(demo_engine):
@@ -229,7 +229,7 @@ def test_micro_batches_and_iterations_carry_the_rows_of_their_samples(demo_engin
             part = getattr(source, name)[first : first + 2 * GROUP]
             np.testing.assert_array_equal(getattr(trained, name), part)
     for seen in learner.seen:
-        assert seen.replayed.k3 < 1e-10 and seen.replayed.canary == 0.0
+        assert seen.is_exact()
         logprobs = tunix_runs.padded_logprobs(seen.records, tunix_runs.NEW)
         np.testing.assert_array_equal(seen.example.old_per_token_logps, logprobs)
         mask = np.asarray(seen.example.completion_mask)
@@ -247,7 +247,7 @@ def test_configs_of_other_learners_train_on_the_rows(demo_engine, config):
     cluster = make_cluster(demo_engine, cluster=WatchedCluster, reference=demo_policy())
     learner = WatchedLearner(cluster, getattr(CONFIGS[config], config)(**values))
     learner.train(batches(2))
-    assert [seen.replayed.k3 < 1e-10 and seen.replayed.canary == 0.0 for seen in learner.seen] == [True, True]
+    assert [seen.is_exact() for seen in learner.seen] == [True, True]
     assert all(isinstance(trained, ReplayExample) for trained in cluster.trained)
 
 
@@ -326,7 +326,7 @@ def test_a_colocated_engine_has_no_kv_pages_while_the_actor_trains(demo_engine):
     learner = WatchedLearner(cluster)
     learner.train(batches(2))
     assert cluster.released == [("kv_cache",)] * 2
-    assert all(seen.replayed.k3 < 1e-10 for seen in learner.seen)
+    assert all(seen.is_exact() for seen in learner.seen)
     demo_engine.resume_memory_occupation()
 
 

@@ -120,6 +120,12 @@ class Seen:
     replayed: object  # RoutingReport
     live: object
 
+    def is_exact(self):
+        """Whether a float32 rollout is the trainer's on its rows, and, where no router is so near a tie that it chose
+        another expert, live too."""
+        few = self.replayed.canary < 0.005
+        return self.replayed.k3 < 1e-10 and few and (self.live.k3 < 1e-10 or self.replayed.flipped > 0)
+
 
 class WatchedLearner(ReplayGRPOLearner):
     """Keeps the examples that it makes, and both reports of each."""
