@@ -164,7 +164,8 @@ def plot(runs: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
             if rows == "off" and name == "flipped":
                 continue  # without rows there is nothing that could flip
             values = np.mean([[log[name] for log in logs] for logs in seeds], axis=0)
-            axes.plot(range(1, len(values) + 1), values, label=f"rows {rows}", linewidth=1.5)
+            colour = f"C{[*ROLLOUTS].index(rows)}"
+            axes.plot(range(1, len(values) + 1), values, label=f"rows {rows}", linewidth=1.5, color=colour)
         axes.set(xlabel="step", title=label)
         if name == "k3":
             axes.set_yscale("log")
