@@ -129,7 +129,7 @@ def measure_trained(args: argparse.Namespace) -> int:
     def report(row: dict[str, object], forward: str = "-") -> None:
         rows.append(json.loads(json.dumps({"forward": forward, **row}, default=np.generic.item)))
         progress(json.dumps(rows[-1]))
-        write_result("mismatch_trained_h200", rows)
+        write_result(args.name or "mismatch_trained_h200", rows)
 
     rollout = train_and_roll_out(sizes, args, report)
     for forward in args.forwards:
@@ -137,7 +137,7 @@ def measure_trained(args: argparse.Namespace) -> int:
     for row in rows:
         if "ratio" in row or "replayed" in row:
             print_table([row])
-    print(write_result("mismatch_trained_h200", rows))
+    print(write_result(args.name or "mismatch_trained_h200", rows))
     return 1 if any(row.get("holds") is False for row in rows) else 0
 
 
@@ -148,7 +148,7 @@ def measure_demo(args: argparse.Namespace) -> int:
     for row in gains:
         print_table([row])
     print_table(rows)
-    print(write_result("mismatch_demo_cpu", rows, sequences=sequences, tokens=tokens, engine=gains))
+    print(write_result(args.name or "mismatch_demo_cpu", rows, sequences=sequences, tokens=tokens, engine=gains))
     return 0
 
 
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128, help="sequences of a training step")
     parser.add_argument("--sequences", type=int, default=768, help="answers of the demo model")
     parser.add_argument("--rounded", type=int, default=128, help="answers whose rounding is taken apart by site")
+    parser.add_argument("--name", help="of the result, after the machine")
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run")
     args = parser.parse_args()
     if args.small:

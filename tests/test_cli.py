@@ -244,7 +244,7 @@ def test_generate_writes_answers_with_their_records(tmp_path):
         "--precompile-token-paddings",
         "64",
     ]
-    flags += ["--return-routed-experts", "--output", "answers.jsonl"]
+    flags += ["--return-routed-experts", "--enable-return-routed-experts-weights", "--output", "answers.jsonl"]
     done = run(
         "generate", str(model), "--prompt", "The cat", "--prompt", "Ein Satz mit Umlauten: äöü", *flags, cwd=tmp_path
     )
@@ -255,6 +255,7 @@ def test_generate_writes_answers_with_their_records(tmp_path):
     for answer in answers:
         record = record_from_meta_info(answer)
         assert record.num_rows == answer["meta_info"]["prompt_tokens"] + len(answer["output_ids"]) - 1
+        assert record.weights.shape == record.ids.shape
         assert f"routed_experts ({record.num_rows}, 4, 4) int32" in done.stderr
     done = run("generate", str(model), "--prompt", "The cat", *flags[:-2], cwd=tmp_path)
     assert done.stdout == answers[0]["text"] + "\n"

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         bar = LoadBar() if sys.stderr.isatty() else None
         engine = stack.enter_context(Engine(**dataclasses.asdict(args), **groups, on_load=bar))
         print(f"ready in {time.perf_counter() - start_time:.1f} s", file=sys.stderr)
-        answers = _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts)
+        answers = _answers(engine, prompts, options, args)
         if part is None:
             for answer in answers:
                 print(answer["text"])
@@ -144,10 +144,11 @@ def _archived(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
 
 
 def _answers(
-    engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool
+    engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, args: ServerArgs
 ) -> Iterator[dict[str, Any]]:
-    """Each prompt's fields with those of its answer. Consecutive prompts of one kind share a call."""
-    first = 0
+    """Each prompt's fields with those of its answer, and what the engine records. Consecutive prompts of one kind share
+    a call."""
+    first, wants_rows = 0, args.enable_return_routed_experts
     while first < len(prompts):
         kind = "prompt" if "prompt" in prompts[first] else "input_ids"
         batch = [prompts[first]]
@@ -162,6 +163,7 @@ def _answers(
             values if kind == "input_ids" else None,
             max_new_tokens=options.max_new_tokens,
             return_routed_experts=wants_rows,
+            return_routed_experts_weights=args.enable_return_routed_experts_weights,
         )
         for prompt, answer in zip(batch, cast("list[dict[str, Any]]", answers), strict=True):
             if wants_rows:
