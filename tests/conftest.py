@@ -96,7 +96,7 @@ def check_gpu() -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing. What
     needs Ray is collected with --with-ray, what needs Tunix where it is installed."""
-    if collection_path.name == "integrations" and not HAS_TUNIX:
+    if "integrations" in (collection_path.name, collection_path.parent.name) and not HAS_TUNIX:
         return True
     if collection_path.name == "with_ray" and not config.getoption("--with-ray"):
         return True
