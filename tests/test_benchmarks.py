@@ -58,6 +58,7 @@ NOT_RUN = {
     "peers": "needs other engines",
     "placement": "draws a picture of the pages",
     "plots": "draws pictures of the pages",
+    "tunix_grpo": "needs Tunix; tests/integrations has its answers",
     "soak": "builds four engines with drafts for a run of half an hour",
     "startup": "starts engines in processes of their own, for minutes",
 }
