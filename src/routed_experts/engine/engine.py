@@ -514,7 +514,13 @@ class Engine:
         return outputs if is_nested(token_ids) else outputs[0]
 
     def update_weights(
-        self, state: Weights, *, version: str | int | None = None, cache: str = "flush", donate: bool = False
+        self,
+        state: Weights,
+        *,
+        version: str | int | None = None,
+        cache: str = "flush",
+        donate: bool = False,
+        copy: bool = False,
     ) -> WeightVersion:
         """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled.
 
@@ -532,10 +538,14 @@ class Engine:
         or `release_memory_occupation` gives it up. So after a swap the devices hold one copy of the weights. During it
         they hold the old and the new, unless the old were released before. It waits for a score that is under way.
 
+        With `copy=True` the engine serves copies, cast to the served dtypes, and the arrays stay the caller's: the push
+        of a trainer that goes on training them. On an accelerator one program copies, casts and looks for NaN; it is
+        compiled at the first push.
+
         With experts= the host holds the old and the new store during it, the accelerator one table: residents are
         written into it between two steps, one after another. A copy that fails leaves the old weights served, under the
         old label and count."""
-        return self._weights.update(state, version=version, cache=cache, donate=donate)
+        return self._weights.update(state, version=version, cache=cache, donate=donate, copy=copy)
 
     def update_weights_from_disk(
         self, path: str | Path, *, version: str | int | None = None, cache: str = "flush"

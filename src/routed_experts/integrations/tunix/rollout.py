@@ -2,7 +2,6 @@
 
 Dims: B sequences, P tokens of a padded prompt, C of a padded answer."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -180,13 +179,8 @@ class RoutedExpertsRollout(base_rollout.BaseRollout):
             self._actor = None
 
     def _push(self, params: Any, label: int) -> None:
-        served = dict(nnx.to_flat_state(self._engine.components.served.arrays))
-        arrays = _named_arrays(params)
-        names = list(arrays)
-        dtypes = tuple(served[name].dtype if name in served else None for name in names)
-        copies = _copies(tuple(arrays.values()), dtypes)
-        state = {".".join(map(str, name)): copy for name, copy in zip(names, copies, strict=True)}
-        self._engine.update_weights(state, version=str(label), donate=True)
+        state = {".".join(map(str, name)): array for name, array in _named_arrays(params).items()}
+        self._engine.update_weights(state, version=str(label), copy=True)
         self._records = []
 
     def _check_lengths(self, config: Any) -> None:
@@ -270,12 +264,3 @@ def _named_arrays(params: Any) -> dict[tuple[Any, ...], Any]:
             param="params",
         )
     return {path[1:]: leaf.get_raw_value() for path, leaf in flat.items()}
-
-
-@functools.partial(jax.jit, static_argnames="dtypes")
-def _copies(arrays: tuple[Array, ...], dtypes: tuple[Any, ...]) -> tuple[Array, ...]:
-    """New arrays in these dtypes (None: in their own), where the old ones are; never the old ones themselves."""
-    return tuple(
-        jnp.copy(array) if dtype in (None, array.dtype) else array.astype(dtype)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    )
