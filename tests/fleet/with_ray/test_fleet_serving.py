@@ -18,7 +18,8 @@ MADE_ID = re.compile(r"(r\d+)-[0-9a-f]{32}")
 
 
 def generate(client, **body):
-    response = client.post("/generate", json={"input_ids": PROMPT, "max_new_tokens": 6, **body})
+    call = {"input_ids": PROMPT, "max_new_tokens": 6, "sampling_params": {"ignore_eos": True}}
+    response = client.post("/generate", json={**call, **body})
     assert response.status_code == 200, response.text
     return response.json()
 
