@@ -1,8 +1,7 @@
 """Writes quantised checkpoints with NumPy alone, in the bytes of published ones, and the same weights dequantised.
 
-A plain folder goes in. Each chosen matrix is quantised, and its exact numbers, worked out in float64 element by element
-and rounded once to float32, go to the plain copy. Nothing of the package's reader is used. `compressed-tensors` 0.20 was
-compared with `compressed` once: the same names, shapes, dtypes and bytes of codes (see benchmarks/quantized_writer.py).
+A plain folder goes in. Each chosen matrix is quantised; its exact numbers, worked out in float64 and rounded once to
+float32, go to the plain copy. Nothing of the package's reader is used.
 
 Dims: O outputs, I inputs, R x C a block, G a group of inputs."""
 
@@ -115,9 +114,11 @@ def integers(weights, bits, group, *, scale="bfloat16", symmetric=True, permuted
 
 
 def fp8_config(block=(128, 128), **more):
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | (
-        {"weight_block_size": list(block)} if block else {}
-    ) | more
+    return (
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        | ({"weight_block_size": list(block)} if block else {})
+        | more
+    )
 
 
 def compressed_config(form, *, ignore=("lm_head", r"re:.*\.gate$"), targets=("Linear",), **weights):
