@@ -5,6 +5,7 @@ transformers itself is no oracle of blocks that are cut short: it stretches them
 
 import dataclasses
 import json
+import re
 import shutil
 
 import jax
@@ -13,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from oracles.families import CASES, VOCAB_SIZE, Oracle
 from routed_experts import Engine, extract_routed_experts_from_meta_info
@@ -22,10 +22,20 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.models.loading import weight_loader
 from routed_experts.models.model_folder import ModelFolder
-from support.quantized_checkpoints import compressed_config, forms, fp8, fp8_config, quantize_folder, write_folder
+from support.quantized_checkpoints import (
+    PROJECTIONS,
+    compressed_config,
+    forms,
+    fp8,
+    fp8_config,
+    quantize_folder,
+    read_tensors,
+    write_folder,
+)
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
+EXPERTS = re.compile(r".*\.experts\.\d+\..*_proj\.weight")  # all that Kimi-K2 quantises
 SMALL = dict(num_hidden_layers=2, hidden_size=192)
 FAMILIES = {  # by name: the case, its sizes, the form
     "DeepSeek-V3": (
@@ -39,7 +49,7 @@ FAMILIES = {  # by name: the case, its sizes, the form
         ),
         "fp8 blocks",
     ),
-    "Qwen3-MoE": ("Qwen3Moe", dict(moe_intermediate_size=320, mlp_only_layers=[0]), "fp8 ue8m0"),
+    "Qwen3-MoE": ("Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0]), "fp8 ue8m0"),
     "MiniMax-M2": ("MiniMaxM2", dict(hidden_size=160, intermediate_size=192), "fp8 blocks"),
     "GLM-4": ("Glm4Moe", dict(moe_intermediate_size=160), "float channel"),
     "Kimi-K2": (
@@ -85,7 +95,10 @@ class Written:
 def write(folder, family, form=None):
     name, sizes, own = FAMILIES[family]
     oracle = Oracle(sized_case(name, sizes), folder / "plain")
-    names = quantize_folder(folder / "plain", folder / "small", folder / "copy", forms()[form or own])
+    chosen = EXPERTS if family == "Kimi-K2" else PROJECTIONS
+    names = quantize_folder(
+        folder / "plain", folder / "small", folder / "copy", forms()[form or own], chosen=chosen.fullmatch
+    )
     return Written(oracle, folder / "small", folder / "copy", names)
 
 
@@ -159,7 +172,7 @@ def test_every_form_loads_the_numbers_of_its_copy_rounded_once(tmp_path_factory,
 
 def test_a_started_engine_serves_and_plans_bfloat16(qwen, tmp_path):
     """The plain tensors of a published checkpoint are bfloat16, and so is what is served."""
-    tensors = load_file(qwen.quantized / "model.safetensors")
+    tensors = read_tensors(qwen.quantized)
     plain = {name for name, tensor in tensors.items() if tensor.dtype == np.float32 and "scale" not in name}
     halved = {name: tensor.astype(ml_dtypes.bfloat16) if name in plain else tensor for name, tensor in tensors.items()}
     config = json.loads((qwen.quantized / "config.json").read_text())
@@ -198,7 +211,7 @@ def test_slabs_of_a_large_array_are_dequantised_as_the_whole(qwen, monkeypatch):
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 4)])
 def test_shards_that_cut_blocks_answer_as_shards_of_the_copy(tmp_path, tp_size, ep_size):
     """Width 320 over 4 devices is 80 each, 192 is 48: no cut falls on a block of 128."""
     oracle = Oracle(
@@ -363,7 +376,7 @@ def int4(tmp_path_factory):
 
 def refusal(source, folder, change):
     """The error for a good checkpoint after `change`; the engine must not start and no array may be made."""
-    tensors = load_file(source / "model.safetensors")
+    tensors = read_tensors(source)
     config = json.loads((source / "config.json").read_text())
     change(tensors, config)
     num_arrays = len(jax.live_arrays())
@@ -416,7 +429,7 @@ def test_a_method_without_codes_is_refused(qwen, tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
 def test_a_scale_that_no_matrix_has_stops_the_load(qwen, tmp_path, value):
-    tensors = load_file(qwen.quantized / "model.safetensors")
+    tensors = read_tensors(qwen.quantized)
     tensors[of("weight_scale_inv")][0, 0] = value
     config = json.loads((qwen.quantized / "config.json").read_text())
     folder = ModelFolder.open(write_folder(tmp_path / "bad", config, tensors))
@@ -425,7 +438,7 @@ def test_a_scale_that_no_matrix_has_stops_the_load(qwen, tmp_path, value):
 
 
 def test_a_bad_push_leaves_the_served_weights(qwen, tmp_path):
-    tensors = load_file(qwen.quantized / "model.safetensors")
+    tensors = read_tensors(qwen.quantized)
     tensors[of("weight")] = np.full((192, 320), 0x7F, np.uint8).view(E4M3)
     config = json.loads((qwen.quantized / "config.json").read_text())
     bad = write_folder(tmp_path / "bad", config, tensors)

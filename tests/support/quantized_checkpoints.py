@@ -221,3 +221,19 @@ def write_folder(folder, config, tensors):
     save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return Path(folder)
+
+
+def read_tensors(folder):
+    """Every tensor of model.safetensors, float8 among them, which safetensors' reader for NumPy lacks."""
+    content = (Path(folder) / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, start = json.loads(content[8 : 8 + size]), 8 + size
+    names = {"F8_E4M3": E4M3, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "BF16": ml_dtypes.bfloat16}
+    names |= {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            flat = np.frombuffer(content[start + first : start + end], names[entry["dtype"]])
+            tensors[name] = flat.reshape(entry["shape"]).copy()
+    return tensors
