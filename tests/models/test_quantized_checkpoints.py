@@ -351,6 +351,10 @@ INT4_FAULTS = {
     "no map": (with_weights(actorder="group"), ["weight_g_idx is missing", "actorder: True"]),
     "another actorder": (with_weights(actorder="best"), ["actorder='best'", "group or weight"]),
     "another format": (with_config(format="nvfp4-pack-quantized"), ["group_0", "format='nvfp4-pack-quantized'"]),
+    "a plain word for packed numbers": (
+        with_config(format="naive-quantized"),
+        ["num_bits=4", "8 in the format naive-quantized"],
+    ),
     "bits that are not packed": (with_weights(num_bits=3), ["num_bits=3", "4 or 8"]),
     "an unknown key of weights": (with_weights(rotation=1), ["rotation", "may change weights"]),
     "no group": (with_config(config_groups={}), ["config_groups", "at least one group"]),

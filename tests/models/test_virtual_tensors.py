@@ -90,7 +90,7 @@ def resized(name, tensor):
     return tensor[..., :64] if name.endswith(("gate_up_proj", "gate_up_proj_bias")) else tensor
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", None])
+@pytest.mark.parametrize("method", ["nvfp4", "awq", "gptq", None])
 def test_other_quantisations_are_refused_by_name(tmp_path, method):
     Oracle(CASES["GptOss"], tmp_path)
     file = tmp_path / "config.json"

@@ -184,6 +184,11 @@ def forms():
             lambda w: integers(w, 4, 32, scale="float16", symmetric=False, permuted=True, rng=rng),
             "int4 (groups of 32)",
         ),
+        "float naive": Form(
+            compressed_config("naive-quantized", type="float", strategy="tensor"),
+            lambda w: fp8(w, (0, 0), scale="bfloat16", end="weight_scale", scalar=(1,)),
+            "fp8 (a scale a tensor)",
+        ),
         "packed int8": Form(
             compressed_config("pack-quantized", num_bits=8, strategy="channel"),
             lambda w: integers(w, 8, 0),

@@ -30,10 +30,11 @@ _TOP_KEYS = frozenset(
     "quant_method format config_groups ignore kv_cache_scheme quantization_status global_compression_ratio version "
     "sparsity_config transform_config".split()
 )
-_FORMATS: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "float-quantized": ("float", (8,)),
-    "int-quantized": ("int", (8,)),
-    "pack-quantized": ("int", (4, 8)),
+_FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {  # types and bits
+    "float-quantized": (("float",), (8,)),
+    "int-quantized": (("int",), (8,)),
+    "naive-quantized": (("float", "int"), (8,)),  # the library's word for either without quantised activations
+    "pack-quantized": (("int",), (4, 8)),
 }
 _LINEAR = "Linear"  # the class that every projection has
 
@@ -172,8 +173,8 @@ def _read_compressed(reader: ConfigReader, path: Path) -> QuantizationConfig:
 def _read_weights(reader: ConfigReader, fmt: str) -> StorageFormat:
     """The format of a group's weights."""
     _refuse_unknown(reader, _WEIGHT_KEYS | _IGNORED_KEYS)
-    kind, widths = _FORMATS[fmt]
-    reader.str("type", choices=(kind,), default="int")
+    kinds, widths = _FORMATS[fmt]
+    kind = reader.str("type", choices=kinds, default="int")
     bits = reader.int("num_bits", default=8)
     reader.require(bits in widths, "num_bits", f"{' or '.join(map(str, widths))} in the format {fmt}")
     size = reader.int("group_size", default=0)
@@ -190,7 +191,7 @@ def _read_weights(reader: ConfigReader, fmt: str) -> StorageFormat:
     reader.require(order in (None, False, True, "group", "weight", "static", "dynamic"), "actorder", "group or weight")
     reader.require(order not in ("group", True, "dynamic") or strategy == "group", "actorder", "the strategy group")
     rows, columns = block or {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}[strategy]
-    codes = {"float-quantized": Codes.E4M3, "int-quantized": Codes.INT8, "pack-quantized": Codes.PACKED}[fmt]
+    codes = Codes.PACKED if fmt == "pack-quantized" else Codes.E4M3 if kind == "float" else Codes.INT8
     return StorageFormat(
         codes=codes,
         bits=bits,
