@@ -59,8 +59,10 @@ _FOOT = """
 A record holds the K experts that each token ran, best first, as logical ids. Shared experts and layers without a
 router have no column. A dense model is served; capturing it is refused.
 
-Weights are bfloat16, float16 or float32. A quantised checkpoint (fp8, AWQ, GPTQ) is refused by the name of its method
-before any memory is taken. An architecture that is not in the table is refused with the list of those that are.
+Weights are bfloat16, float16 or float32, or quantised by `fp8` or `compressed-tensors`, and then served as they are
+after one rounding: [quantised checkpoints](quantization.md). Other methods (AWQ, GPTQ, bitsandbytes, NVFP4, ModelOpt)
+are refused by name before any memory is taken. An architecture that is not in the table is refused with the list of
+those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
 the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the

@@ -23,6 +23,7 @@ from routed_experts.models.loading.virtual_tensors import Header
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _WORD_BITS = 32
+_SLAB = 1 << 18  # numbers
 
 Box = tuple[slice, ...]
 
@@ -39,22 +40,33 @@ class QuantizedPart:
     column_groups: Int[np.ndarray, " i"]
 
     def dequantize(self) -> Float[np.ndarray, "*E o i"]:
-        """The numbers, float32."""
-        if self.codes.dtype == ml_dtypes.float8_e4m3fn:
-            numbers = np.take(E4M3_VALUES, self.codes.view(np.uint8))
-        else:
-            integers = self.codes
-            if self.zero_points is not None:
-                integers = integers.astype(np.int16) - self._expanded(self.zero_points)
-            numbers = integers.astype(np.float32)
-        numbers *= self._expanded(self.scales)
+        """The numbers, float32; computed in slabs of rows that stay in the cache."""
+        numbers, count = np.empty(self.codes.shape, np.float32), len(self.row_groups)
+        depth = max(1, _SLAB * count // max(1, numbers.size))
+        for first in range(0, count, depth):
+            rows = slice(first, min(first + depth, count))
+            self._fill(numbers[..., rows, :], rows)
         return numbers
 
-    def _expanded(self, grid: Shaped[np.ndarray, "*E j g"]) -> Shaped[np.ndarray, "*E o_or_1 i_or_1"]:
-        """The grid's entry of each number; axes of one group are left to broadcast."""
-        if grid.shape[-1] > 1:
-            grid = np.take(grid, self.column_groups, axis=-1)
-        return np.take(grid, self.row_groups, axis=-2) if grid.shape[-2] > 1 else grid
+    def _fill(self, numbers: Float[np.ndarray, "*E r i"], rows: slice) -> None:
+        """Write the numbers of some rows."""
+        codes, groups = self.codes[..., rows, :], self.row_groups[rows]
+        if groups[0] == groups[-1]:  # they never fall
+            groups = groups[:1]
+        if codes.dtype == ml_dtypes.float8_e4m3fn:
+            np.take(E4M3_VALUES, codes.view(np.uint8), out=numbers, mode="clip")
+        elif self.zero_points is None:
+            numbers[...] = codes
+        else:
+            numbers[...] = codes.astype(np.int16) - self._expanded(self.zero_points, groups)
+        numbers *= self._expanded(self.scales, groups)
+
+    def _expanded(
+        self, grid: Shaped[np.ndarray, "*E j g"], groups: Int[np.ndarray, " r"]
+    ) -> Shaped[np.ndarray, "*E r_or_1 i_or_1"]:
+        """The grid's entry of each number of some rows; an axis of one group is left to broadcast."""
+        grid = np.take(grid, groups, axis=-2)
+        return np.take(grid, self.column_groups, axis=-1) if grid.shape[-1] > 1 else grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
