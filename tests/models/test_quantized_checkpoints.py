@@ -21,6 +21,7 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.models.loading import weight_loader
+from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
 from support.quantized_checkpoints import (
     PROJECTIONS,
@@ -208,6 +209,41 @@ def test_slabs_of_a_large_array_are_dequantised_as_the_whole(qwen, monkeypatch):
     whole, load = states(qwen.copy, "bfloat16"), weight_loader.load
     monkeypatch.setattr(weight_loader, "load", lambda *args, **kwargs: load(*args, host_bytes=20_000, **kwargs))
     assert same_states(states(qwen.quantized, "bfloat16"), whole)
+
+
+def test_an_export_holds_plain_weights(qwen):
+    folder = ModelFolder.open(qwen.quantized)
+    exported = hugging_face_tensors(folder.load(jnp.dtype("float32")), folder.sources, "float32")
+    expected = read_tensors(qwen.copy)
+    assert exported.keys() == expected.keys()
+    assert all(exported[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_experts_of_another_folder_may_be_quantised(qwen):
+    folder = ModelFolder.open(qwen.oracle.folder).with_experts_from(
+        qwen.quantized, lambda target: target.endswith((".gate_up", ".down"))
+    )
+    state = nnx.state(folder.load(jnp.dtype("float32")))
+    loaded = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+    experts = {name: array for name, array in states(qwen.copy).items() if name.endswith((".gate_up", ".down"))}
+    assert experts and all(loaded[name].tobytes() == array.tobytes() for name, array in experts.items())
+    assert not same_states(loaded, states(qwen.copy)), "the other tensors are those of the plain folder"
+
+
+def test_stacks_of_experts_are_read_before_their_axes_are_swapped(tmp_path):
+    """Qwen3-VL-MoE holds the experts of a layer in one tensor, with a grid of scales an expert."""
+    plain = Oracle(CASES["Qwen3VLMoe"], tmp_path / "plain").folder
+    tensors, config = read_tensors(plain), json.loads((plain / "config.json").read_text())
+    small, copy = dict(tensors), dict(tensors)
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    for name in stacks:
+        written = [fp8(matrix, (32, 16)) for matrix in tensors[name]]
+        small[name] = np.stack([one.stored["weight"] for one in written])
+        small[f"{name}_scale_inv"] = np.stack([one.stored["weight_scale_inv"] for one in written])
+        copy[name] = np.stack([one.numbers for one in written])
+    write_folder(tmp_path / "small", config | {"quantization_config": fp8_config((32, 16))}, small)
+    write_folder(tmp_path / "copy", config, copy)
+    assert stacks and same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
 
 
 @pytest.mark.devices(4)

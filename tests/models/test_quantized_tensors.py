@@ -122,6 +122,7 @@ def test_packed_integers_are_scaled_to_the_bit_and_every_box_is_that_of_the_whol
         codes="p",
         scales="s",
         zero_points=None if points is None else "z",
+        has_packed_zeros=zeros == "packed",
         group_map=None if order is None else "g",
     )
     assert same_bits(matrix.read(checkpoint, (slice(0, outputs), slice(0, inputs))), expected)

@@ -43,6 +43,7 @@ class Family:
     checkpoints: str
     routing: str
     refused: str = ""
+    quantized: str = ""  # forms that others publish and that are read
     test: str  # the test that compares it with its oracle
 
 
@@ -54,6 +55,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
             routing="top-k of softmax(z); renormalised if `norm_topk_prob`",
             refused="sliding windows, attention biases, partial rotary positions",
+            quantized="fp8 blocks",
             test="test_qwen3_moe_parity.py",
         ),
         "Qwen3VLMoeForConditionalGeneration": Family(
@@ -63,6 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B, without their vision",
             routing="as Qwen3MoeForCausalLM, always renormalised",
             refused="images; attention biases",
+            quantized="fp8 blocks",
             test="test_families.py[Qwen3VLMoe]",
         ),
         "MixtralForCausalLM": Family(
@@ -125,6 +128,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "v / sum v * "
             "`routed_scaling_factor`; shared experts",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 blocks; int4 groups (Kimi-K2-Thinking)",
             test="test_families.py[DeepseekV3]",
         ),
         "Glm4MoeForCausalLM": Family(
@@ -133,6 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
             routing="as DeepseekV3ForCausalLM, one group",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 by channel",
             test="test_families.py[Glm4Moe]",
         ),
         "Glm4MoeLiteForCausalLM": Family(
@@ -174,6 +179,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
             routing="as DeepseekV3ForCausalLM",
             refused="its own Python code is never run; layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[BailingMoeV2]",
         ),
         "BailingHybridForCausalLM": Family(
@@ -194,6 +200,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="gpt-oss-20b, gpt-oss-120b, MXFP4 or bfloat16",
             routing="z with a bias; top-k of z; softmax over the chosen z",
             refused="another clamp or slope of the activation than 7 and 1.702",
+            quantized="mxfp4",
             test="test_families.py[GptOss]",
         ),
         "GraniteMoeForCausalLM": Family(
@@ -228,6 +235,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="MiniMax-M2 in bfloat16",
             routing="s = sigmoid(z); top-k of s + b; v / sum v",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[MiniMaxM2]",
         ),
         "Qwen3NextForCausalLM": Family(
@@ -236,6 +244,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3-Next-80B-A3B",
             routing="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
             refused="prefix caching (off by itself); layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[Qwen3Next]",
         ),
         "Qwen3_5MoeForCausalLM": Family(

@@ -175,9 +175,10 @@ class _Reader:
         allowed = (*_FLOAT_SCALES, *(_EXPONENTS if self.config.method == FP8 else ()))
         if dtype not in allowed:
             raise self._error(matrix.scales, f"is {dtype}", " or ".join(allowed))
-        if matrix.zero_points is not None:
-            self._check_zero_points(matrix.zero_points, matrix)
-        return matrix
+        if matrix.zero_points is None:
+            return matrix
+        self._check_zero_points(matrix.zero_points, matrix)
+        return dataclasses.replace(matrix, has_packed_zeros=self.headers[matrix.zero_points][1] == "I32")
 
     def _check_zero_points(self, name: str, matrix: QuantizedMatrix) -> None:
         count = 32 // matrix.storage.bits

@@ -80,6 +80,7 @@ class QuantizedMatrix:
     codes: str
     scales: str
     zero_points: str | None = None
+    has_packed_zeros: bool = False  # in words, along the rows of the grid
     group_map: str | None = None
     unused: tuple[str, ...] = ()
 
@@ -144,11 +145,10 @@ class QuantizedMatrix:
         return unpack_words(words, self.storage.bits)[:, low : low + columns.stop - columns.start]
 
     def _scales(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E j g"]:
-        stored = checkpoint.names()[self.scales][0]
-        if len(stored) == len(self.grid):
-            scales = checkpoint.read(self.scales, box)
-        else:  # a scalar
+        if math.prod(self.grid) == 1:  # also a scalar
             scales = checkpoint.read(self.scales).reshape(self.grid)
+        else:
+            scales = checkpoint.read(self.scales, box)
         scales = scale_values(scales)
         if not np.isfinite(scales).all() or np.signbit(scales).any():
             wrong = scales[~np.isfinite(scales) | np.signbit(scales)]
@@ -158,15 +158,13 @@ class QuantizedMatrix:
     def _zeros(self, checkpoint: Checkpoint, box: Box) -> Int[np.ndarray, "j g"]:
         """Zero points of the box of the grid: integers as they are, or packed in words along the grid's rows."""
         assert self.zero_points is not None
-        if checkpoint.names()[self.zero_points][0] == self.grid and self.storage.codes is not Codes.PACKED:
-            return checkpoint.read(self.zero_points, box).astype(np.int16)
-        rows, columns = box
-        if checkpoint.names()[self.zero_points][1] == "I8":
+        if not self.has_packed_zeros:
             zeros, bound = checkpoint.read(self.zero_points, box).astype(np.int16), 1 << (self.storage.bits - 1)
             if ((zeros < -bound) | (zeros >= bound)).any():
                 wrong = zeros[(zeros < -bound) | (zeros >= bound)].flat[0]
                 raise self._error(checkpoint, self.zero_points, f"holds {wrong}", f"{-bound} to {bound - 1}")
             return zeros
+        rows, columns = box
         count = _WORD_BITS // self.storage.bits
         first, last = rows.start // count, math.ceil(rows.stop / count)
         words = checkpoint.read(self.zero_points, (slice(first, last), columns))
