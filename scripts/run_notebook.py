@@ -20,6 +20,8 @@ def main(path: Path) -> None:
         client.execute(cwd=folder)
     for cell in notebook.cells:
         cell.metadata = {}
+        if cell.cell_type == "code":  # without progress bars and warnings, which name folders of this machine
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},

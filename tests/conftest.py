@@ -23,6 +23,8 @@ from support.devices import DevicesPlugin, add_options
 from support.network_namespaces import can_make_namespaces
 from support.tiny_checkpoint import write_tiny_checkpoint
 
+HAS_TUNIX = importlib.util.find_spec("tunix") is not None
+
 # A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
@@ -50,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="collect tests/fleet/with_ray, which needs the extra ray (scripts/fleet runs it)",
     )
+    parser.addoption(
+        "--require-tunix",
+        action="store_true",
+        help="where Tunix is missing, end the run with an error, not without tests/integrations (scripts/tunix)",
+    )
     add_options(parser)
 
 
@@ -62,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
             "jax_compilation_cache_dir", str(config.cache.mkdir("jax"))
         )  # .pytest_cache: of this checkout alone
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    if config.getoption("--require-tunix") and not HAS_TUNIX:
+        raise pytest.UsageError("Tunix is not installed: scripts/tunix runs its tests in an environment of their own")
     if on_gpu():
         check_gpu()
 
@@ -86,7 +95,9 @@ def check_gpu() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """On a GPU only files with tests marked `gpu` are imported: other files may need packages that are missing. What
-    needs Ray is collected with --with-ray."""
+    needs Ray is collected with --with-ray, what needs Tunix where it is installed."""
+    if "integrations" in (collection_path.name, collection_path.parent.name) and not HAS_TUNIX:
+        return True
     if collection_path.name == "with_ray" and not config.getoption("--with-ray"):
         return True
     if on_gpu() and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
@@ -109,6 +120,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not config.getoption("--with-ray"):
         terminalreporter.write_line("tests/fleet/with_ray: not collected; scripts/fleet runs it, with Ray")
+    if not HAS_TUNIX:
+        terminalreporter.write_line(
+            "tests/integrations (tests marked tunix): not collected; scripts/tunix runs them, with Tunix"
+        )
     if not on_gpu():
         platform = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(

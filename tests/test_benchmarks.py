@@ -44,6 +44,7 @@ SMALLEST = {
     "step": ["--small"],
     "structured": ["--small"],
 }
+LONG = ("cpu_parts", "speculative")  # more than half a minute, also in their smallest form
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
     "compiled": "compiles for minutes",
@@ -57,6 +58,7 @@ NOT_RUN = {
     "peers": "needs other engines",
     "placement": "draws a picture of the pages",
     "plots": "draws pictures of the pages",
+    "tunix_grpo": "needs Tunix; tests/integrations has its answers",
     "soak": "builds four engines with drafts for a run of half an hour",
     "startup": "starts engines in processes of their own, for minutes",
 }
@@ -110,7 +112,9 @@ def test_every_script_is_in_the_table():
     assert [name for name in SCRIPTS if f"`{name}.py" not in table] == []
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in SMALLEST]
+)
 def test_the_smallest_form_runs(name, tmp_path):
     output = run(RUN, str(tmp_path), str(FOLDER / f"{name}.py"), *SMALLEST[name])
     if "--small" in SMALLEST[name]:

@@ -37,6 +37,7 @@ OTHER = {  # a value that is not the default, as typed
     "attention_backend": "reference",
     "moe_backend": "grouped",
     "logprobs_mode": "raw",
+    "routed_experts_weights_dtype": "bfloat16",
     "mem_fraction_static": "0.5",
     "precompile_bs_paddings": "2 4",
     "precompile_token_paddings": "32 128",

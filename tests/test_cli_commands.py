@@ -68,6 +68,17 @@ def test_tiny_writes_a_checkpoint_that_is_served(tmp_path, capsys):
     assert run(capsys, "inspect", tmp_path / "model")[0] == 0
 
 
+def test_random_weights_need_no_file_of_weights(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    flags = ["--prompt", "a", "--max-new-tokens", 3, *SIZES]
+    code, _, err = run(capsys, "generate", folder, *flags)
+    assert code == 2 and "model.safetensors" in err
+    code, _, err = run(capsys, "generate", folder, *flags, "--load-format", "dummy")
+    assert code == 0, err
+    assert run(capsys, "inspect", folder, "--load-format", "dummy")[0] == 0
+
+
 def test_doctor_tests_capture_against_replay(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0, out

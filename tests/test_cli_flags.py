@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.cli import main, make_parser
 from routed_experts.cli.config_file import with_config
-from routed_experts.cli.flags import dist_args, engine_args, log_ignored_flags
+from routed_experts.cli.flags import dist_args, engine_args, load_format, log_ignored_flags
 from routed_experts.cli.serve import add_file_flags
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.keywords import FLAG_NAMES
@@ -106,6 +106,10 @@ def test_a_unit_that_differs_is_not_taken_for_ours():
         (("--enable-lora",), "argument --enable-lora is refused: adapters are not served; merge the adapter"),
         (("--enable_lora",), "argument --enable_lora is refused"),
         (("--lora-modules", "a=b", "c=d"), "--lora-modules"),
+        (
+            ("--load-format", "pt"),
+            "'pt' is not supported; choose one of auto, dummy: weights are",
+        ),
         (("-pp", "2"), "give the devices to --tp-size"),
         (("--schedule-policy", "random"), "lpm and fcfs mean the same here"),
         (("--chat-template", "x.jinja"), "the chat template is the folder's"),
@@ -149,6 +153,10 @@ def test_commands_with_an_engine_share_the_table(command):
     more = ("--prompt", "a") if command == "generate" else ()
     options = parse("MODEL", "--trust-remote-code", "--tp", "2", *more, command=command)
     assert options.ignored_flags == ("--trust-remote-code",) and options.tp_size == 2
+    assert load_format(options) == "auto"
+    for given in ("auto", "safetensors", "dummy"):
+        named = load_format(parse("MODEL", "--load-format", given, *more, command=command))
+        assert named == ("dummy" if given == "dummy" else "auto")
 
 
 def test_other_commands_have_no_such_flags(capsys):

@@ -27,6 +27,12 @@ def test_the_table_has_an_outcome_and_a_reason_for_every_test_and_the_page_shows
     )
 
 
+def test_the_page_does_not_depend_on_the_order_of_runs():
+    table = {"b": {"b.py": {"two": ("fails", "x")}, "a.py": {"one": ("pass", "")}}, "a": {"c.py": {"t": ("pass", "")}}}
+    ordered = {peer: dict(sorted(files.items())) for peer, files in sorted(table.items())}
+    assert run.page_section(table) == run.page_section(ordered)
+
+
 def test_what_differs_from_the_table_is_found():
     expected = {"vllm": {"a.py": {"one": ("pass", ""), "two": ("fails", "why"), "unit": ("not applicable", "unit")}}}
     assert not list(run.differences(expected, expected))

@@ -18,6 +18,8 @@ OTHERS = ("index", "records", "routes", "tunix")  # in docs/frameworks: not one 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 FRAMEWORKS = sorted(page for page in (DOCS / "frameworks").glob("*.md") if page.stem not in OTHERS)
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+# What needs Tunix runs where that is installed: tests/integrations/test_tunix_pages.py.
+WITH_TUNIX = {DOCS / "frameworks" / "tunix.md", DOCS / "notebooks" / "grpo_with_tunix.ipynb"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
@@ -37,12 +39,14 @@ def run_in_order(page, bodies, folder, monkeypatch):
         exec(compile(body, f"{page.name}, snippet {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page not in WITH_TUNIX], ids=named
+)
 def test_python_snippets_run_in_order(page, tmp_path, monkeypatch):
     run_in_order(page, blocks(page, "python"), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=named)
+@pytest.mark.parametrize("notebook", [page for page in NOTEBOOKS if page not in WITH_TUNIX], ids=named)
 def test_notebooks_run_in_order(notebook, tmp_path, monkeypatch):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -53,7 +57,9 @@ def test_notebooks_run_in_order(notebook, tmp_path, monkeypatch):
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=named)
 def test_notebooks_hold_the_outputs_of_a_whole_run_and_a_picture(notebook):
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run scripts/docs --execute"
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
+        "run scripts/docs --execute, or scripts/tunix --notebook"
+    )
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert all(output["output_type"] != "error" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -63,6 +69,11 @@ def test_notebooks_hold_the_outputs_of_a_whole_run_and_a_picture(notebook):
 def test_commands_name_scripts_that_are_there_and_flags_that_are_known(page):
     for line in "".join(blocks(page, "sh")).splitlines():
         check_command(line)
+
+
+def test_what_needs_tunix_is_run_by_its_own_tests():
+    text = (ROOT / "tests" / "integrations" / "test_tunix_pages.py").read_text(encoding="utf-8")
+    assert all(page.is_file() and page.name in text for page in WITH_TUNIX)
 
 
 def check_command(line):

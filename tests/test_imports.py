@@ -17,7 +17,7 @@ OPTIONAL = [
     "transformers",
     "huggingface_hub",
 ]
-OPTIONAL += ["matplotlib", "torch", "llguidance", "ray"]
+OPTIONAL += ["matplotlib", "torch", "llguidance", "ray", "tunix", "optax"]
 DEVICE_LIBRARIES = ["jax", "jaxlib", "flax"]
 
 BLOCK = """

@@ -23,8 +23,6 @@ _SLIME = (
     *("backends.sglang_utils.server_control", "backends.sglang_utils.external"),
 )
 _MILES = (*_CLIENT, "utils.misc", "utils.lora", "utils.multi_lora")
-_SERVERS = "backends.skyrl_train.inference_servers"
-_SERVERS = "backends.skyrl_train.inference_servers"
 _SKYRL = (
     *("env_vars", "backends.utils", "backends.skyrl_train.utils.routed_experts"),
     *(
@@ -32,14 +30,20 @@ _SKYRL = (
         for name in ("base", "generate_wire", "remote_inference_client")
     ),
 )
-PEERS = ("vllm", "sglang", "sgl_jax", "slime", "miles", "skyrl")
+_PRIME_RL = (
+    *("utils.client", "utils.logger", "transports.rollouts", "transports.rollouts.types"),
+    *("orchestrator.trajectories", "orchestrator.inference_metrics", "orchestrator.concurrency"),
+)
+PEERS = ("vllm", "sglang", "sgl_jax", "slime", "miles", "skyrl", "prime_rl")
 HELPERS = {  # modules that hold tests, or the client of a trainer: taken from the checkout, from this folder of it
     **{f"sglang.test.kits.{name}_kit": "python" for name in _KITS},
     **{f"slime.{name}": "." for name in _SLIME},
     **{f"miles.{name}": "." for name in _MILES},
     **{f"skyrl.{name}": "." for name in _SKYRL},
+    **{f"prime_rl.{name}": "src" for name in _PRIME_RL},
+    **{f"prime_rl.{name}": "packages/prime-rl-configs/src" for name in ("configs.shared", "utils.config")},
 }
-OTHERS = ("torch", "ray", "sglang_router", "fastapi")  # placeholders where they are not installed
+OTHERS = ("torch", "ray", "sglang_router", "fastapi", "wandb")  # placeholders where they are not installed
 
 
 class PeersOwn(Exception):
@@ -86,9 +90,12 @@ class PeerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if root not in (*PEERS, *OTHERS) or (root in OTHERS and path is not None and list(path)):
             return None  # a module that an installed package lacks
         if fullname in HELPERS:
-            file = Path(os.environ["COMPAT_CHECKOUT"], HELPERS[fullname], *fullname.split(".")).with_suffix(".py")
-            if file.is_file():
-                return importlib.util.spec_from_file_location(fullname, file)
+            name = Path(os.environ["COMPAT_CHECKOUT"], HELPERS[fullname], *fullname.split("."))
+            if name.with_suffix(".py").is_file():
+                return importlib.util.spec_from_file_location(fullname, name.with_suffix(".py"))
+            if (name / "__init__.py").is_file():  # its modules are looked for as it is
+                file = name / "__init__.py"
+                return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=[])
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

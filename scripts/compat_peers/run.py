@@ -32,6 +32,8 @@ REQUIREMENTS = (
     "prometheus_client",
     "jsonschema",
 )
+# In a Python of the peer's own: verifiers as it was when prime-rl was at the commit that was run.
+PEER_REQUIREMENTS = {"prime-rl": ("verifiers==0.3.2.dev20", "renderers==0.1.11")}
 TEST_S, FILE_S = 300, 1800
 WORSE = ("pass", "skipped", "not applicable", "fails")  # of a test's phases the last of these counts
 
@@ -101,14 +103,16 @@ def path_of(checkout: Path, file: str) -> Path:
     return (HERE if file.startswith(OURS) else checkout) / file
 
 
-def environment(folder: Path) -> Path:
-    """The Python that runs the tests: this one's packages, and those that tests need."""
-    python = folder / "venv" / "bin" / "python"
+def environment(folder: Path, peer: str) -> Path:
+    """The Python that runs a peer's tests: this one's packages, and those that the tests need."""
+    more = PEER_REQUIREMENTS.get(peer, ())
+    venv = folder / (f"venv-{peer}" if more else "venv")
+    python = venv / "bin" / "python"
     if not python.is_file():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, *REQUIREMENTS], check=True)
-        site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
+        subprocess.run([*pip, *REQUIREMENTS, *more], check=True)
+        site = next((venv / "lib").glob("python*")) / "site-packages"
         ours = [path for path in sys.path if path.endswith("site-packages")]
         (site / "zz_project.pth").write_text("\n".join(ours))
     return python
@@ -132,7 +136,16 @@ def run_file(checkout: Path, file: str, folder: Path, expression: str | None) ->
         "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [str(environment(folder)), "-m", "pytest", "-p", "compat_peers.plugin", "-c", os.devnull, "--noconftest"]
+    command = [
+        str(environment(folder, checkout.name)),
+        "-m",
+        "pytest",
+        "-p",
+        "compat_peers.plugin",
+        "-c",
+        os.devnull,
+        "--noconftest",
+    ]
     command += [
         f"--rootdir={HERE if file.startswith(OURS) else checkout}",
         "--import-mode=importlib",
@@ -233,8 +246,10 @@ this project. Their helpers have stand-ins in `scripts/compat_peers/stand_ins`, 
 the model that a test asks for, and pass its flags on. The model is the demo model with 8,192 positions, an end token
 that it hardly chooses, and a chat template with a place for tools. Servers have the dialect and the page size of their
 peer, and read new weights from beside that model. Flags of adapters, devices and random weights are left out, and
-sizes and tokenizers of a model that a test names are ours. For slime, Miles and SkyRL (slime, miles, skyrl) their own
-functions that talk to a server are called.
+sizes and tokenizers of a model that a test names are ours. For slime, Miles, SkyRL and prime-rl (slime, miles, skyrl,
+prime-rl) their own functions that talk to a server are called; prime-rl's rollouts go through the clients of verifiers
+and renderers, which are installed. For Megatron-LM, verl, NeMo-RL and MaxText (megatron-lm, verl, nemo-rl, maxtext)
+those that read rows are.
 
 `scripts/compat_peers/expected.json` has the expected outcome of every test, with the reason where one fails or is not
 applicable: a unit test of the peer's own code, a model's text or vocabulary, adapters, images. The command prints what
@@ -252,14 +267,15 @@ def page_section(table: Table) -> list[str]:
         "|---|---|---|---|---|",
     ]
     failing: list[str] = []
-    for peer, files in table.items():
+    for peer, unordered in sorted(table.items()):
+        files = dict(sorted(unordered.items()))
         outcomes = [outcome for tests in files.values() for outcome, _ in tests.values()]
         for file, tests in files.items():
             found = [outcome for outcome, _ in tests.values()]
             lines.append(f"| {peer} | {file} | {_counts(found)} |")
             failing += [
                 f"| {peer} | `{Path(file).stem}` | `{test.split('::')[-1].partition('[')[0]}` | {reason} |"
-                for test, (outcome, reason) in tests.items()
+                for test, (outcome, reason) in sorted(tests.items())
                 if outcome == "fails"
             ]
         if peer in CORE:

@@ -74,6 +74,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "slime": (OURS + "slime_client.py",),
     "miles": (OURS + "miles_client.py",),
     "skyrl": (OURS + "skyrl_client.py",),
+    "prime-rl": (OURS + "prime_rl_client.py",),
     "megatron-lm": (OURS + "megatron_arrays.py",),
     "verl": (OURS + "verl_arrays.py",),
     "nemo-rl": (OURS + "nemo_rl_arrays.py",),

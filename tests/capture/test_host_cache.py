@@ -244,6 +244,27 @@ def test_weights_take_bytes_of_their_own(dtype, size):
     assert (spec.row_bytes, spec.weight_bytes, spec.stored_bytes) == (384, 384 * size, 384 * (1 + size))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_experts", "layers", "top_k"), [(8, 1, 1), (300, 3, 1), (300, 5, 3)])
+def test_an_odd_number_of_ids_fills_its_last_word_with_zeros(dtype, num_experts, layers, top_k):
+    spec = CaptureSpec(
+        num_hidden_layers=layers,
+        layer_ids=tuple(range(layers)),
+        num_experts=num_experts,
+        top_k=top_k,
+        weights_dtype=dtype,
+    )
+    rng, cache = np.random.default_rng(7), _RoutedExpertsHostCache(NUM_SLOTS, spec)
+    ids = rng.integers(0, num_experts, (4, layers * top_k)).astype(spec.dtype)
+    weights = rng.standard_normal(ids.shape).astype(dtype)
+    even = np.pad(weights, ((0, 0), (0, weights.shape[1] % 2 if dtype == "bfloat16" else 0)))
+    table = np.hstack([packed(ids, num_experts), even.view(np.int32)])
+    assert table.shape[1] == spec.row_words
+    cache.append(np.arange(4), table, 0)
+    assert np.array_equal(cache.gather(np.arange(4))[0].reshape(ids.shape), ids)
+    assert np.array_equal(cache.gather_weights(np.arange(4)).reshape(ids.shape), weights)
+
+
 def test_rows_without_weights_are_refused_where_these_are_recorded():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, replace(SPEC, weights_dtype="float32"))
     cache.append(np.arange(2), np.zeros((2, 4), np.uint16), 0)

@@ -21,7 +21,6 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 DATA = json.loads((Path(__file__).parent / "data" / "peer_names.json").read_text(encoding="utf-8"))["servers"]
 PEERS = {name: " ".join(server["names"]).split() for name, server in DATA.items()}
 TRANSLATED = {*INVERSES, *(other for others in OTHER_NAMES.values() for other in others)}
-CONTRADICTIONS = {"load_format"}  # a keyword of ours in process, and no flag
 
 
 def flags_of(command):
@@ -54,7 +53,7 @@ def test_what_is_a_flag_or_a_keyword_of_ours_is_not_in_the_table_as_something_el
     table = {name for group in (*NO_EFFECT, *REFUSED) for name in group.names()}
     assert table & flags_of("serve") == set(), "move these to SERVER_SETTINGS or IN_PROCESS of core/peer_names.py"
     keywords = {*inspect.signature(Engine.__init__).parameters, *inspect.signature(LLM.__init__).parameters}
-    assert table & keywords <= CONTRADICTIONS
+    assert table & keywords == set()
 
 
 def test_the_table_has_no_name_that_no_peer_has():

@@ -270,6 +270,44 @@ def test_what_is_no_weights_and_a_cache_that_is_none_are_refused(engine):
         engine.update_weights({}, version=next_version(engine), cache="drop")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_are_served_in_the_served_dtype_and_the_callers_arrays_stay_its_own(engine, dtype):
+    """The trainer may write to, donate and delete its arrays after the push."""
+    oracle = build_oracle(41)
+    state = nnx.split(build_model(tiny_config(), oracle.tensors))[1]
+    mine = jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+    expected = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype).astype(jnp.float32)), state)
+    try:
+        engine.update_weights(mine, version=next_version(engine), copy=True)
+        served = on_engine_thread(engine, lambda core: core.runner.state)
+        pairs = zip(*(jax.tree.leaves(tree) for tree in (served, mine, expected)), strict=True)
+        for own, callers, values in pairs:
+            assert own.dtype == jnp.float32 and np.array_equal(own, values)
+            assert own.unsafe_buffer_pointer() != callers.unsafe_buffer_pointer() and not callers.is_deleted()
+            callers.delete()
+        assert engine.score([1, 2, 3]).logprobs.shape == (2,)
+    finally:
+        engine.update_weights(nnx.split(build_model(tiny_config(), tiny_tensors(tiny_config())))[1], copy=True)
+
+
+def test_copies_that_cannot_be_are_refused_and_nothing_has_changed(engine):
+    before = engine.get_weight_version()
+    state = nnx.to_pure_dict(nnx.split(build_model(tiny_config(), tiny_tensors(tiny_config())))[1])
+    flat = dict(state)
+    for change, text in (
+        ({"norm": jnp.ones(64).at[5].set(jnp.inf)}, "1 arrays hold NaN or infinity: norm"),
+        ({"norm": jnp.ones(63)}, r"norm: .*float32\[63\] for"),
+        ({"norm": jnp.ones(64, jnp.int32)}, r"norm: .*int32\[64\] for"),
+    ):
+        with pytest.raises(WeightsMismatchError, match=text):
+            engine.update_weights({**flat, **change}, copy=True)
+    with pytest.raises(InvalidRequestError, match="donate=True and copy=True"):
+        engine.update_weights(state, donate=True, copy=True)
+    with pytest.raises(InvalidRequestError, match="copy='yes' must be True or False"):
+        engine.update_weights(state, copy="yes")
+    assert engine.get_weight_version() == before
+
+
 def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released(engine):
     donated = [nnx.split(build_model(tiny_config(), build_oracle(seed).tensors))[1] for seed in (31, 32)]
     deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in donated]  # noqa: E731

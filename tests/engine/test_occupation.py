@@ -81,6 +81,77 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
     assert versions == ({before, before + 1} if "weights" in tags else {before})
 
 
+def long_calls(engine, **fields):
+    """A call that has begun, and runs."""
+    sampling = GREEDY | {"max_tokens": 300}
+    calls = PausedRequests(engine, PROMPT, sampling_params=sampling, return_routed_experts=True, **fields)
+    engine.resume()
+    return calls
+
+
+def finish_reason(calls):
+    (result,) = calls.results()
+    return result["meta_info"]["finish_reason"]["type"]
+
+
+def test_a_release_may_wait_for_what_runs_while_nothing_starts(engine):
+    calls = long_calls(engine)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        released = pool.submit(engine.release_memory_occupation, ["kv_cache"], running="wait")
+        while on_engine_thread(engine, lambda core: core.pause_mode) is None and not engine.released:
+            assert engine.paused is None, "it is no pause"
+        late = pool.submit(ask, engine, 4)
+        released.result(60)
+        assert finish_reason(calls) == "length", "it has ended while the memory is away"
+        while on_engine_thread(engine, lambda core: len(core.ranks[0].waiting)) < 1:
+            assert not late.done()
+        engine.resume_memory_occupation()
+        assert late.result(60)["meta_info"]["completion_tokens"] == 4
+
+
+def test_a_release_may_end_what_runs_and_what_waits(engine):
+    calls = long_calls(engine)
+    with pytest.raises(InvalidRequestError, match="choose one of retract, abort, wait"):
+        engine.release_memory_occupation(["kv_cache"], running="kill")
+    with pytest.raises(InvalidRequestError, match="tags"):
+        engine.release_memory_occupation(["gradients"], running="abort")
+    assert on_engine_thread(engine, lambda core: core.request_table.num_live) == 1, "what is refused ends nothing"
+    engine.release_memory_occupation(["kv_cache"], running="abort")
+    assert finish_reason(calls) == "abort" and engine.paused is None
+
+
+@pytest.mark.parametrize("running", ["retract", "wait"])
+@pytest.mark.parametrize("first", ["pause", "release"])
+def test_the_pause_of_another_stays_when_memory_comes_back(engine, running, first):
+    """A pause that is there before, and one that comes while the release waits."""
+    calls = long_calls(engine)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        if first == "pause":
+            engine.pause(mode="in_place")
+        released = pool.submit(engine.release_memory_occupation, ["kv_cache"], running=running)
+        while on_engine_thread(engine, lambda core: core.pause_mode) is None and not engine.released:
+            pass
+        engine.pause(mode="in_place")
+        released.result(60)
+    engine.resume_memory_occupation()
+    assert engine.paused == "in_place"
+    if first == "pause":
+        num_steps = on_engine_thread(engine, lambda core: core.num_steps)
+        assert on_engine_thread(engine, lambda core: (core.request_table.num_live, core.num_steps)) == (1, num_steps)
+    engine.resume()
+    assert finish_reason(calls) == "length"
+
+
+def test_the_resume_of_another_does_not_end_the_wait_of_a_release(engine):
+    calls = long_calls(engine)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        released = pool.submit(engine.release_memory_occupation, ["kv_cache"], running="wait")
+        while not released.done():
+            engine.resume()
+        released.result(60)
+    assert finish_reason(calls) == "length"
+
+
 def test_the_pool_is_freed_and_the_weights_are_let_go():
     """The engine holds no more arrays than it reports; a module that the caller also holds stays whole."""
     with Engine(

@@ -170,7 +170,15 @@ def test_every_family_answers_with_drafts_as_without(name, tmp_path):
 
 @pytest.mark.devices(2)
 @pytest.mark.parametrize(
-    ("name", "ep_size"), [(None, 1), (None, 2), ("qwen3-next", 2), ("bailing-hybrid", 1), ("lfm2-moe", 2)]
+    ("name", "ep_size"),
+    [
+        (None, 2),
+        ("lfm2-moe", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((None, 1), ("qwen3-next", 2), ("bailing-hybrid", 1))
+        ),
+    ],
 )
 def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_size):
     """A tiny Qwen3-MoE, and families whose layers keep states."""

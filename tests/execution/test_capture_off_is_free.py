@@ -171,13 +171,14 @@ class Build:
     runner: types.ModuleType
     has_feature: bool
 
-    def spec(self, *, capture=False, moe="tiled", attention="paged", **sizes):
+    def spec(self, *, capture=False, weights_dtype=None, moe="tiled", attention="paged", **sizes):
         """The program spec and the weights' shapes of a small model with a dense layer among MoE layers."""
         config = self.family.read_qwen3_moe(ConfigReader(SIZES | sizes, "SIZES"))
         graphdef, state = nnx.split(
             nnx.eval_shape(lambda: self.decoder.FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
         )
-        feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
+        recorded = dataclasses.replace(config.capture_spec, weights_dtype=weights_dtype) if capture else None
+        feature = {"capture": recorded} if self.has_feature else {}
         kernels = KERNELS[moe].load()
         if not self.has_feature and kernels.router is not None:
             kernels = dataclasses.replace(
@@ -291,6 +292,22 @@ def test_on_has_one_output_more(shape, num_experts, dtype):
     assert on.in_avals == off.in_avals, "no input more: nothing is carried from step to step"
     for lowered in (on, off):  # one argument, the pool, may become an output, and that is the pool
         assert re.findall(r"tf\.aliasing_output = (\d+)", lowered.as_text()) == ["0"]
+
+
+@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_combine_weights_are_written_as_ids_are_and_leave_in_the_same_output(shape, dtype):
+    """Beside ids alone: one more write for each of ids', no input more, and one output of packed words."""
+    both, ids = (
+        REAL.jobs(capture=True, weights_dtype=name, moe="reference")["forward", shape]() for name in (dtype, None)
+    )
+    assert both.in_avals == ids.in_avals
+    [rows] = [leaf for name, leaf in outputs(both).items() if name == "[1].rows"]
+    words = 3 + (12 if dtype == "float32" else 6)  # twelve ids of a byte, and as many weights
+    assert (rows.shape, rows.dtype) == ((shape.num_tokens, words), jnp.int32)
+    writes = "stablehlo.dynamic_update_slice"
+    texts = [operations(lowered.as_text()) for lowered in (both, ids, REAL.jobs(moe="reference")["forward", shape]())]
+    assert texts[0][writes] - texts[1][writes] == texts[1][writes] - texts[2][writes] > 0
 
 
 def test_programs_after_the_forward_pass_do_not_know_capture():

@@ -76,6 +76,10 @@ def spec(**fields):
     )
 
 
+def test_random_weights_are_those_of_every_process():
+    assert spec().parts["load_format"] == "auto" and spec(load_format="dummy").parts["load_format"] == "dummy"
+
+
 def test_a_tp_size_that_the_processes_of_a_replica_do_not_divide_is_refused():
     with pytest.raises(
         ConfigError, match=r"tp_size=3 counts the devices of the 2 processes of a replica; choose a mult"

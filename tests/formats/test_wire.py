@@ -201,8 +201,9 @@ def test_weights_that_do_not_fit_are_refused():
     ):
         with pytest.raises(RoutingFormatError, match=text):
             record_from_meta_info(answer)
-    for weights in (np.ones((2, 2, 2)), np.ones((2, 2, 1), np.float32), np.ones((2, 2, 2), np.float16)):
-        with pytest.raises(RoutingFormatError, match="expected float32 or bfloat16"):
+    strided = np.ones((2, 2, 4), np.float32)[..., ::2]
+    for weights in (np.ones((2, 2, 2)), np.ones((2, 2, 1), np.float32), np.ones((2, 2, 2), np.float16), strided):
+        with pytest.raises(RoutingFormatError, match="expected C-order float32 or bfloat16"):
             example(weights=weights)
     assert example(weights=np.ones((2, 2, 2), np.float32)) != example(
         weights=np.ones((2, 2, 2), np.float32).astype(ml_dtypes.bfloat16)

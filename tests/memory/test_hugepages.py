@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from routed_experts.memory.hugepages import LARGE, advise_hugepages
+from routed_experts.memory.hugepages import LARGE, advise_hugepages, advise_hugepages_beside
 from routed_experts.models.sharding import buffer_pointers
 
 
@@ -73,3 +73,15 @@ def test_an_array_over_two_mappings_is_moved_in_each():
 
 def test_small_arrays_are_left_alone():
     assert advise_hugepages([jnp.zeros(1000), jnp.zeros(LARGE // 4 - 1, jnp.float32)]) == 0
+
+
+def test_beside_other_work_arrays_keep_their_contents_and_may_be_freed():
+    array = jnp.arange(5 * LARGE // 4, dtype=jnp.int32)
+    before = buffer_pointers(array)
+    advise_hugepages_beside([array]).join()
+    assert buffer_pointers(array) == before
+    np.testing.assert_array_equal(array, np.arange(array.size))
+    thread = advise_hugepages_beside([array])
+    array.delete()
+    thread.join()
+    np.testing.assert_array_equal(jnp.arange(5 * LARGE // 4, dtype=jnp.int32)[-3:], np.arange(array.size)[-3:])

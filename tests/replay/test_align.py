@@ -109,7 +109,7 @@ def test_weights_travel_with_their_ids():
     record = random_record(rng, 9, weights=True)
     batch = align([Sample(record, 9)], layout="pad_left", seq_len=12, spec=SPEC, weights=True)
     np.testing.assert_array_equal(batch.weights[0, 3:11], record.weights)
-    with pytest.raises(RoutingAlignmentError, match="sample 1: the record has no weights"):
+    with pytest.raises(RoutingAlignmentError, match="sample 1: the record has no combine weights"):
         align(
             [Sample(record, 9), Sample(random_record(rng, 9), 9)],
             layout="pad_left",

@@ -95,3 +95,25 @@ def test_turns_that_do_not_fit_are_named():
     ):
         with pytest.raises(RoutingAlignmentError, match=match):
             merge_turns(turns, final_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_come_with_the_row_of_their_first_writer(dtype):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 3, 9)
+    first, second = (random_record(rng, size, weights=True) for size in (6, 9))
+    first, second = (dataclasses.replace(r, weights=r.weights.astype(dtype)) for r in (first, second))
+    assert merge_turns([(tokens[:6], first)], tokens[:6]) == first
+    merged = merge_turns([(tokens[:6], first), (tokens, second)], tokens)
+    assert merged.weights.dtype == first.weights.dtype
+    assert np.array_equal(merged.weights, np.concatenate([first.weights, second.weights[5:]]))
+
+
+def test_turns_with_weights_of_several_dtypes_or_without_are_refused():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 3, 9)
+    first, second = (random_record(rng, size, weights=True) for size in (6, 9))
+    for other in (None, second.weights.astype("bfloat16")):
+        turns = [(tokens[:6], first), (tokens, dataclasses.replace(second, weights=other))]
+        with pytest.raises(RoutingAlignmentError, match=r"turn 1: weights=.*, but turn 0 has float32"):
+            merge_turns(turns, tokens)

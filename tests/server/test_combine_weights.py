@@ -8,6 +8,7 @@ import pytest
 from routed_experts.formats import record_from_meta_info, record_from_response
 from routed_experts.formats.archive import decode_record
 from routed_experts.formats.wire import encode_routed_experts
+from routed_experts.server.routing import response
 from support.http_server import parse_error, running, stream
 
 PROMPT = [5, 9, 200, 17, 3, 88, 41, 7]
@@ -65,6 +66,33 @@ def test_a_ref_keeps_them_beside_the_ids(weighing):
     assert server.client.delete("/v1/routing/weighed").status_code == 204
 
 
+def test_a_list_counts_the_weights_of_every_choice(weighing, monkeypatch):
+    """12 ids a row of 4 layers, and 12 weights of 3 MoE layers: prompt rows come once, their weights in each choice."""
+    _, server, _, _ = weighing
+    body = {**BODIES["/v1/completions"], **ASKED, "routed_experts_format": "list", "n": 3}
+    rows, weighed = len(PROMPT) + 3 * 7, 3 * (len(PROMPT) + 7)
+    for limit, status in ((12 * rows + 12 * weighed, 200), (12 * rows + 12 * weighed - 1, 400)):
+        monkeypatch.setattr(response, "MAX_LISTED_IDS", limit)
+        answer = server.post("/v1/completions", {**body, "routed_experts_layers": "moe"})
+        assert answer.status_code == status
+    assert f"up to {12 * rows + 12 * weighed} numbers" in answer.json()["error"]["message"]
+
+
+def test_stored_rows_count_their_weights(weighing):
+    _, server, record, tokens = weighing
+    body = {**BODIES["/v1/completions"], **ASKED, "routed_experts_format": "ref", "request_id": "counted"}
+    server.post("/v1/completions", body)
+    assert server.state.store.nbytes == record.ids.nbytes + record.weights.nbytes + 4 * len(tokens)
+    server.client.delete("/v1/routing/counted")
+
+
+def test_a_server_says_what_it_records(weighing):
+    _, server, record, _ = weighing
+    info = server.client.get("/get_server_info").json()
+    assert info["enable_return_routed_experts_weights"] is True
+    assert info["routed_experts_weights_dtype"] == record.weights.dtype.name
+
+
 def test_a_score_returns_and_replays_them(weighing):
     engine, server, record, tokens = weighing
     halved = dataclasses.replace(record, weights=record.weights / record.weights.dtype.type(2))
@@ -89,7 +117,7 @@ def test_what_cannot_be_given_is_refused_by_name(weighing, server):
     ids = encode_routed_experts(dataclasses.replace(record, weights=None), payload_format="npy", layers="moe")
     for fields, text in (
         ({"routed_experts": ids, "replay_weights": True}, "no combine weights"),
-        ({"replay_weights": True}, "without routed"),
+        ({"replay_weights": True}, "without records to replay"),
     ):
         error = parse_error(own.post("/v1/score", {"token_ids": tokens, **fields}), 400)
         assert text in error["message"] and error["param"] in ("routed_experts", "replay_weights")

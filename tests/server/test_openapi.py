@@ -20,7 +20,7 @@ from support.engines import assert_idle, open_engine
 from support.http_server import running
 from support.tiny_checkpoint import write_tiny_checkpoint
 
-NUM_CASES = 40  # of each operation and kind
+NUM_CASES = 25  # of each operation and kind
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

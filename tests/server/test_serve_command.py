@@ -251,7 +251,8 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
 def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
     port = "0"
     for ending in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
-        running = start("--enable-return-routed-experts", "--port", port)
+        weights = "auto" if ending is signal.SIGKILL else "dummy"
+        running = start("--enable-return-routed-experts", "--port", port, "--load-format", weights)
         ready = READY.fullmatch(running.stdout.readline())
         assert ready, running.communicate(timeout=20)
         assert port in ("0", ready[1].rsplit(":", 1)[1])
@@ -261,7 +262,8 @@ def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
                 http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}).status_code == 200
             )
         running.send_signal(ending)
-        running.communicate(timeout=20)
+        _, err = running.communicate(timeout=20)
+        assert err.count("the weights are random") == (weights == "dummy")
         assert running.returncode == (0 if ending is signal.SIGTERM else -signal.SIGKILL)
 
 

@@ -330,6 +330,22 @@ def test_prefixes_are_dropped_while_requests_run(server, engine, resets):
         assert choice["token_ids"] == whole["token_ids"] and np.array_equal(rows(choice).ids, rows(whole).ids)
 
 
+PAUSED = {"is_paused": True, "mode": "in_place"}
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache?reset_running_requests=true", "/sleep?mode=wait", "/sleep"])
+def test_the_pause_of_another_client_stays_and_holds(server, engine, path):
+    """What runs is retracted, or held: none of it goes on, and the pause keeps its mode."""
+    calls = Started(server, engine, 3, **LONG)
+    server.client.post("/pause?mode=keep")
+    assert server.client.post(path).status_code == 200
+    assert server.client.get("/is_paused").json() == PAUSED
+    assert server.client.post("/wake_up").status_code == 200
+    assert engine.stats().running + engine.stats().waiting == 3, "nothing has ended"
+    server.client.post("/resume")
+    assert [len(choice["token_ids"]) for choice in calls.choices()] == [400] * 3
+
+
 def test_some_requests_or_all_are_aborted(server, engine):
     calls = Started(server, engine, 4, **LONG)
     server.client.post("/pause?mode=keep")

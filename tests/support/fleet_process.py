@@ -50,7 +50,12 @@ class FleetProcess:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
         command = [sys.executable, "-m", "routed_experts", "serve", str(model), "--port", "0", *SIZES, *flags]
         self.process = subprocess.Popen(
-            command, env=env or environment(), stdout=subprocess.PIPE, stderr=self._stderr, text=True
+            command,
+            env=env or environment(),
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,  # its process group can be sent a signal
         )
         self._lines = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,18 +1,20 @@
 """Miles' functions against a server: its rollout, and update from a disk."""
 
-import argparse
-import asyncio
-from urllib.parse import urlparse
-
-import httpx
 import miles.rollout.sglang_rollout as rollout
 import miles.utils.http_utils as http_utils
 import pytest
 from miles.backends.sglang_utils.sglang_engine import SGLangEngine
 from miles.utils.types import Sample
-from vllm.tokenizers import get_tokenizer
 
-from compat_peers.trainers.common import NUM_LAYERS, TOP_K, trained_server
+from compat_peers.trainers.common import (
+    NUM_LAYERS,
+    TOP_K,
+    RolloutState,
+    engine_of,
+    rollout_args,
+    run,
+    trained_server,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,46 +23,21 @@ def served(tmp_path_factory):
         yield url, weights
 
 
-class State:
-    """Miles' GenerateState without its processes: a tokenizer."""
-
-    def __init__(self, args):
-        self.tokenizer, self.processor = get_tokenizer("policy"), None
-
-
 @pytest.fixture
 def args(served, monkeypatch):
-    monkeypatch.setattr(rollout, "GenerateState", State)
+    monkeypatch.setattr(rollout, "GenerateState", RolloutState)
     monkeypatch.setattr(rollout, "lora_rollout_enabled", lambda args: False)
     monkeypatch.setattr(rollout, "compute_routing_headers", lambda args, sample: None)
-    address = urlparse(served[0])
-    return argparse.Namespace(
-        ci_test=False,
-        sglang_router_ip=address.hostname,
-        sglang_router_port=address.port,
-        use_rollout_routing_replay=True,
-        num_layers=NUM_LAYERS,
-        moe_router_topk=TOP_K,
-        sglang_speculative_algorithm=None,
-        partial_rollout=False,
-    )
-
-
-def run(make, *, limit_s=100):
-    """Run a coroutine with Miles' HTTP client."""
-
-    async def main():
-        async with httpx.AsyncClient(timeout=limit_s, trust_env=False) as client:
-            http_utils._http_client = client
-            return await asyncio.wait_for(make(), limit_s)
-
-    return asyncio.run(main())
+    return rollout_args(served[0], partial_rollout=False)
 
 
 def test_a_rollout_is_a_sample_with_rows(args):
     for length in (1, 8):
         sample = Sample(prompt="The sea is")
-        run(lambda sample=sample, n=length: rollout.generate(args, sample, {"max_new_tokens": n, "ignore_eos": True}))
+        run(
+            http_utils,
+            lambda sample=sample, n=length: rollout.generate(args, sample, {"max_new_tokens": n, "ignore_eos": True}),
+        )
         assert sample.status == Sample.Status.TRUNCATED and sample.response_length == length
         assert len(sample.rollout_log_probs) == length
         assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, NUM_LAYERS, TOP_K)
@@ -68,9 +45,7 @@ def test_a_rollout_is_a_sample_with_rows(args):
 
 def test_weights_come_from_a_disk(served, args):
     url, weights = served
-    address = urlparse(url)
-    engine = SGLangEngine.__new__(SGLangEngine)
-    engine.node_rank, engine.server_host, engine.server_port = 0, address.hostname, address.port
+    engine = engine_of(SGLangEngine, url)
     for label in ("base-v0", "step-4", "step-4", "step-0"):  # repeats and rollbacks
         engine.pause_generation()
         engine.flush_cache()
@@ -78,5 +53,5 @@ def test_weights_come_from_a_disk(served, args):
         engine.continue_generation()
         assert engine.get_weight_version() == label
         sample = Sample(prompt="The sea is")
-        run(lambda sample=sample: rollout.generate(args, sample, {"max_new_tokens": 2, "ignore_eos": True}))
+        run(http_utils, lambda sample=sample: rollout.generate(args, sample, {"max_new_tokens": 2, "ignore_eos": True}))
         assert sample.weight_versions == [label]

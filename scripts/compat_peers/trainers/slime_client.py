@@ -1,11 +1,8 @@
 """slime's functions against a server: its discovery of engines, rollout, abort until idle, and update from a disk."""
 
-import argparse
 import asyncio
 import threading
-from urllib.parse import urlparse
 
-import httpx
 import pytest
 import requests
 import slime.backends.sglang_utils.server_control as server_control
@@ -14,9 +11,16 @@ import slime.utils.http_utils as http_utils
 from slime.backends.sglang_utils.external import discover_external_engines
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.types import Sample
-from vllm.tokenizers import get_tokenizer
 
-from compat_peers.trainers.common import NUM_LAYERS, TOP_K, trained_server
+from compat_peers.trainers.common import (
+    NUM_LAYERS,
+    TOP_K,
+    RolloutState,
+    engine_of,
+    rollout_args,
+    run,
+    trained_server,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,45 +29,10 @@ def served(tmp_path_factory):
         yield url, weights
 
 
-class State:
-    """slime's GenerateState without its processes: a tokenizer."""
-
-    def __init__(self, args):
-        self.tokenizer, self.processor = get_tokenizer("policy"), None
-
-
 @pytest.fixture
 def args(served, monkeypatch):
-    monkeypatch.setattr(rollout, "GenerateState", State)
-    address = urlparse(served[0])
-    return argparse.Namespace(
-        ci_test=False,
-        sglang_router_ip=address.hostname,
-        sglang_router_port=address.port,
-        use_rollout_routing_replay=True,
-        num_layers=NUM_LAYERS,
-        moe_router_topk=TOP_K,
-        sglang_speculative_algorithm=None,
-    )
-
-
-def engine_of(url):
-    """slime's handle of a server, without its Ray actor."""
-    address = urlparse(url)
-    engine = SGLangEngine.__new__(SGLangEngine)
-    engine.node_rank, engine.server_host, engine.server_port = 0, address.hostname, address.port
-    return engine
-
-
-def run(make, *, limit_s=100):
-    """Run a coroutine with slime's HTTP client."""
-
-    async def main():
-        async with httpx.AsyncClient(timeout=limit_s, trust_env=False) as client:
-            http_utils._http_client = client
-            return await asyncio.wait_for(make(), limit_s)
-
-    return asyncio.run(main())
+    monkeypatch.setattr(rollout, "GenerateState", RolloutState)
+    return rollout_args(served[0])
 
 
 def test_external_engines_are_discovered(served):
@@ -75,7 +44,9 @@ def test_external_engines_are_discovered(served):
 def test_a_rollout_is_a_sample_with_rows(args):
     sample = Sample(prompt="The sea is")
     params = {"temperature": 1.0, "max_new_tokens": 8, "no_stop_trim": True, "spaces_between_special_tokens": False}
-    run(lambda: rollout.generate(args, sample, {**params, "skip_special_tokens": False, "ignore_eos": True}))
+    run(
+        http_utils, lambda: rollout.generate(args, sample, {**params, "skip_special_tokens": False, "ignore_eos": True})
+    )
     assert sample.status == Sample.Status.TRUNCATED and sample.response_length == 8
     assert len(sample.rollout_log_probs) == 8 and sample.loss_mask == [1] * 8
     assert tuple(sample.rollout_routed_experts.shape) == (len(sample.tokens) - 1, NUM_LAYERS, TOP_K)
@@ -86,7 +57,10 @@ def test_a_partial_rollout_goes_on(args):
     sample = Sample(prompt="The sea is")
     for length in (4, 12):
         sample.status = Sample.Status.PENDING
-        run(lambda length=length: rollout.generate(args, sample, {"max_new_tokens": length, "ignore_eos": True}))
+        run(
+            http_utils,
+            lambda length=length: rollout.generate(args, sample, {"max_new_tokens": length, "ignore_eos": True}),
+        )
     assert sample.response_length == 12
     assert tuple(sample.rollout_routed_experts.shape) == (len(sample.tokens) - 1, NUM_LAYERS, TOP_K)
 
@@ -105,7 +79,7 @@ def test_abort_waits_until_the_server_is_idle(served, args):
         assert await server_control._get_server_num_requests(served[0]) == 0
         await asyncio.gather(*tasks)
 
-    run(main)
+    run(http_utils, main)
     assert all(sample.status == Sample.Status.ABORTED for sample in samples)
 
 
@@ -113,7 +87,7 @@ def test_weights_come_from_a_disk_while_rollouts_run(served, args):
     """As slime's updater: pause, which ends what runs, flush, load, continue. An ended sample goes on, as a partial
     rollout does. Every sample is whole in the end, and tells the versions that it saw."""
     url, weights = served
-    engine, samples = engine_of(url), [Sample(prompt=f"Story {index}") for index in range(32)]
+    engine, samples = engine_of(SGLangEngine, url), [Sample(prompt=f"Story {index}") for index in range(32)]
     assert engine.health_generate() is True
 
     def roll_out(samples):
@@ -121,7 +95,7 @@ def test_weights_come_from_a_disk_while_rollouts_run(served, args):
             params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 1.0}
             await asyncio.gather(*(rollout.generate(args, sample, dict(params)) for sample in samples))
 
-        run(main)
+        run(http_utils, main)
 
     thread = threading.Thread(target=roll_out, args=(samples,))
     thread.start()
@@ -142,5 +116,5 @@ def test_weights_come_from_a_disk_while_rollouts_run(served, args):
     assert all(sample.weight_versions[-1] == "step-4" for sample in ended)
     assert all(len(sample.rollout_routed_experts) == len(sample.tokens) - 1 for sample in samples)
     after = Sample(prompt="The sea is")
-    run(lambda: rollout.generate(args, after, {"max_new_tokens": 2, "ignore_eos": True}))
+    run(http_utils, lambda: rollout.generate(args, after, {"max_new_tokens": 2, "ignore_eos": True}))
     assert after.weight_versions == ["step-4"]

@@ -92,9 +92,7 @@ class _RoutedExpertsDeviceCache:
         if self.weights is None:
             return self
         row = jnp.asarray(moe_layer, jnp.int32) * self.spec.top_k
-        own = self._token_minor(weights[None].astype(jnp.float32))
-        written = lax.dynamic_update_slice_in_dim(self.weights, own, row, axis=0, allow_negative_indices=False)
-        return replace(self, weights=written)
+        return replace(self, weights=_write_rows(self.weights, self._token_minor(weights[None]), row))
 
     def add_rerouting(self, rerouting: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add the slots that the capacities of one layer moved or left empty."""
@@ -149,14 +147,11 @@ class _RoutedExpertsDeviceCache:
             )
         own = self._token_minor(topk_ids.astype(jnp.int32))
         row = jnp.asarray(first, jnp.int32) * self.spec.top_k
-        # Wrapping negative indices would take three more operations a layer.
-        update = functools.partial(lax.dynamic_update_slice_in_dim, axis=0, allow_negative_indices=False)
-        cache = replace(self, ids=update(self.ids, own, row))
+        cache = replace(self, ids=_write_rows(self.ids, own, row))
         if self.weights is None:
             return cache
         assert weights is not None, "a cache of combine weights needs those of every layer"
-        own = self._token_minor(weights.astype(jnp.float32))
-        return replace(cache, weights=update(self.weights, own, row))
+        return replace(cache, weights=_write_rows(self.weights, self._token_minor(weights), row))
 
     def _token_minor(self, values: Array) -> Array:
         return jnp.swapaxes(values, 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
@@ -172,6 +167,11 @@ def create_device_cache(
     return (
         None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, capacity_limited=capacity_limited)
     )
+
+
+def _write_rows(block: Array, rows: Array, first: Int[Array, ""]) -> Array:
+    """The block with these rows from `first` on. Wrapping negative indices would take three more operations a layer."""
+    return lax.dynamic_update_slice_in_dim(block, rows, first, axis=0, allow_negative_indices=False)
 
 
 def _packed(values: Int32[Array, "X N"], bits: int) -> Int32[Array, "W N"]:

@@ -19,12 +19,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import BFloat16, Bool, Float32, Int, Int32, UInt
+from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
 from routed_experts.core.model_worker_batch import ALL_GENERATED, TokenOrigins
+from routed_experts.core.routed_experts import CombineWeights
 from routed_experts.core.routing_stats import RoutingStats
 
 _NUM_SHOWN = 8
@@ -35,7 +36,6 @@ _MAX_BUFFERED_ROWS = 4096  # padding included: bounds how long filing delays a s
 
 # A buffered step: slots, rows, version, which of them are live, origins of its tokens. A plain tuple: building it is
 # all that a step waits for.
-CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 _Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, TokenOrigins | None]
 # Pages that were invalidated when so many steps were buffered.
 _Invalidated = tuple[Int[np.ndarray, " P"], int]

@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.host_cache import CombineWeights, RoutedExpertsHostCache, SavedRows
+from routed_experts.capture.host_cache import RoutedExpertsHostCache, SavedRows
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.model_worker_batch import TokenOrigins
 from routed_experts.core.record_validation import to_version_spans
-from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 
 GatheredRows = tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]

@@ -28,7 +28,7 @@ from typing import Any
 
 from routed_experts.cli import bench_buckets
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, log_ignored_flags
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -115,7 +115,7 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
     from routed_experts.engine.engine import Engine
 
     rows: list[Row] = []
-    with Engine(**dataclasses.asdict(args)) as engine:
+    with Engine(**dataclasses.asdict(args), load_format=load_format(options)) as engine:
         vocab, rng = AsyncEngine(engine).vocab_size, random.Random(0)
         for with_rows in (False, True) if args.enable_return_routed_experts else (False,):
             speeds: list[float] = []
@@ -220,7 +220,7 @@ def _start(options: argparse.Namespace, cache: str) -> Row:
         "0",
         "--enable-return-routed-experts",
     ]
-    for name, value in engine_args(options).items():
+    for name, value in {**engine_args(options), "load_format": load_format(options)}.items():
         if name != "model_path":
             values: Sequence[object] = [] if value is True else value if isinstance(value, tuple) else [value]
             command += [f"--{name.replace('_', '-')}", *map(str, values)]

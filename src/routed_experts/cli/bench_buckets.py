@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import add_engine_flags, engine_args, log_ignored_flags
+from routed_experts.cli.flags import add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.bucket_tuning import LOADS, StepCosts, choose_buckets, expected_cost, parse_load
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -52,15 +52,16 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     from routed_experts.engine.build.step_cost import candidates, measure_step_costs
     from routed_experts.models.loading.model_source import with_local_model
 
+    weights = "dummy" if options.config_only else load_format(options)
     wide = dataclasses.replace(
-        with_local_model(args, weights=not options.config_only),
+        with_local_model(args, weights=weights != "dummy"),
         precompile_bs_paddings=candidates(current["decode"], least=1),
         precompile_token_paddings=candidates(current["extend"], least=16),
         max_running_requests=None,
         chunked_prefill_size=None,
         max_prefill_tokens=None,
     )
-    components = build_engine(wide, load_format="dummy" if options.config_only else "auto")
+    components = build_engine(wide, load_format=weights)
     decode, extend = measure_step_costs(components, wide, rounds=options.rounds)
     return bucket_rows({"decode": decode, "extend": extend}, current, loads, most=options.most)
 

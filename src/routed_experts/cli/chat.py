@@ -11,6 +11,7 @@ from routed_experts.cli.flags import (
     add_engine_flags,
     add_speculative_flags,
     engine_args,
+    load_format,
     log_ignored_flags,
     speculative_args,
 )
@@ -40,7 +41,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     on_load = LoadBar() if sys.stderr.isatty() else None
-    with Engine(**dataclasses.asdict(args), speculative=speculative, on_load=on_load) as engine:
+    parts: dict[str, Any] = {"load_format": load_format(options), "speculative": speculative}
+    with Engine(**dataclasses.asdict(args), **parts, on_load=on_load) as engine:
         tokenizer = engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ConfigError(f"{args.model_path} has no chat template; use routed-experts generate")

@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "target",
         type=Path,
         metavar="TARGET",
-        help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)",
+        help=".safetensors (the record), .json (a wire format), .npy or .npz (--to), which have no combine weights",
     )
     parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
     parser.add_argument(

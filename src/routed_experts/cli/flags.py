@@ -59,6 +59,7 @@ _FLEET_HELP: Mapping[str, str] = MappingProxyType(
         "weight_update_timeout": "seconds in which all replicas load new weights; default: 600",
     }
 )
+LOAD_FORMATS = ("auto", "dummy")
 JSON = "JSON"  # metavar of flags that take an object
 _RESIDENCY_METAVAR = "|".join((*RESIDENCIES, "FILE.npz"))
 _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
@@ -233,6 +234,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     group.add_argument(
         "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size"
     )
+    group.add_argument(
+        "--load-format",
+        type=_load_format,
+        metavar="|".join(LOAD_FORMATS),
+        default=argparse.SUPPRESS,
+        help="dummy: random weights in the shapes of config.json; no file of weights is read; default: auto",
+    )
     meaning = "what --dp-size does here, said as for SGLang: attention by data rank"
     group.add_argument("--enable-dp-attention", action="store_true", default=argparse.SUPPRESS, help=meaning)
 
@@ -247,6 +255,20 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     return {
         name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()
     }
+
+
+def load_format(options: argparse.Namespace) -> str:
+    """Where weights come from: "auto" (the folder) or "dummy" (none: they are random)."""
+    return vars(options).get("load_format", "auto")
+
+
+def _load_format(text: str) -> str:
+    """A load format by any server's name for it."""
+    name = str(own_value("load_format", text))
+    if name not in LOAD_FORMATS:
+        known = f"choose one of {', '.join(LOAD_FORMATS)}: weights are the folder's safetensors, or random"
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not supported; {known}")
+    return name
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def join_processes(
 
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not _OWN_FLAGS.match(flag))
     return join_group(
-        with_local_model(args),
+        with_local_model(args, weights=groups["load_format"] != "dummy"),
         dist,
         **groups,
         settings={"XLA_FLAGS": " ".join(flags)[:100]},
@@ -120,7 +120,7 @@ def _follow(
         phases.append(phase.name)
 
     on_load = LoadBar() if sys.stderr.isatty() else None
-    parts: dict[str, Any] = {name: groups[name] for name in ("placement", "speculative")}
+    parts: dict[str, Any] = {name: groups[name] for name in ("load_format", "placement", "speculative")}
     follow(**dataclasses.asdict(args), **parts, dist=group, on_phase=on_phase, on_load=on_load)
     print(f"{who} has followed to the end", file=sys.stderr, flush=True)
 

@@ -29,6 +29,7 @@ from routed_experts.cli.flags import (
     add_speculative_flags,
     engine_args,
     expert_args,
+    load_format,
     log_ignored_flags,
     placement_args,
     speculative_args,
@@ -75,6 +76,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     log_ignored_flags(options)
     args, experts = ServerArgs(**engine_args(options)), expert_args(options)
     groups: dict[str, Any] = {
+        "load_format": load_format(options),
         "experts": experts,
         "placement": placement_args(options),
         "speculative": speculative_args(options),

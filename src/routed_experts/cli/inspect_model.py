@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, log_ignored_flags
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.server_args import ServerArgs
 
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     start_jax(default_platform="cpu")
     from routed_experts.engine.build.inspection import inspect_model
 
-    model = inspect_model(args, load_format="dummy" if options.config_only else "auto")
+    model = inspect_model(args, load_format="dummy" if options.config_only else load_format(options))
     if options.json:
         print(json.dumps(dataclasses.asdict(model)))
         return 0

@@ -28,6 +28,7 @@ from routed_experts.cli.flags import (
     engine_args,
     expert_args,
     fleet_args,
+    load_format,
     log_ignored_flags,
     placement_args,
     replica_dist_args,
@@ -129,7 +130,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
     args = ServerArgs(**engine_args(options))
-    groups = {
+    groups: dict[str, Any] = {
+        "load_format": load_format(options),
         "experts": expert_args(options),
         "placement": placement_args(options),
         "speculative": speculative_args(options),
@@ -140,8 +142,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         check_ray()
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
-    _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
-    log_ignored_flags(options)
+    _start_logs(options)
     if not dist.is_leader:
         return follow_group(args, dist, groups, options, start_time)
     try:
@@ -168,8 +169,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if fleet.is_fleet:
         from routed_experts.fleet.spec import ReplicaSpec
 
-        parts: dict[str, Any] = dict(groups)
-        spec = ReplicaSpec(args=args, server=settings, fleet=fleet, dist=dist, **parts)
+        spec = ReplicaSpec(args=args, server=settings, fleet=fleet, dist=dist, **groups)
         return serve_fleet(spec, options, start_time)
     listener = run_module.bind(settings)
     server: ServerState = state_module.ServerState(
@@ -196,6 +196,14 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     return code
 
 
+def _start_logs(options: argparse.Namespace) -> None:
+    """Set up logs, and log what is to be known of the flags."""
+    _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
+    log_ignored_flags(options)
+    if load_format(options) == "dummy":
+        logger.warning("--load-format dummy: the weights are random, and so is what the model says")
+
+
 def _load(
     args: ServerArgs,
     groups: dict[str, Any],
@@ -204,8 +212,9 @@ def _load(
     server: "ServerState",
     start_time: float,
 ) -> "AsyncEngine":
-    """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the offload and the
-    placement of experts, and speculative decoding; `joined` receives the process group of `dist`, if it is one."""
+    """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the load format, the
+    offload and the placement of experts, and speculative decoding; `joined` receives the process group of `dist`, if it
+    is one."""
     start_jax(default_platform=None, find_devices=not dist.is_group)
     if not dist.is_group:
         announce_compilation(args, offloads=groups["experts"].num_resident is not None)

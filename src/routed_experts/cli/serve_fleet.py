@@ -10,9 +10,11 @@ import tempfile
 import time
 from collections.abc import Generator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from routed_experts.cli.bootstrap import PROGRAM
 from routed_experts.core.installation import import_optional
+from routed_experts.fleet.host_processes import end_users_of
 
 if TYPE_CHECKING:
     from routed_experts.fleet.spec import ReplicaSpec
@@ -28,8 +30,8 @@ def check_ray() -> None:
 
 
 def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: float) -> int:
-    """Start a fleet and serve until SIGTERM (exit code 0), or until Ray has ended (3). Raises ConfigError and
-    MachineError."""
+    """Start a fleet and serve until SIGTERM (exit code 0), or until Ray has ended, also in a drain (3). Raises
+    ConfigError and MachineError."""
     check_ray()
     from routed_experts.server.run import check_port
 
@@ -62,6 +64,18 @@ def serve_fleet(spec: "ReplicaSpec", options: argparse.Namespace, start_time: fl
             return 0 if fleet.wait() else EXIT_LOST
         finally:
             fleet.end()
+            if fleet.has_lost_ray:
+                _leave(folder)
+
+
+def _leave(folder: str) -> NoReturn:
+    """End HAProxy, which Ray has left behind, and then at once: what Ray does at the exit would wait for Ray."""
+    print(f"{PROGRAM} serve: error: Ray has ended before the replicas had drained", file=sys.stderr)
+    end_users_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)
 
 
 def _take_signals(fleet: "Fleet") -> None:

@@ -81,8 +81,11 @@ class CaptureSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the combine weights of one token's row; 0 where none are recorded."""
-        return 0 if self.weights_dtype is None else self.row_ids * _WEIGHT_BYTES[self.weights_dtype]
+        """Bytes of the combine weights of one token's row as they are stored, whole words; 0 where none are
+        recorded."""
+        if self.weights_dtype is None:
+            return 0
+        return -(-self.row_ids * _WEIGHT_BYTES[self.weights_dtype] // 4) * 4
 
     @property
     def stored_bytes(self) -> int:
@@ -98,4 +101,4 @@ class CaptureSpec:
     @property
     def row_words(self) -> int:
         """32-bit words of one token's packed row: those of its ids, then those of its combine weights, filled alike."""
-        return self.id_words + -(-self.weight_bytes // 4)
+        return self.id_words + self.weight_bytes // 4

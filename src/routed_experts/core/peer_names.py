@@ -584,11 +584,6 @@ REFUSED: tuple[NameGroup, ...] = (
         values="download_dir hf_token",
     ),
     NameGroup(
-        reason="files are safetensors; random weights are Engine(load_format='dummy')",
-        own=("auto", "safetensors"),
-        values="load_format",
-    ),
-    NameGroup(
         reason="weights are read from safetensors of the folder",
         switches="checkpoint_engine_wait_weights_before_ready delete_ckpt_after_loading",
         values="decrypted_config_file decrypted_draft_config_file model_checksum",

@@ -23,6 +23,7 @@ from routed_experts.core.record_validation import (
     repeated_rows,
 )
 
+CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 _WEIGHTS_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -44,7 +45,7 @@ class RoutedExperts:
     num_experts: int
     version_spans: VersionSpans
     valid: Bool[np.ndarray, " R"] | None = None
-    weights: Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None = None
+    weights: CombineWeights | None = None
     router: str | None = None
     version_labels: VersionLabels = ()
 
@@ -65,7 +66,7 @@ class RoutedExperts:
         num_prompt_tokens: int,
         version_spans: VersionSpans,
         valid: Bool[np.ndarray, " R"] | None = None,
-        weights: Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"] | None = None,
+        weights: CombineWeights | None = None,
         version_labels: VersionLabels = (),
     ) -> "RoutedExperts":
         """Build the record of a sequence whose model has this routing."""
@@ -93,6 +94,11 @@ class RoutedExperts:
     def top_k(self) -> int:
         """K."""
         return self.ids.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and combine weights."""
+        return self.ids.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
     @property
     def labels(self) -> dict[int, str]:
@@ -194,9 +200,12 @@ class RoutedExperts:
                 f"valid is {self.valid.dtype}{list(self.valid.shape)}; expected bool[{ids.shape[0]}]"
             )
         weights = self.weights
-        if weights is not None and (weights.shape != ids.shape or weights.dtype not in _WEIGHTS_DTYPES):
+        if weights is None:
+            return
+        if weights.shape != ids.shape or weights.dtype not in _WEIGHTS_DTYPES or not weights.flags.c_contiguous:
             raise RoutingFormatError(
-                f"weights are {weights.dtype}{list(weights.shape)}; expected float32 or bfloat16 {list(ids.shape)}"
+                f"weights are {weights.dtype}{list(weights.shape)}, C-order {weights.flags.c_contiguous}; expected "
+                f"C-order float32 or bfloat16 {list(ids.shape)}"
             )
 
     def _check_tokens(self) -> None:

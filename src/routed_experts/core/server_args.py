@@ -76,6 +76,9 @@ class ServerArgs:
         if self.enable_return_routed_experts_weights and not self.enable_return_routed_experts:
             text = "enable_return_routed_experts_weights=True records combine weights beside the ids of experts"
             raise ConfigError(f"{text}; set enable_return_routed_experts=True too")
+        if self.routed_experts_weights_dtype != "float32" and not self.enable_return_routed_experts_weights:
+            text = f"routed_experts_weights_dtype={self.routed_experts_weights_dtype!r} has no effect without"
+            raise ConfigError(f"{text} enable_return_routed_experts_weights=True; set it, or leave the dtype out")
         if self.max_total_tokens is not None:
             _at_least(self.page_size, why="one page (page_size)")("max_total_tokens", self.max_total_tokens)
         if self.token_paddings[-1] < self.running_limit:

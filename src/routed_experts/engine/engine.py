@@ -273,8 +273,8 @@ class Engine:
             group.set_on_lost(self.thread.kill)
         self.scorer = Scorer(args, components.buckets, components.core.runner, self.thread.run_between_steps)
         context = EngineContext(components=components, thread=self.thread, scorer=self.scorer)
-        self._weights, self._memory = WeightControl(context), MemoryControl(context)
         self._admission = AdmissionControl(context)
+        self._weights, self._memory = WeightControl(context), MemoryControl(context, self._admission)
         self._scores, self._placement = ScoreControl(context), PlacementControl(context)
         limits = RequestLimits(
             context_length=components.context_length,
@@ -514,7 +514,13 @@ class Engine:
         return outputs if is_nested(token_ids) else outputs[0]
 
     def update_weights(
-        self, state: Weights, *, version: str | int | None = None, cache: str = "flush", donate: bool = False
+        self,
+        state: Weights,
+        *,
+        version: str | int | None = None,
+        cache: str = "flush",
+        donate: bool = False,
+        copy: bool = False,
     ) -> WeightVersion:
         """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled.
 
@@ -532,10 +538,14 @@ class Engine:
         or `release_memory_occupation` gives it up. So after a swap the devices hold one copy of the weights. During it
         they hold the old and the new, unless the old were released before. It waits for a score that is under way.
 
+        With `copy=True` the engine serves copies, cast to the served dtypes, and the arrays stay the caller's: the push
+        of a trainer that goes on training them. On an accelerator one program copies, casts and looks for NaN; it is
+        compiled at the first push.
+
         With experts= the host holds the old and the new store during it, the accelerator one table: residents are
         written into it between two steps, one after another. A copy that fails leaves the old weights served, under the
         old label and count."""
-        return self._weights.update(state, version=version, cache=cache, donate=donate)
+        return self._weights.update(state, version=version, cache=cache, donate=donate, copy=copy)
 
     def update_weights_from_disk(
         self, path: str | Path, *, version: str | int | None = None, cache: str = "flush"
@@ -579,14 +589,16 @@ class Engine:
         """The label of the served weights, and how many updates of weights or label there have been."""
         return self.components.core.weight_version
 
-    def release_memory_occupation(self, tags: Sequence[str] | None = MEMORY_TAGS) -> None:
+    def release_memory_occupation(self, tags: Sequence[str] | None = MEMORY_TAGS, *, running: str = "retract") -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both (also: None), between
         two steps.
 
-        Running requests return to the queue; they and new ones wait until all is taken back. Arrays of weights that the
-        caller holds too stay the caller's. To release again changes nothing. Raises InvalidRequestError for other tags,
-        and on an engine with experts=."""
-        self._memory.release(MEMORY_TAGS if tags is None else tags)
+        `running`: requests that run return to the queue ("retract"), or end with what they have, as do those that wait
+        ("abort"), or finish first, and none starts meanwhile ("wait"). What is left, and what comes, waits until all is
+        taken back. A pause stays, and what it holds is not waited for. Arrays of weights that the caller holds too stay
+        the caller's. To release again changes nothing. Raises InvalidRequestError for other tags, and on an engine with
+        experts=."""
+        self._memory.release(MEMORY_TAGS if tags is None else tags, running)
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: str | int | None = None) -> None:
         """Allocate all that was released, with an empty pool, and continue with the queue.
@@ -714,11 +726,13 @@ class Engine:
         """Reset the counts; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
         return self.thread.run_between_steps(lambda: self.components.core.routing_stats(reset=True))
 
-    def flush_cache(self, *, drafts: bool = False) -> int:
+    def flush_cache(self, *, drafts: bool = False, retract: bool = False) -> int:
         """Drop all cached prefixes; returns the pages freed. Running requests keep their pages. `drafts`: drop also the
-        answers that are remembered as drafts."""
-        core = self.components.core
-        return self.thread.run_between_steps(lambda: core.flush_cache(drafts=drafts))
+        answers that are remembered as drafts. `retract`: running requests return to the queue with their tokens and
+        rows, and prefill again; a pause stays, and holds them."""
+        core, thread = self.components.core, self.thread
+        run = thread.run_drained if retract else thread.run_between_steps
+        return run(lambda: core.flush_cache(drafts=drafts, retract=retract))
 
     def remember_rollouts(
         self,

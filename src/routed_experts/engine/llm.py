@@ -155,14 +155,18 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def score(
-        self, token_ids: Sequence[Sequence[int]], *, routed: Sequence[RoutedExperts | None] | None = None
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        routed: Sequence[RoutedExperts | None] | None = None,
+        replay_weights: bool = False,
     ) -> list[ScoreOutput]:
         """Score sequences of token ids: S - 1 logprobs each and, where the engine records routing, S rows. Rows of
-        `routed` are replayed. Raises as `Engine.score` does."""
+        `routed` are replayed, with `replay_weights` on their combine weights. Raises as `Engine.score` does."""
         if not is_nested(token_ids):
             text = f"token_ids={short_repr(token_ids)} must be a list of lists of token ids, one a sequence"
             raise InvalidRequestError(text, param="token_ids")
-        return self.engine.score(token_ids, routed=routed)
+        return self.engine.score(token_ids, routed=routed, replay_weights=replay_weights)
 
     def get_default_sampling_params(self) -> EditableSamplingParams:
         """The sampling parameters of a request that names none: at most 16 tokens. Their fields may be set one by

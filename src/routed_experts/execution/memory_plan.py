@@ -65,7 +65,7 @@ class MemoryPlan:
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         rows = f"{self.pool.num_slots * self.num_ranks:,} slots of {self.row_bytes:,} bytes, one or two an id"
         if self.combine_bytes:
-            rows += f", {self.combine_bytes:,} of them combine weights"
+            rows += f"; of them {self.combine_bytes:,} are combine weights"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {format_size(self.experts_host)}  all of them; residents are among the weights, too"

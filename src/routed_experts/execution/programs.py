@@ -4,7 +4,8 @@ A step is `forward` (tokens to hidden states and logits; writes the KV pool in p
 fresh array or after the sampler's metadata) and the sampler's program, with penalties two (sampler.py; of a verify step
 verify.py, and then recurrent_ops.py where layers keep states). `score_prompt` follows where a prompt's logprobs are
 requested. Capture off is None at trace time: the program is the one without the feature. Dims: N padded tokens, B
-padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
+padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, W words of a packed row, T
+top logprobs."""
 
 import dataclasses
 import functools
@@ -93,7 +94,9 @@ class ForwardOut:
     logits: Float[Array, "B V"] | Float[Array, "N V"] | None  # None: nothing is sampled
     tokens: Int[Array, " N"]
     words: Int32[Array, " words"]  # the sampler's metadata, of a verify step all of it, now on the device
-    rows: UInt[Array, "N MK"] | None = dataclasses.field(default=None, metadata={"spec": GATHERED})
+    rows: UInt[Array, "N MK"] | Int32[Array, "N W"] | None = dataclasses.field(
+        default=None, metadata={"spec": GATHERED}
+    )
     counts: Int32[Array, "F M E"] | None = dataclasses.field(default=None, metadata={"spec": REPLICATED})
     rerouting: Int32[Array, "N 2"] | None = dataclasses.field(default=None, metadata={"spec": GATHERED})
     streams: tuple[Float[Array, "N D"], ...] = ()

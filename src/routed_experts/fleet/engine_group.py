@@ -19,7 +19,7 @@ from routed_experts.fleet.ray_runtime import import_ray
 from routed_experts.fleet.settings import FleetSettings
 from routed_experts.fleet.spec import ReplicaSpec, group_template, host_bundle
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.formats.wire import PAYLOAD_KEY
+from routed_experts.formats.wire import PAYLOAD_KEY, WEIGHTS_KEY
 from routed_experts.server.limits import ServerSettings
 
 _THREADS = 16  # calls of one engine at once: a pause must reach it while it generates
@@ -57,10 +57,10 @@ class EngineActor:
         self,
         token_ids: Sequence[Sequence[int]],
         routed: Sequence[RoutedExperts | None] | None,
-        return_rows: bool | None,
+        options: dict[str, Any],
     ) -> list[dict[str, Any]]:
         """Score several sequences."""
-        outputs = self._engine.score([list(ids) for ids in token_ids], routed=routed, return_routed_experts=return_rows)
+        outputs = self._engine.score([list(ids) for ids in token_ids], routed=routed, **options)
         return [
             {
                 "token_ids": output.token_ids,
@@ -183,7 +183,8 @@ class EngineGroup:
         """Generate for prompts of token ids, which are dealt out evenly; n > 1 gives n results a prompt, in order.
         `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and `meta_info`; with
         return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
-        `version_spans` and `version_labels` (the label of each count)."""
+        `version_spans` and `version_labels` (the label of each count); with return_routed_experts_weights
+        `routed_experts_weights` (float32 or bfloat16 [R, M, K])."""
         parts = _deal(input_ids, len(self.actors))
         calls = [
             actor.generate.remote(part, sampling_params, options)
@@ -197,13 +198,16 @@ class EngineGroup:
         token_ids: Sequence[Sequence[int]],
         *,
         routed: Sequence[RoutedExperts | None] | None = None,
+        replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
         """Score sequences, which are dealt out evenly: `token_ids` (int32 [S]), `logprobs` (float32 [S-1]),
-        `weight_version` (label), `update_count`, and the rows as in `generate`."""
+        `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights where they are
+        recorded."""
         ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
+        options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
         calls = [
-            actor.score.remote(part, None if rows is None else rows[index], return_routed_experts)
+            actor.score.remote(part, None if rows is None else rows[index], options)
             for index, (actor, part) in enumerate(zip(self.actors, ids, strict=True))
             if part
         ]
@@ -362,7 +366,7 @@ def _with_arrays(result: dict[str, Any]) -> dict[str, Any]:
     record = record_from_meta_info(result)
     if record is None:
         return result
-    meta = {name: value for name, value in result["meta_info"].items() if name != PAYLOAD_KEY}
+    meta = {name: value for name, value in result["meta_info"].items() if name not in (PAYLOAD_KEY, WEIGHTS_KEY)}
     return {**result, "meta_info": meta, **_rows(record)}
 
 
@@ -375,4 +379,5 @@ def _rows(record: RoutedExperts | None) -> dict[str, Any]:
         "layer_ids": record.layer_ids,
         "version_spans": record.version_spans,
         "version_labels": record.labels,
+        **({} if record.weights is None else {"routed_experts_weights": record.weights}),
     }

@@ -293,9 +293,9 @@ class Gate:
     async def sleep(self, request: Request, server: ServerState) -> Response:
         """Free device memory of all replicas: level 1 the KV pages, level 2 the weights too; requests wait until the
         fleet wakes up."""
-        tags, mode = vllm_routes.parse_sleep(request)
-        timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
-        released = await self._memory("release_memory", tags, mode=mode, timeout_s=timeout_s)
+        tags, running = vllm_routes.parse_sleep(request)
+        timeout_s = server.settings.request_timeout if running == "wait" else ASK_S
+        released = await self._memory("release_memory", tags, running=running, timeout_s=timeout_s)
         return json_response({"status": "sleeping", "released": released})
 
     async def wake_up(self, request: Request, server: ServerState) -> Response:
@@ -307,7 +307,7 @@ class Gate:
     async def release_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Free the memory of KV pages, weights or both of all replicas; requests wait until it is taken back."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._memory("release_memory", tags, mode="keep")))
+        return json_response(memory_routes.memory_body(await self._memory("release_memory", tags, running="retract")))
 
     async def resume_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Allocate what was released on all replicas and continue; released weights come by an update before."""

@@ -133,11 +133,9 @@ class Operations:
         """Drop cached prefixes, while requests run too; returns the pages that are free now."""
         return await vllm_routes.reset_prefixes(self._engine, resets_running=resets_running)
 
-    async def release_memory(self, tags: list[str] | None, mode: str) -> tuple[str, ...]:
-        """Release device memory; `mode`: what becomes of running requests. Returns what is released now."""
-        if mode != "keep":
-            await vllm_routes.end_running(self._server, self._engine, mode)
-        return await memory_routes.release(self._engine, tags)
+    async def release_memory(self, tags: list[str] | None, running: str) -> tuple[str, ...]:
+        """Release device memory; `running`: what becomes of running requests. Returns what is released now."""
+        return await memory_routes.release(self._server, self._engine, tags, running=running)
 
     async def resume_memory(self, tags: list[str] | None) -> tuple[str, ...]:
         """Take device memory back; returns what is still released."""

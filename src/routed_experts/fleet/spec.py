@@ -29,6 +29,7 @@ class ReplicaSpec:
     server: ServerSettings
     fleet: FleetSettings
     dist: DistConfig = dataclasses.field(default_factory=DistConfig)
+    load_format: str = "auto"
     experts: ExpertOffloadConfig | None = None
     placement: PlacementConfig | None = None
     speculative: SpeculativeConfig | None = None
@@ -53,7 +54,7 @@ class ReplicaSpec:
     @property
     def parts(self) -> dict[str, Any]:
         """Keywords of Engine and follow beside the fields of ServerArgs."""
-        return {"placement": self.placement, "speculative": self.speculative}
+        return {"load_format": self.load_format, "placement": self.placement, "speculative": self.speculative}
 
 
 def group_template(*, nnodes: int, node_rank: int | None, dist_init_addr: str | None, **timeouts: Any) -> DistConfig:

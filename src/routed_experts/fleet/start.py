@@ -3,7 +3,6 @@
     Ray -> resources are checked -> Serve with its proxy -> coordinator -> replicas -> ready ... drain -> Serve ends
 `application` is what `ray serve` and KubeRay import; `Fleet` is what `routed-experts serve --num-replicas` runs."""
 
-import contextlib
 import dataclasses
 import http.client
 import importlib.metadata
@@ -19,6 +18,7 @@ from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.fleet.host_processes import own_process_groups
 from routed_experts.fleet.messages import CoordinatorLost, FleetStatus
 from routed_experts.fleet.ports import free_port
 from routed_experts.fleet.ray_runtime import NAMESPACE, CoordinatorClient, import_ray
@@ -131,6 +131,7 @@ class Fleet:
         self._coordinator: CoordinatorClient | None = None
         self._watch = ReplicaWatch(spec.fleet.num_replicas)
         self._owns_serve = False
+        self._own_ray: str | None = None  # host:port of a Ray that was started here
         self.stop = threading.Event()  # set by a signal
         self.hurry = threading.Event()  # by the second one
 
@@ -145,9 +146,14 @@ class Fleet:
         _check_reachable(address)
         keywords: dict[str, Any] = {} if settings.ray_address else {"include_dashboard": False}
         try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=not quiet, logging_level="warning", **keywords)
+            with own_process_groups():
+                ray.init(
+                    address=address, namespace=NAMESPACE, log_to_driver=not quiet, logging_level="warning", **keywords
+                )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _unreachable(address, error) from error
+        if settings.ray_address is None:
+            self._own_ray = ray.get_runtime_context().gcs_address
         self._on_phase("ray", f"{ray.__version__}, {'started here' if settings.ray_address is None else address}")
         check_resources(self._spec, ray.available_resources())
         self._refuse_running_serve(serve)
@@ -205,41 +211,53 @@ class Fleet:
         for line in () if tags is None else self._watch.changes(tags, time.monotonic()):
             logger.warning("%s", line)
 
+    @property
+    def has_lost_ray(self) -> bool:
+        """Whether a Ray that was started here has ended by itself, and every replica with it."""
+        if self._own_ray is None:
+            return False
+        host, _, port = self._own_ray.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CALL_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError as error:
+            logger.debug("Ray does not answer: %s", error)
+        return False
+
     def end(self) -> None:
-        """Drain the replicas, and end what was started. Idempotent."""
+        """Drain the replicas, and end what was started. Idempotent. Where Ray is lost nothing is left to end, and calls
+        of Ray would wait for it."""
         ray = import_ray()
         if self._coordinator is not None:
             drained = threading.Thread(target=self._drain, args=(self._coordinator,), daemon=True)
             drained.start()
-            while drained.is_alive() and not self.hurry.is_set():
+            while drained.is_alive() and not self.hurry.is_set() and not self.has_lost_ray:
                 drained.join(0.1)
-        if self._owns_serve:
+        if self._owns_serve and not self.has_lost_ray:
             self._end_serve()
+        if self.has_lost_ray:
+            return
         if self._coordinator is not None:
             self._coordinator.end()
             self._coordinator = None
         ray.shutdown()
+        self._own_ray = None
 
     def _end_serve(self) -> None:
-        """End Serve. Its own call may wait 30 s for a controller that has ended, so that is looked for, too."""
-
-        def shut_down() -> None:
-            with contextlib.suppress(Exception):  # Ray may be gone
-                import_ray("ray.serve").shutdown()
-
+        """End Serve by its controller, as `serve.shutdown` does. That waits 30 s for an answer that a controller may
+        not give any more when it ends; a thread with such a call would end this process while Ray is shut down."""
         ray = import_ray()
-        ending = threading.Thread(target=shut_down, name="end", daemon=True)
-        ending.start()
-        for _ in range(int((self._spec.server.shutdown_timeout + 3 * SHUTDOWN_MARGIN_S) / _END_CHECK_S)):
-            ending.join(_END_CHECK_S)
-            if not ending.is_alive():
-                return
-            try:
+        limit_s = self._spec.server.shutdown_timeout + 3 * SHUTDOWN_MARGIN_S
+        try:
+            answer = ray.get_actor(*_CONTROLLER).graceful_shutdown.remote()
+            for _ in range(int(limit_s / _END_CHECK_S)):
+                answered, _ = ray.wait([answer], timeout=_END_CHECK_S)
+                if answered or self.has_lost_ray:
+                    return
                 ray.get_actor(*_CONTROLLER)
-            except Exception as error:  # ValueError without it; others where Ray is gone
-                logger.debug("Serve has ended: %s", error)
-                ending.join(_END_CHECK_S)
-                return
+        except Exception as error:  # ValueError without a controller; others where Ray is gone
+            logger.debug("Serve has ended: %s", error)
 
     def _drain(self, coordinator: CoordinatorClient) -> None:
         timeout_s = self._spec.server.shutdown_timeout

@@ -189,5 +189,5 @@ def _check_one_model(records: Sequence[RoutedExperts]) -> None:
         for record in records
     }
     if len(kinds) > 1:
-        kinds_of_records = "of several models, with weights and without, or with weights of several dtypes"
-        raise RoutingFormatError(f"records {kinds_of_records}, {len(kinds)} kinds; write a file for each")
+        text = f"records of {len(kinds)} models, or of weights of several dtypes or none"
+        raise RoutingFormatError(f"{text}; write a file for each")

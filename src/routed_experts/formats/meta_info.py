@@ -88,7 +88,8 @@ def _require_mapping(data: object) -> None:
 def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedExperts | None:
     if holder.get(REF_KEY) is not None:
         raise RoutingFormatError(
-            f"the rows are kept at {holder[REF_KEY]}; GET that URL and read the body with record_from_npy"
+            f"the rows are kept at {holder[REF_KEY]}; GET that URL and read the body with record_from_npy, or with "
+            "combine weights GET it with &format=safetensors and read the body with decode_record"
         )
     payload = holder.get(PAYLOAD_KEY)
     if payload is None:

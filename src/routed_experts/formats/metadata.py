@@ -14,16 +14,15 @@ from typing import Any, Literal, NoReturn, cast, get_args
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import BFloat16, Bool, Float32, UInt, UInt16
+from jaxtyping import Bool, Float32, UInt, UInt16
 
 from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
-from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 from routed_experts.core.weight_version import MAX_LABEL_CHARS
 
-CombineWeights = Float32[np.ndarray, "R M K"] | BFloat16[np.ndarray, "R M K"]
 SCHEMA = "routed_experts/1"
 ORDER = "score_desc"
 ID_SPACE = "logical"
@@ -233,7 +232,7 @@ def _weights_dtype(record: RoutedExperts) -> WeightsDType | None:
 
 
 def ids_sha256(record: RoutedExperts) -> str:
-    """Hash the canonical ids, little-endian: equal for every wire form of one record."""
+    """Hash the canonical ids, little-endian: equal for every wire form of one record. Combine weights are not in it."""
     return hashlib.sha256(record.ids.astype(record.ids.dtype.newbyteorder("<"), copy=False).data).hexdigest()
 
 

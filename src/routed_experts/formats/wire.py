@@ -19,12 +19,11 @@ from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.io_struct import RoutingOptions
 from routed_experts.core.record_validation import check_id_range
-from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 from routed_experts.formats import packed
 from routed_experts.formats.base64_text import decode_base64
 from routed_experts.formats.layout import check_ids, scatter_to_all_layers
 from routed_experts.formats.metadata import (
-    CombineWeights,
     PayloadLayers,
     RoutedExpertsMetadata,
     from_stored_weights,

@@ -20,7 +20,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.replay.batch import RoutedBatch
-from routed_experts.replay.check import check_record
+from routed_experts.replay.check import check_record, check_weights
 
 LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
@@ -89,11 +89,7 @@ def align(
         to = slice(column, column + part.num_rows)
         ids[span.row, to], valid[span.row, to] = part.ids, True if part.valid is None else part.valid
         if batch_weights is not None:
-            if part.weights is None:
-                raise RoutingAlignmentError(
-                    f"sample {index}: the record has no weights; leave weights=True out, or record them"
-                )
-            batch_weights[span.row, to] = part.weights
+            batch_weights[span.row, to] = check_weights(part, sample=index)
     arrays: list[Any] = [ids, valid, pad, batch_weights]
     if zigzag > 1:
         arrays = [None if array is None else np.take(array, order, axis=1) for array in arrays]

@@ -12,7 +12,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
 from routed_experts.core.record_validation import repeated_rows
-from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 
 
 def check_record(
@@ -44,6 +44,25 @@ def check_record(
         )
     _check_versions(record, versions, sample)
     _check_ids(record, spec, record.known, sample, repeats_in_layers)
+
+
+def check_weights(record: RoutedExperts, *, sample: int) -> CombineWeights:
+    """The combine weights of a record. Raises RoutingAlignmentError where it has none, or one of a known row is no
+    finite number."""
+    weights = record.weights
+    if weights is None:
+        raise RoutingAlignmentError(
+            f"sample {sample}: the record has no combine weights; record them (return_routed_experts_weights=True), or "
+            "replay ids alone"
+        )
+    broken = ~np.isfinite(weights) & record.known[:, None, None]
+    if broken.any():
+        row, column, slot = np.argwhere(broken)[0]
+        raise RoutingAlignmentError(
+            f"sample {sample}, token {record.start + row}, hidden layer {record.layer_ids[column]}, slot {slot}: "
+            f"weight {weights[row, column, slot]}; expected a finite number; give weights as they were recorded"
+        )
+    return weights
 
 
 def _check_versions(record: RoutedExperts, versions: Collection[int | str] | None, sample: int) -> None:

@@ -37,7 +37,7 @@ def merge_turns(
     start = min(sequence.size - 1, *(record.start for _, record in turns))
     num_rows = max(sequence.size - 1, *usable) - start
     ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
-    weights = None if any(record.weights is None for _, record in turns) else np.zeros(ids.shape, np.float32)
+    weights = None if first.weights is None else np.zeros(ids.shape, first.weights.dtype)
     valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
     labels: dict[int, str] = {}
     for (_, record), end in zip(turns, usable, strict=True):
@@ -91,11 +91,17 @@ def _check_turn(index: int, turn_tokens: Int[np.ndarray, " S_i"], record: Routed
         ("num_experts", record.num_experts, first.num_experts),
         ("top_k", record.top_k, first.top_k),
         ("router", record.router, first.router),
+        ("weights", _weights_dtype(record), _weights_dtype(first)),
     ):
         if received != expected:
             raise RoutingAlignmentError(
-                f"turn {index}: {name}={received}, but turn 0 has {expected}; merge records of one model"
+                f"turn {index}: {name}={received}, but turn 0 has {expected}; merge records of one model, that have "
+                "combine weights of one dtype or have none"
             )
+
+
+def _weights_dtype(record: RoutedExperts) -> str | None:
+    return None if record.weights is None else record.weights.dtype.name
 
 
 def _common_prefix_len(turn_tokens: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:

@@ -10,7 +10,7 @@ from routed_experts.parsing import resolve_format
 MAX_HEADER_BYTES, MAX_HEADERS = 64 * 1024, 128
 MAX_JSON_DEPTH = 64
 MAX_OPENAI_STOPS = 4
-MAX_LISTED_IDS = 16_777_216  # ids of one answer in format "list"
+MAX_LISTED_IDS = 16_777_216  # ids and combine weights of one answer in format "list"
 MAX_EVENT_PAYLOAD = 64 * 1024  # bytes of rows in one event, where rows are streamed
 MAX_OPEN_REQUESTS, MAX_CONNECTIONS = 1024, 1024  # beyond: 503
 MAX_WAITING_PAUSES, MAX_SCORING_CALLS = 8, 8

@@ -1,6 +1,10 @@
 """AdmissionControl: a pause, which the caller ends, and a hold, which an update of several engines ends.
 
-Both may be on at once, and neither ends the other. A hold lets started requests run on and queues new ones."""
+Both may be on at once, and neither ends the other. A hold lets started requests run on and queues new ones. So does an
+operation that waits for the end of started requests, for as long as it takes."""
+
+import contextlib
+from collections.abc import Generator
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
@@ -15,6 +19,7 @@ class AdmissionControl:
         self._context = context
         self._pause: PauseMode | None = None
         self._is_held = False
+        self._num_waits = 0  # operations that wait for the end of started requests, or go on after it
 
     @property
     def paused(self) -> str | None:
@@ -59,6 +64,25 @@ class AdmissionControl:
         """`Engine.open_admission`."""
         self._set_held(False)
 
+    @contextlib.contextmanager
+    def none_started(self) -> Generator[None, None, None]:
+        """Wait until every started request has ended; within, none starts. A pause stays, and what it holds is not
+        waited for."""
+        self._count_wait(1)
+        try:
+            self._context.thread.wait_until_paused()
+            yield
+        finally:
+            self._count_wait(-1)
+
+    def _count_wait(self, step: int) -> None:
+        def change() -> None:
+            self._num_waits += step
+            if self._pause is None:
+                self._apply()
+
+        self._context.thread.run_between_steps(change)
+
     def _set_held(self, is_held: bool) -> None:
         def change() -> None:
             self._is_held = is_held
@@ -74,7 +98,7 @@ class AdmissionControl:
     def _apply(self) -> None:
         """Without a pause: hold new requests back, or none."""
         core = self._context.core
-        if self._is_held:
+        if self._is_held or self._num_waits:
             core.pause(PauseMode.WAIT)
         else:
             core.resume()

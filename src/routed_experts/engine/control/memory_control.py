@@ -3,6 +3,7 @@
 Running requests return to the queue with their tokens and rows. Then the KV pool is freed, and every cached prefix with
 it. Compiled programs stay, so taking memory back compiles nothing."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,24 +12,26 @@ from flax import nnx
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.weight_version import WeightVersion, to_label
+from routed_experts.engine.control.admission_control import AdmissionControl
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.weights import Weights, to_state
 
 MEMORY_TAGS = ("kv_cache", "weights")
+RUNNING_MODES = ("retract", "abort", "wait")  # what becomes of requests when memory is released
 
 
 class MemoryControl:
     """The memory of one engine. Thread-safe."""
 
-    def __init__(self, context: EngineContext) -> None:
-        self._context = context
+    def __init__(self, context: EngineContext, admission: AdmissionControl) -> None:
+        self._context, self._admission = context, admission
 
     @property
     def released(self) -> tuple[str, ...]:
         """The tags that are released."""
         return tuple(tag for tag in MEMORY_TAGS if tag in self._context.core.released)
 
-    def release(self, tags: Sequence[str]) -> None:
+    def release(self, tags: Sequence[str], running: str) -> None:
         """`Engine.release_memory_occupation`."""
         core = self._context.core
         if self._context.offload_runner is not None:
@@ -41,9 +44,20 @@ class MemoryControl:
         if not chosen or not chosen <= frozenset(MEMORY_TAGS):
             text = f"tags={short_repr(tags)} must be a list of some of {', '.join(MEMORY_TAGS)}"
             raise InvalidRequestError(text, param="tags")
-        with self._context.exclusive_weights():  # a score holds weights and pages of its own until it has ended
+        if running not in RUNNING_MODES:
+            text = f"running={short_repr(running)} is unknown; choose one of {', '.join(RUNNING_MODES)}"
+            raise InvalidRequestError(text, param="running")
+
+        def release() -> None:
+            if running == "abort":
+                core.abort_all("aborted by a release of memory")
+            core.release_memory(chosen)
+
+        ended = self._admission.none_started() if running == "wait" else contextlib.nullcontext()
+        # A score holds weights and pages of its own until it has ended.
+        with ended, self._context.exclusive_weights():
             self._context.check_not_prepared("release_memory_occupation")
-            self._context.thread.run_drained(lambda: core.release_memory(chosen))
+            self._context.thread.run_drained(release)
 
     def resume(self, state: Weights | None, version: object) -> None:
         """`Engine.resume_memory_occupation`."""

@@ -50,6 +50,12 @@ from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
 
+# Rows to execute in a step: ids, which are valid, and where they are replayed combine weights.
+StepRoutes = (
+    tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"]]
+    | tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"], Float32[np.ndarray, "N M K"]]
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
@@ -133,7 +139,10 @@ class Scorer:
 class _ScoreRequest:
     req: Req
     routes: RoutedExperts | None
-    rows: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])  # in order of position
+    # Of each step, in order of position: ids, or with combine weights packed words.
+    rows: list[UInt[np.ndarray, "R MK"] | Int32[np.ndarray, "R W"]] = dataclasses.field(
+        default_factory=list[np.ndarray]
+    )
 
 
 class _ScoreRun:
@@ -171,9 +180,11 @@ class _ScoreRun:
         capture = self._programs.spec.capture
         routed = None
         if capture is not None:
-            of_ranks = [_routes(batch, requests, capture) for batch, requests in zip(batches, parts, strict=True)]
+            of_ranks = [
+                _routes(batch, requests, capture, weights=self._replay_weights)
+                for batch, requests in zip(batches, parts, strict=True)
+            ]
             routed = tuple(concatenate(arrays) for arrays in zip(*of_ranks, strict=True))
-            routed = routed if self._replay_weights else routed[:2]
         targets = [batch.prompt_targets for batch in batches if batch.prompt_targets is not None]
         shape, packed = to_batch_shape(batches[0]), pack_ranks(batches)
         inputs = ScoreInputs(shape, packed, routed, concatenate(targets) if targets else None)
@@ -215,7 +226,7 @@ class ScoreInputs:
 
     shape: BatchShape
     packed: Int32[np.ndarray, " words"]
-    routed: tuple[np.ndarray, ...] | None
+    routed: StepRoutes | None
     targets: Int32[np.ndarray, " N"] | None
 
     @staticmethod
@@ -225,7 +236,9 @@ class ScoreInputs:
             mode, tokens, requests, width, num_routed, has_targets = order.head["step"]
             shape = BatchShape(mode=ForwardMode(mode), num_tokens=tokens, num_requests=requests, table_width=width)
             packed, *rest = order.arrays
-            routed = tuple(rest.pop(0) for _ in range(num_routed)) or None
+            if num_routed not in (0, 2, 3):
+                raise ValueError(f"{num_routed} arrays of rows")
+            routed: Any = tuple(rest.pop(0) for _ in range(num_routed)) or None
             targets = rest.pop(0) if has_targets else None
             return ScoreInputs(shape, packed, routed, targets)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -358,13 +371,14 @@ def _to_req(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
 
 
 def _routes(
-    batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec
-) -> tuple[UInt[np.ndarray, "N M K"], Bool[np.ndarray, " N"], Float32[np.ndarray, "N M K"]]:
-    """The rows to execute in a step, which are valid (rows that are not given are not), and their combine weights."""
+    batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec, *, weights: bool
+) -> StepRoutes:
+    """The rows to execute in a step, which are valid (rows that are not given are not), and with `weights` their
+    combine weights."""
     num_tokens = batch.token_ids.size
     ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
     valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
-    weights: Float32[np.ndarray, "N M K"] = np.zeros(ids.shape, np.float32)
+    combined: Float32[np.ndarray, "N M K"] | None = np.zeros(ids.shape, np.float32) if weights else None
     for index, request in enumerate(parts):
         if request.routes is None:
             continue
@@ -373,9 +387,9 @@ def _routes(
         part = request.routes[first - shift : end - shift]
         to = slice(part.start + shift, part.start + shift + part.num_rows)
         ids[to], valid[to] = part.ids, True if part.valid is None else part.valid
-        if part.weights is not None:
-            weights[to] = part.weights
-    return ids, valid, weights
+        if combined is not None and part.weights is not None:
+            combined[to] = part.weights
+    return (ids, valid) if combined is None else (ids, valid, combined)
 
 
 def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | None) -> StepResult:

@@ -19,7 +19,7 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.input_processor import is_nested
-from routed_experts.replay.check import check_record
+from routed_experts.replay.check import check_record, check_weights
 
 
 class ScoreControl:
@@ -94,16 +94,15 @@ class ScoreControl:
 
 def _check_weights(records: Sequence[RoutedExperts | None] | None, replay_weights: bool) -> None:
     """Raise InvalidRequestError for an option that is no bool or has no records, RoutingAlignmentError for a record
-    without the weights to replay."""
+    without weights to replay."""
     if not isinstance(replay_weights, bool):
         text = f"replay_weights={short_repr(replay_weights)} must be True or False"
         raise InvalidRequestError(text, param="replay_weights")
     if not replay_weights:
         return
     if records is None:
-        text = "replay_weights=True without routed has no effect; give the records, or leave it out"
+        text = "replay_weights=True without records to replay has no effect; give them, or leave it out"
         raise InvalidRequestError(text, param="replay_weights")
     for sample, record in enumerate(records):
-        if record is not None and record.weights is None:
-            text = f"sample {sample}: the record has no combine weights; record them with "
-            raise RoutingAlignmentError(f"{text}return_routed_experts_weights=True, or leave replay_weights out")
+        if record is not None:
+            check_weights(record, sample=sample)

@@ -26,10 +26,10 @@ from routed_experts.core.errors import (
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.control.context import EngineContext, PreparedWeights
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_state
+from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_copies, to_state
 from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.execution.orders import OrderKind
-from routed_experts.memory.hugepages import advise_hugepages
+from routed_experts.memory.hugepages import advise_hugepages_beside
 
 
 def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, update_count: int) -> nnx.State[Any, Any]:
@@ -77,20 +77,26 @@ class WeightControl:
         finally:
             self._update.release()
 
-    def update(self, state: Weights, *, version: object, cache: str, donate: bool) -> WeightVersion:
+    def update(self, state: Weights, *, version: object, cache: str, donate: bool, copy: bool) -> WeightVersion:
         """`Engine.update_weights`."""
         label = self._label(version)
-        if not isinstance(donate, bool):
-            raise InvalidRequestError(f"donate={short_repr(donate)} must be True or False", param="donate")
+        for name, value in (("donate", donate), ("copy", copy)):
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{name}={short_repr(value)} must be True or False", param=name)
+        if donate and copy:
+            text = "donate=True and copy=True: copies are the engine's anyway; choose one of them"
+            raise InvalidRequestError(text, param="donate")
         self._context.check_one_process("update_weights", "call update_weights_from_disk")
         with self._only_update(), self._context.exclusive_weights():  # this swap deletes weights donated before
             self._context.check_not_prepared("update_weights")
             served, new = self._context.served_model, self._next(label)
             self._swap(
-                lambda: self._device_put(served, to_state(state, served.arrays), donate=donate),
+                lambda: self._device_put(
+                    served, (to_copies if copy else to_state)(state, served.arrays), donate=donate or copy
+                ),
                 version=new,
                 cache=cache,
-                donate=donate,
+                donate=donate or copy,
             )
         return new
 
@@ -174,10 +180,10 @@ class WeightControl:
         if cache not in ("flush", "keep"):
             raise InvalidRequestError(f"cache={short_repr(cache)} is unknown; choose flush or keep", param="cache")
         state = load()
-        advise_hugepages(leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))  # beside the steps
         self._context.thread.run_drained(
             lambda: core.update_weights(state, version=version, cache=cache, donate=donate)
         )
+        advise_hugepages_beside([leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)])
         if self._context.offload_runner is not None:
             # Walks through trees of weights leave cycles behind, which hold the old host store: the largest object.
             gc.collect()

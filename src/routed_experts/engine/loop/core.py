@@ -135,6 +135,11 @@ class EngineCore:
         self._invalidate_recycled_rows()
         return True
 
+    def abort_all(self, message: str) -> None:
+        """End every live request with what it has."""
+        for rid in self.request_table.live():
+            self.abort(rid, FinishReason(type="abort", message=message))
+
     def step(self) -> BatchTokenIDOut:
         """Dispatch the next step and process the result of the one before it, in this order unless the host has drafts
         for the next one."""
@@ -177,8 +182,7 @@ class EngineCore:
         if mode is PauseMode.RETRACT:
             self._retract_all()
         elif mode is PauseMode.ABORT:
-            for rid in self.request_table.live():
-                self.abort(rid, FinishReason(type="abort", message="aborted by a pause"))
+            self.abort_all("aborted by a pause")
 
     def resume(self) -> None:
         """End the pause, if there is one; requests continue where they are."""
@@ -186,9 +190,11 @@ class EngineCore:
         for scheduler in self.ranks:
             scheduler.accepts_new = True
 
-    def flush_cache(self, *, drafts: bool = False) -> int:
+    def flush_cache(self, *, drafts: bool = False, retract: bool = False) -> int:
         """Drop all cached prefixes, and with `drafts` all remembered answers; returns the pages freed. Running requests
-        keep their pages."""
+        keep their pages, but with `retract` they return to the queue with their tokens and rows: drain first."""
+        if retract:
+            self._retract_all()
         if drafts and self.speculation is not None:
             self.speculation.forget()
         self.flushed_at_step = self.num_steps
@@ -208,15 +214,12 @@ class EngineCore:
         for scheduler in self.ranks:
             scheduler.weight_version = version.update_count
         self.released -= {"weights"}
-        if cache == "flush":
-            self._retract_all()
-        self.flush_cache()
+        self.flush_cache(retract=cache == "flush")
 
     def release_memory(self, tags: frozenset[str]) -> None:
         """Release the KV pool ("kv_cache"), the weights ("weights") or both. Running requests return to the queue with
         their tokens and rows. Drain first."""
-        self._retract_all()
-        self.flush_cache()
+        self.flush_cache(retract=True)
         self.released |= tags
         self.runner.release(pool="kv_cache" in tags, weights="weights" in tags)
 

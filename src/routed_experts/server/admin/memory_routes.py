@@ -5,6 +5,7 @@ for one and is no error; to resume the rest before they have come is a 409. SGLa
 memory here."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ _WITHOUT_MEMORY = ("cuda_graph",)
 async def release_memory_occupation(request: Request, server: ServerState) -> Response:
     """Free the memory of KV pages, weights or both; requests wait until it is taken back."""
     tags = await read_tags(request, server)
-    return json_response(memory_body(await release(server.accepting_engine, tags)))
+    return json_response(memory_body(await release(server, server.accepting_engine, tags)))
 
 
 async def resume_memory_occupation(request: Request, server: ServerState) -> Response:
@@ -56,13 +57,19 @@ def memory_body(released: Sequence[str]) -> dict[str, object]:
     return {"success": True, "status": "ok", "released": list(released)}
 
 
-async def release(engine: AsyncEngine, tags: Sequence[str] | None) -> tuple[str, ...]:
-    """Release these tags, or (None) both; returns what is released now. Running requests wait with their tokens and
-    rows."""
+async def release(
+    server: ServerState, engine: AsyncEngine, tags: Sequence[str] | None, *, running: str = "retract"
+) -> tuple[str, ...]:
+    """Release these tags, or (None) both; returns what is released now. `running`: what becomes of running requests,
+    as for `Engine.release_memory_occupation`. Without a tag that has memory nothing happens."""
     chosen = MEMORY_TAGS if tags is None else tags
     if chosen:
         engine.flush_submissions()
-        await asyncio.to_thread(engine.engine.release_memory_occupation, chosen)
+        call = functools.partial(engine.engine.release_memory_occupation, chosen, running=running)
+        if running == "wait":  # blocks for as long as started requests run
+            await server.pause_executor.run(call)
+        else:
+            await asyncio.to_thread(call)
     return engine.engine.released
 
 

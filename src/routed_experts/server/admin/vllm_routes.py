@@ -33,6 +33,7 @@ from routed_experts.server.state import ServerState
 PAUSE_QUERY = ("mode", "clear_cache", "wait_for_inflight_requests")
 MAX_ABORT_IDS = 1024
 _MODES: Mapping[str, str] = MappingProxyType({"abort": "abort", "wait": "wait", "keep": "in_place"})
+_RUNNING: Mapping[str, str] = MappingProxyType({"abort": "abort", "wait": "wait", "keep": "retract"})
 _LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"1": ("kv_cache",), "2": ("kv_cache", "weights")})
 _UNRESPONSIVE = ("stalled", "dead")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -112,21 +113,10 @@ async def reset_prefix_cache(request: Request, server: ServerState) -> Response:
 
 async def reset_prefixes(engine: AsyncEngine, *, resets_running: bool) -> int:
     """Drop cached prefixes; returns the pages freed. `resets_running`: running requests prefill again; they keep their
-    tokens and rows. A pause that was there before stays, as one of the mode retract."""
-
-    def reset(own: Engine) -> int:
-        mode = own.paused
-        own.pause(mode="retract")
-        try:
-            return own.flush_cache()
-        finally:
-            if mode is None:
-                own.resume()
-
-    if not resets_running:
-        return await asyncio.to_thread(engine.engine.flush_cache)
-    engine.flush_submissions()
-    return await asyncio.to_thread(reset, engine.engine)
+    tokens and rows. A pause stays."""
+    if resets_running:
+        engine.flush_submissions()
+    return await asyncio.to_thread(engine.engine.flush_cache, retract=resets_running)
 
 
 async def get_world_size(request: Request, server: ServerState) -> Response:
@@ -192,38 +182,28 @@ async def liveness(request: Request, server: ServerState) -> Response:
 
 async def sleep(request: Request, server: ServerState) -> Response:
     """Free device memory: level 1 the KV pages, level 2 the weights too; requests wait until the server wakes up."""
-    tags, mode = parse_sleep(request)
-    if mode in ("abort", "wait"):
-        await end_running(server, server.accepting_engine, mode)
-    released = await memory_routes.release(server.accepting_engine, tags)
+    tags, running = parse_sleep(request)
+    released = await memory_routes.release(server, server.accepting_engine, tags, running=running)
     return json_response({"status": "sleeping", "released": list(released)})
 
 
 def parse_sleep(request: Request) -> tuple[list[str], str]:
-    """Return the tags that are released, and what becomes of running requests: keep, abort or wait. Raises
-    InvalidRequestError."""
+    """Return the tags that are released, and what becomes of running requests, as `Engine.release_memory_occupation`
+    has it. Raises InvalidRequestError."""
     level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "keep")
     if level not in _LEVELS:
         text = f"level={short_repr(level)} must be 1 (KV pages) or 2 (weights too); to hold requests alone use /pause"
         raise InvalidRequestError(text, param="level")
-    if mode not in _MODES:
-        text = f"mode={short_repr(mode)} is unknown; choose one of {', '.join(_MODES)}"
+    if mode not in _RUNNING:
+        text = f"mode={short_repr(mode)} is unknown; choose one of {', '.join(_RUNNING)}"
         raise InvalidRequestError(text, param="mode")
     tags = memory_routes.parse_tags(query_tags(request))
-    return list(_LEVELS[level]) if tags is None else tags, mode
+    return list(_LEVELS[level]) if tags is None else tags, _RUNNING[mode]
 
 
 def query_tags(request: Request) -> list[str] | None:
     """Return the tags of the query, or None."""
     return request.query_params.getlist("tags") or None
-
-
-async def end_running(server: ServerState, engine: AsyncEngine, mode: str) -> None:
-    """Let running requests finish (`wait`) or end them (`abort`); a pause that was there before stays."""
-    before = engine.engine.paused
-    await pause_engine(server, engine, mode)
-    if before is None:
-        await asyncio.to_thread(engine.engine.resume)
 
 
 async def wake_up(request: Request, server: ServerState) -> Response:

@@ -68,18 +68,22 @@ def check_list_format(requests: Sequence[TokenizedGenerateReqInput], capture: Ca
     first = next((request for request in requests if request.routed_experts.enabled), None)
     if first is None:
         return
-    num_rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
-    num_prompts = sum(request.choice == 0 for request in requests)
-    check_list_size(first.routed_experts, capture, num_prompts=num_prompts, num_rows=num_rows)
+    options, new = first.routed_experts, first.sampling.max_tokens
+    in_prompt = first.input_ids.size - options.start
+    counts = {"num_rows": in_prompt + len(requests) * new, "num_weight_rows": len(requests) * (in_prompt + new)}
+    check_list_size(options, capture, num_prompts=sum(request.choice == 0 for request in requests), **counts)
 
 
-def check_list_size(options: RoutingOptions, capture: CaptureSpec | None, *, num_prompts: int, num_rows: int) -> None:
-    """Raise InvalidRequestError for format list with several prompts, or with too many ids in `num_rows` rows."""
+def check_list_size(
+    options: RoutingOptions, capture: CaptureSpec | None, *, num_prompts: int, num_rows: int, num_weight_rows: int
+) -> None:
+    """Raise InvalidRequestError for format list with several prompts, or with too many numbers: ids of `num_rows` rows,
+    and weights of `num_weight_rows`, which every choice has for all of its rows."""
     if not options.enabled or options.format != "list" or capture is None:
         return
     num_columns = capture.num_hidden_layers if options.layers == "all" else capture.num_moe_layers
     num_ids = math.prod((num_rows, num_columns, capture.top_k))
-    num_ids += math.prod((num_rows, capture.num_moe_layers, capture.top_k)) if options.weights else 0
+    num_ids += math.prod((num_weight_rows, capture.num_moe_layers, capture.top_k)) if options.weights else 0
     if num_prompts > 1 or num_ids > MAX_LISTED_IDS:
         why = (
             f"{num_prompts} prompts in one call"

@@ -59,7 +59,8 @@ async def score(request: Request, server: ServerState) -> Response:
     sequences = _sequences(fields)
     options = [_routing_options(server, fields, len(ids)) for ids in sequences]
     num_rows = len(sequences[0]) - options[0].start
-    check_list_size(options[0], engine.capture, num_prompts=len(sequences), num_rows=num_rows)
+    counts = {"num_rows": num_rows, "num_weight_rows": num_rows}
+    check_list_size(options[0], engine.capture, num_prompts=len(sequences), **counts)
     cancelled = threading.Event()
 
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
@@ -90,7 +91,7 @@ async def score(request: Request, server: ServerState) -> Response:
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
     records = [output.routed_experts for output in outputs]
-    num_bytes = sum(record.ids.nbytes for record in records if record is not None) + num_tokens * _LOGPROB_BYTES
+    num_bytes = sum(record.nbytes for record in records if record is not None) + num_tokens * _LOGPROB_BYTES
     headers = ignored_params_header(body.ignored)
     return await run_in_thread_if_large(num_bytes, lambda: json_response(response, headers=headers))
 
@@ -293,6 +294,6 @@ def _record_sent(
     for index, output in enumerate(outputs):
         assert output.routed_experts is not None, "rows are recorded where routing options are accepted"
         rows = output.routed_experts[options.start :]
-        server.metrics.sent_rows(options.format, rows.ids.nbytes)
+        server.metrics.sent_rows(options.format, rows.nbytes)
         if entry is not None:
             server.store.fill(entry, index, StoredRows(record=rows, token_ids=output.token_ids, owner=owner))

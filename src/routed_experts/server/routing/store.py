@@ -37,7 +37,7 @@ class StoredRows:
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return self.record.ids.nbytes + self.token_ids.nbytes
+        return self.record.nbytes + self.token_ids.nbytes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

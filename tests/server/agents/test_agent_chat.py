@@ -21,7 +21,6 @@ from support.agents import (
     HARMONY_TEMPLATE,
     NOW,
     SCRIPTS,
-    TEMPLATE,
     WEATHER,
     messages,
 )
@@ -31,26 +30,6 @@ from support.scripted_checkpoint import write_scripted_checkpoint
 
 TOOLS = [WEATHER, NOW]
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory, lazy_compilation):
-    folder = tmp_path_factory.mktemp("agents")
-    write_scripted_checkpoint(folder, SCRIPTS, TEMPLATE, max_position_embeddings=2048)
-    with open_engine(folder, enable_return_routed_experts=True) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(server, *, script=None, status=200, **body):

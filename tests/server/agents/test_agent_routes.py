@@ -3,38 +3,15 @@
 import json
 
 import httpx
-import openai
 import pydantic
 import pytest
 
-from support.agents import ARGUMENTS, SCRIPTS, TEMPLATE, WEATHER, messages
-from support.engines import open_engine
+from support.agents import ARGUMENTS, SCRIPTS, WEATHER, messages
 from support.http_server import parse_error, running
-from support.scripted_checkpoint import write_scripted_checkpoint
 
 FUNCTION = WEATHER["function"]
 TOOLS = [{"type": "function", **FUNCTION}, {"type": "function", "name": "now", "parameters": None}]
 BLOCK_TOOLS = [{"name": "get_weather", "input_schema": FUNCTION["parameters"]}, {"name": "now"}]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory, lazy_compilation):
-    folder = tmp_path_factory.mktemp("agents")
-    write_scripted_checkpoint(folder, SCRIPTS, TEMPLATE, max_position_embeddings=2048)
-    with open_engine(folder) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine):
-    with running(engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def with_script(script):

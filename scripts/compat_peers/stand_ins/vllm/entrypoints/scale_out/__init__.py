@@ -1,0 +1,5 @@
+"""Stand-ins for vllm.entrypoints.scale_out."""
+
+from compat_peers.placeholders import missing
+
+__getattr__ = missing("vllm.entrypoints.scale_out")
