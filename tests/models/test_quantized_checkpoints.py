@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,14 @@ def test_slabs_of_a_large_array_are_dequantised_as_the_whole(qwen, monkeypatch):
     whole, load = states(qwen.copy, "bfloat16"), weight_loader.load
     monkeypatch.setattr(weight_loader, "load", lambda *args, **kwargs: load(*args, host_bytes=20_000, **kwargs))
     assert same_states(states(qwen.quantized, "bfloat16"), whole)
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "int4-g32-asym", "int8-asym"])
+def test_a_checkpoint_of_compressed_tensors_itself_has_the_numbers_that_it_gives(name):
+    """Written by compressed-tensors 0.20.0, and once more after its own `decompress_model`, both in bfloat16."""
+    folder = Path(__file__).parent / "compressed_tensors_files" / name
+    assert len(ModelFolder.open(folder / "small").quantized) == 23
+    assert same_states(*(states(folder / kind, "bfloat16") for kind in ("small", "copy")))
 
 
 def test_an_export_holds_plain_weights(qwen):
