@@ -28,8 +28,8 @@ random checkpoints in the true format.
 In the routing laws, z are a router's logits and s its scores. b is a bias that changes the choice and no weight, and
 v are the scores of the chosen experts.
 
-| family | checkpoints | architecture | routing | captured | refused | test |
-|---|---|---|---|---|---|---|
+| family | checkpoints | architecture | routing | captured | refused | quantised | test |
+|---|---|---|---|---|---|---|---|
 """
 _PATHS = """
 On a CPU with the C++ kernels, bfloat16 and float16 are the dtype of weights, keys and values. The residual stream and
@@ -59,8 +59,12 @@ _FOOT = """
 A record holds the K experts that each token ran, best first, as logical ids. Shared experts and layers without a
 router have no column. A dense model is served; capturing it is refused.
 
-Weights are bfloat16, float16 or float32. A quantised checkpoint (fp8, AWQ, GPTQ) is refused by the name of its method
-before any memory is taken. An architecture that is not in the table is refused with the list of those that are.
+Weights are bfloat16, float16 or float32, or quantised by `fp8` or `compressed-tensors`, and then served as they are
+after one rounding: [quantised checkpoints](quantization.md). Other methods (AWQ, GPTQ, bitsandbytes, NVFP4, ModelOpt)
+are refused by name before any memory is taken. The column "quantised" has the
+forms that others publish. Tests read small checkpoints of Qwen3-MoE, Qwen3-VL-MoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2
+and GPT-OSS in such forms; no published file was read yet. An architecture that is not in the table is refused with the
+list of those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
 the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the
@@ -190,6 +194,7 @@ def _row(architecture: str, family: Family) -> str:
         family.routing or "dense",
         captured,
         family.refused or "-",
+        family.quantized or "-",
         f"`{family.test}`",
     )
     return f"| {' | '.join(cells)} |\n"

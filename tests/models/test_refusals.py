@@ -21,7 +21,7 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 
-METHODS = ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt")
+METHODS = ("awq", "gptq", "bitsandbytes", "gguf", "modelopt", "nvfp4", "fbgemm_fp8")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
@@ -84,6 +84,8 @@ def faults(name, values):
     for method in METHODS:
         yield {"quantization_config": {"quant_method": method}}, [f"quant_method={method!r}", "unquantised"]
         yield {"compression_config": {"quant_method": method}}, ["compression_config", f"quant_method={method!r}"]
+    yield {"quantization_config": {"quant_method": "fp8"}}, ["quant_method='fp8'", "no tensor", "is quantised"]
+    yield {"quantization_config": {"quant_method": "compressed-tensors"}}, ["format is missing"]
     if not tolerated.code:
         yield {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, ["auto_map", "never run"]
     yield {"architectures": ["MambaForCausalLM"], "auto_map": None}, ["MambaForCausalLM", *FAMILIES]

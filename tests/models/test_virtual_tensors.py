@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from oracles.families import CASES, Oracle
 from routed_experts.core.errors import CheckpointError
+from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.virtual_tensors import Mxfp4, Strided, VirtualCheckpoint, dequantize_mxfp4
 from routed_experts.models.model_folder import ModelFolder
 
@@ -33,7 +34,7 @@ def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):
     pairs = rng.standard_normal((3, 5, 8)).astype(np.float32)
     save_file({"b": blocks, "s": scales, "p": pairs}, tmp_path / "model.safetensors")
     virtual = {"all": Mxfp4("b", "s"), "odd": Mxfp4("b", "s", 1), "even": Strided("p", 0)}
-    checkpoint = VirtualCheckpoint(tmp_path, lambda headers: virtual)
+    checkpoint = VirtualCheckpoint(Checkpoint(tmp_path), virtual)
     numbers = np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2)
     for name, whole in {"all": numbers, "odd": numbers[:, :, 1::2], "even": pairs[..., 0::2]}.items():
         assert checkpoint.names()[name] == (whole.shape, "bfloat16" if name != "even" else "float32")
@@ -89,7 +90,7 @@ def resized(name, tensor):
     return tensor[..., :64] if name.endswith(("gate_up_proj", "gate_up_proj_bias")) else tensor
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", None])
+@pytest.mark.parametrize("method", ["nvfp4", "awq", "gptq", None])
 def test_other_quantisations_are_refused_by_name(tmp_path, method):
     Oracle(CASES["GptOss"], tmp_path)
     file = tmp_path / "config.json"

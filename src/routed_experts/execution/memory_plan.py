@@ -28,7 +28,8 @@ class MemoryPlan:
     """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
     `capture_host` the stores by slot, of all of `num_ranks` data ranks, `rank_weights` the weights that are whole in
     every rank, `verify_scores` what the largest verify step samples from, `verify_inputs` what
-    its recurrent layers store, `combine_bytes` those combine weights among the `row_bytes` of a slot."""
+    its recurrent layers store, `combine_bytes` those combine weights among the `row_bytes` of a slot. A quantised
+    checkpoint has `checkpoint_bytes`, and `checkpoint_form` names its formats."""
 
     pool: KVPoolSpec
     weights: int
@@ -45,6 +46,8 @@ class MemoryPlan:
     num_ranks: int = 1
     rank_weights: int = 0
     combine_bytes: int = 0
+    checkpoint_bytes: int = 0
+    checkpoint_form: str = ""
 
     @property
     def kv(self) -> int:
@@ -73,7 +76,9 @@ class MemoryPlan:
         inputs = f"verify inputs   {format_size(self.verify_inputs)}  of recurrent layers in the largest verify step"
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         of_ranks = f"of these whole in each of {self.num_ranks} data ranks, which have pages and requests of their own"
+        stored = f"checkpoint      {format_size(self.checkpoint_bytes)}  {self.checkpoint_form}"
         return [
+            *([stored] if self.checkpoint_form else []),
             f"weights         {format_size(self.weights)}",
             *([f"  by data rank  {format_size(self.rank_weights)}  {of_ranks}"] if self.num_ranks > 1 else []),
             f"penalties       {format_size(self.penalties)}  {penalties}",

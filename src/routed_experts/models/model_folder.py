@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
+from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config, read_json_object
+from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.decoder import FamilyDecoder
@@ -25,6 +26,8 @@ from routed_experts.models.drafts.predictor_loader import check_predictor, load_
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
+from routed_experts.models.loading.quantized_checkpoint import open_quantized
+from routed_experts.models.loading.virtual_tensors import VirtualCheckpoint
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
@@ -33,6 +36,7 @@ LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another.
 _UNUSED = ("*rotary_emb.inv_freq",)
 _HEAD = "*lm_head.weight"
+_ALWAYS_PLAIN = ("embed", "router")  # arrays
 _COMPARED_BYTES = 16 << 20  # of a tied head, at once
 
 
@@ -49,6 +53,8 @@ class ModelFolder:
     checkpoint: Checkpoint | None
     sources: tuple[WeightSource, ...]
     expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
+    quantization: QuantizationConfig | None = None
+    quantized: frozenset[str] = frozenset()  # names of the tensors that are stored so
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
@@ -56,7 +62,8 @@ class ModelFolder:
         everything that does not fit, and ConfigError for another format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
-        values = read_config(path, architectures={name: family.accepted_quirks for name, family in FAMILIES.items()})
+        accepted = {name: family.accepted_quirks for name, family in FAMILIES.items()}
+        values = read_config(path, architectures=accepted, quantization=METHODS)
         architecture = parse_architecture(values)
         family = FAMILIES[architecture]
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
@@ -64,10 +71,12 @@ class ModelFolder:
             return ModelFolder(
                 path=Path(path), architecture=architecture, family=family, config=config, checkpoint=None, sources=()
             )
-        checkpoint = family.open(path)
+        quantization = QuantizationConfig.read(path, values)
+        checkpoint, quantized = _open_checkpoint(path, family, quantization)
         sources = tuple(fuse_experts(weight_sources(config), checkpoint.names()))
         unused = (*_UNUSED, *config.unused(checkpoint.names()))
         check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
+        _check_plain(checkpoint, sources, quantized)
         if config.tie_embeddings:
             _check_tied(checkpoint, sources)
         return ModelFolder(
@@ -77,20 +86,29 @@ class ModelFolder:
             config=config,
             checkpoint=checkpoint,
             sources=sources,
+            quantization=quantization,
+            quantized=quantized,
         )
 
     def dtype(self, expected: str) -> jnp.dtype:
         """The compute dtype: `expected`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
-        without them). Tensors of another dtype are cast as they are loaded; routing parameters are
-        always float32."""
+        without them); quantised ones do not count. Tensors of another dtype are cast as they are loaded; routing
+        parameters are always float32."""
         if expected != "auto":
             return jnp.dtype(expected)
         if self.checkpoint is None:
             return jnp.dtype("bfloat16")
         headers, sizes = self.checkpoint.names(), Counter[str]()
-        for shape, dtype in (headers[source.name] for source in self.sources if source.name in headers):
+        names = [source.name for source in self.sources if source.name in headers]
+        for shape, dtype in (headers[name] for name in names if name not in self.quantized):
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
-        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
+        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16"))
+
+    def stored_form(self, dtype: jnp.dtype) -> tuple[int, str]:
+        """Bytes of a quantised checkpoint, its formats and the served dtype in words; (0, "") for plain weights."""
+        if self.checkpoint is None or self.quantization is None:
+            return 0, ""
+        return self.checkpoint.num_bytes, f"{self.quantization}, served as {dtype}"
 
     def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
         """The same model, with tensors read from another folder where `targets` holds for their target. Raises
@@ -99,7 +117,9 @@ class ModelFolder:
             raise ConfigError(
                 f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
             )
-        right = self.family.open(path)
+        file = Path(path) / "config.json"
+        quantization = QuantizationConfig.read(path, read_json_object(file)) if file.exists() else None
+        right = _open_checkpoint(path, self.family, quantization)[0]
         expected = tuple(
             fuse_experts(filter(lambda source: targets(source.target), weight_sources(self.config)), right.names())
         )
@@ -156,6 +176,27 @@ class ModelFolder:
 
     def _build(self, dtype: jnp.dtype) -> Callable[[], FamilyDecoder]:
         return lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)
+
+
+def _open_checkpoint(
+    path: str | Path, family: Family, quantization: QuantizationConfig | None
+) -> tuple[Checkpoint, frozenset[str]]:
+    """The tensors as the family's table names them, and the names of those that are stored quantised."""
+    checkpoint, quantized = Checkpoint(path), frozenset[str]()
+    if quantization is not None:
+        checkpoint, quantized = open_quantized(checkpoint, quantization)
+    virtual = family.virtual_tensors(checkpoint.names())
+    return (VirtualCheckpoint(checkpoint, virtual) if virtual else checkpoint), quantized
+
+
+def _check_plain(checkpoint: Checkpoint, sources: Iterable[WeightSource], quantized: Collection[str]) -> None:
+    """Raise where embeddings or a router are quantised: no method does it, and ids would change."""
+    for source in sources:
+        if source.name in quantized and source.target.rpartition(".")[2] in _ALWAYS_PLAIN:
+            raise CheckpointError(
+                f"{checkpoint.path}: {source.name} is quantised; expected plain embeddings and routers; use another "
+                "checkpoint"
+            )
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:

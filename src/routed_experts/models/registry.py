@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from routed_experts.models.base.config_reader import NOTHING, AcceptedQuirks, ConfigReader
@@ -17,7 +16,7 @@ from routed_experts.models.families.exaone_moe import read_exaone_moe
 from routed_experts.models.families.gemma4 import read_gemma4, read_gemma4_text
 from routed_experts.models.families.glm4_moe import read_glm4_moe
 from routed_experts.models.families.glm4_moe_lite import read_glm4_moe_lite
-from routed_experts.models.families.gpt_oss import open_gpt_oss, read_gpt_oss
+from routed_experts.models.families.gpt_oss import gpt_oss_tensors, read_gpt_oss
 from routed_experts.models.families.granite_moe import read_granite_moe
 from routed_experts.models.families.hunyuan_v1_moe import read_hunyuan_v1_moe
 from routed_experts.models.families.lfm2_moe import read_lfm2_moe
@@ -28,21 +27,23 @@ from routed_experts.models.families.olmoe import read_olmoe
 from routed_experts.models.families.qwen2_moe import read_qwen2_moe
 from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.models.families.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
-from routed_experts.models.families.qwen3_vl_moe import open_qwen3_vl_moe, read_qwen3_vl_moe
-from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.families.qwen3_vl_moe import qwen3_vl_moe_tensors, read_qwen3_vl_moe
+from routed_experts.models.loading.virtual_tensors import Header, VirtualTensor, no_virtual_tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture: how to read its config and open its files; and notes for the docs."""
+    """One architecture: how to read its config, and which tensors are computed from its files'; and notes for the
+    docs."""
 
     read_config: Callable[[ConfigReader], FamilyConfig]
-    open: Callable[[Path | str], Checkpoint] = Checkpoint
+    virtual_tensors: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]] = no_virtual_tensors
     accepted_quirks: AcceptedQuirks = NOTHING
     title: str
     checkpoints: str
     routing: str
     refused: str = ""
+    quantized: str = ""  # forms that others publish and that are read
     test: str  # the test that compares it with its oracle
 
 
@@ -54,15 +55,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
             routing="top-k of softmax(z); renormalised if `norm_topk_prob`",
             refused="sliding windows, attention biases, partial rotary positions",
+            quantized="fp8 blocks",
             test="test_qwen3_moe_parity.py",
         ),
         "Qwen3VLMoeForConditionalGeneration": Family(
             read_config=read_qwen3_vl_moe,
-            open=open_qwen3_vl_moe,
+            virtual_tensors=qwen3_vl_moe_tensors,
             title="Qwen3-VL-MoE, text",
             checkpoints="Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B, without their vision",
             routing="as Qwen3MoeForCausalLM, always renormalised",
             refused="images; attention biases",
+            quantized="fp8 blocks",
             test="test_families.py[Qwen3VLMoe]",
         ),
         "MixtralForCausalLM": Family(
@@ -125,6 +128,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "v / sum v * "
             "`routed_scaling_factor`; shared experts",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 blocks; int4 groups (Kimi-K2-Thinking)",
             test="test_families.py[DeepseekV3]",
         ),
         "Glm4MoeForCausalLM": Family(
@@ -133,6 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
             routing="as DeepseekV3ForCausalLM, one group",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 by channel",
             test="test_families.py[Glm4Moe]",
         ),
         "Glm4MoeLiteForCausalLM": Family(
@@ -174,6 +179,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
             routing="as DeepseekV3ForCausalLM",
             refused="its own Python code is never run; layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[BailingMoeV2]",
         ),
         "BailingHybridForCausalLM": Family(
@@ -188,12 +194,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "GptOssForCausalLM": Family(
             read_config=read_gpt_oss,
-            open=open_gpt_oss,
+            virtual_tensors=gpt_oss_tensors,
             accepted_quirks=AcceptedQuirks(quantization=("mxfp4",)),
             title="GPT-OSS",
             checkpoints="gpt-oss-20b, gpt-oss-120b, MXFP4 or bfloat16",
             routing="z with a bias; top-k of z; softmax over the chosen z",
             refused="another clamp or slope of the activation than 7 and 1.702",
+            quantized="mxfp4",
             test="test_families.py[GptOss]",
         ),
         "GraniteMoeForCausalLM": Family(
@@ -228,6 +235,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="MiniMax-M2 in bfloat16",
             routing="s = sigmoid(z); top-k of s + b; v / sum v",
             refused="fp8 weights; layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[MiniMaxM2]",
         ),
         "Qwen3NextForCausalLM": Family(
@@ -236,6 +244,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="Qwen3-Next-80B-A3B",
             routing="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
             refused="prefix caching (off by itself); layers that predict further tokens are not run",
+            quantized="fp8 blocks",
             test="test_families.py[Qwen3Next]",
         ),
         "Qwen3_5MoeForCausalLM": Family(

@@ -30,6 +30,7 @@ from routed_experts.engine.build.memory_planning import (
     abstract_arrays,
     plan_engine,
     resolve_context_length,
+    with_checkpoint_form,
 )
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
@@ -263,7 +264,9 @@ def _build_runner(
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
     clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
     num_drafts = 0 if speculative is None else speculative.num_drafts
-    plan_memory = functools.partial(_plan_memory, clock, args, config, num_drafts=num_drafts, draft=draft, group=group)
+    plan_memory = functools.partial(
+        _plan_memory, clock, args, source, config, num_drafts=num_drafts, draft=draft, group=group
+    )
     planned = None if offload is not None else plan_memory(abstract_arrays(source, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
@@ -408,6 +411,7 @@ def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> i
 def _plan_memory(
     clock: PhaseClock,
     args: ServerArgs,
+    source: ModelFolder | Decoder,
     config: DecoderConfig,
     arrays: nnx.State[Any, Any],
     shards: ModelSharding | None,
@@ -423,6 +427,7 @@ def _plan_memory(
         of_draft = {"draft_demand": draft.demand, "lookahead": draft.kind.lookahead(num_drafts)}
     planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, **of_draft)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host)
+    plan = with_checkpoint_form(plan, source, args.dtype)
     if group is not None:
         plan = plan.with_pages(min(group.exchange("plan", plan.pool.num_pages)))
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())

@@ -8,7 +8,7 @@ import jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
-from routed_experts.engine.build.memory_planning import plan_engine
+from routed_experts.engine.build.memory_planning import plan_engine, with_checkpoint_form
 from routed_experts.engine.control.served_model import create_sharding
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
@@ -42,7 +42,7 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     config, dtype = folder.config, folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
     planned = plan_engine(args, config, arrays, create_sharding(args, config))
-    plan = planned.memory
+    plan = with_checkpoint_form(planned.memory, folder, args.dtype)
     return Inspection(
         architecture=folder.architecture,
         dtype=str(dtype),

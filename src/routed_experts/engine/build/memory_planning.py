@@ -69,6 +69,14 @@ def recorded_spec(args: ServerArgs, config: DecoderConfig) -> CaptureSpec | None
     return dataclasses.replace(config.capture_spec, weights_dtype=weights_dtype)
 
 
+def with_checkpoint_form(memory: MemoryPlan, source: ModelFolder | Decoder, dtype: str) -> MemoryPlan:
+    """The plan, which names the form of a quantised checkpoint that is served in `dtype` ("auto": its own)."""
+    if not isinstance(source, ModelFolder):
+        return memory
+    num_bytes, form = source.stored_form(source.dtype(dtype))
+    return dataclasses.replace(memory, checkpoint_bytes=num_bytes, checkpoint_form=form)
+
+
 def abstract_arrays(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
     """Names, shapes and dtypes of a model's arrays, of a folder's as they will be loaded."""
     return source.shapes(source.dtype(dtype)) if isinstance(source, ModelFolder) else abstract_state(nnx.state(source))

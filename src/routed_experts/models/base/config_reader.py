@@ -63,9 +63,13 @@ NOTHING = AcceptedQuirks()
 
 
 def read_config(
-    path: Path | str, *, architectures: Mapping[str, AcceptedQuirks] | Collection[str]
+    path: Path | str,
+    *,
+    architectures: Mapping[str, AcceptedQuirks] | Collection[str],
+    quantization: Collection[str] = (),
 ) -> dict[str, object]:
-    """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`."""
+    """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`.
+    `quantization`: methods that the caller reads."""
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(
@@ -83,7 +87,7 @@ def read_config(
             "config without; if "
             f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
-    _refuse_quantized(folder, config, accepted)
+    _refuse_quantized(folder, config, (*accepted.quantization, *quantization))
     if only not in architectures:
         raise CheckpointError(
             f"{file}: architectures={declared!r} is not known here; expected one of {_listed(architectures)}"
@@ -91,23 +95,41 @@ def read_config(
     return config
 
 
-def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: AcceptedQuirks) -> None:
-    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
-    cannot read."""
+def quantization_sections(config: Mapping[str, object]) -> list[tuple[str, Mapping[str, object]]]:
+    """The objects of config.json, or of its text model's part, that say how weights are quantised, with their keys.
+    Raises CheckpointError for one that is no object."""
     inner = config.get("text_config")
+    found: list[tuple[str, Mapping[str, object]]] = []
     for section in (config, inner if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            quantized = section.get(key)
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-            if quantized is None or method in accepted.quantization:
-                continue
-            named = "" if method is None else f" of quant_method={method!r}"
-            readable = f" or {', '.join(accepted.quantization)}" if accepted.quantization else ""
-            raise CheckpointError(
-                f"{folder / 'config.json'} has {key}{named}; expected plain bfloat16, float16 or float32 "
-                f"weights{readable}; "
-                "use an unquantised one"
-            )
+            value = section.get(key)
+            if isinstance(value, dict):
+                found.append((key, value))
+            elif value is not None:
+                raise CheckpointError(f"config.json has {key}={value!r}; expected an object; correct the file")
+    return found
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, object], readable: Collection[str]) -> None:
+    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
+    cannot read."""
+    sections = quantization_sections(config)
+    for key, section in sections:
+        method = section.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
+        if method in readable:
+            continue
+        named = "" if method is None else f" of quant_method={method!r}"
+        others = f" or {', '.join(readable)}" if readable else ""
+        raise CheckpointError(
+            f"{folder / 'config.json'} has {key}{named}; expected plain bfloat16, float16 or float32 "
+            f"weights{others}; "
+            "use an unquantised one"
+        )
+    if any(section != sections[0][1] for _, section in sections):
+        raise CheckpointError(
+            f"{folder / 'config.json'} says twice how weights are quantised ({', '.join(key for key, _ in sections)}), "
+            "and differently; expected one method; remove the wrong one"
+        )
     for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
             raise CheckpointError(

@@ -7,7 +7,6 @@ A checkpoint interleaves gate and up; here they are concatenated, so that all ke
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
@@ -16,7 +15,7 @@ from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
-from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, VirtualTensor
 
 _NAMES = ExpertNames(
     router="mlp.router.weight",
@@ -69,12 +68,8 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     return sizes.within(rotary).decoder([LayerSpec(mixer=mixers[kind], feed=sparse) for kind in kinds])
 
 
-def open_gpt_oss(path: Path | str) -> VirtualCheckpoint:
-    """The checkpoint with gate and up separated and packed tensors unpacked."""
-    return VirtualCheckpoint(path, _virtual_tensors)
-
-
-def _virtual_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+def gpt_oss_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+    """Gate and up separated, and packed tensors unpacked."""
     virtual: dict[str, VirtualTensor] = {}
     for name in headers:
         if match := _INTERLEAVED.fullmatch(name):

@@ -5,14 +5,13 @@ not loaded. Published files hold the experts' matrices as [E, inputs, outputs], 
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.families.common_config import refuse
 from routed_experts.models.families.qwen3_moe import read_qwen3_layers
-from routed_experts.models.loading.virtual_tensors import Header, Swapped, VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, Swapped, VirtualTensor
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _NAMES = ExpertNames(stacked=(Stacked(name=_GATE_UP, to="gate_up"), Stacked(name=_DOWN, to="down")))
@@ -30,12 +29,8 @@ def read_qwen3_vl_moe(reader: ConfigReader) -> FamilyConfig:
     )
 
 
-def open_qwen3_vl_moe(path: Path | str) -> VirtualCheckpoint:
-    """The checkpoint with the experts' matrices as published files hold them."""
-    return VirtualCheckpoint(path, _virtual_tensors)
-
-
-def _virtual_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+def qwen3_vl_moe_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+    """The experts' matrices as published files hold them."""
     virtual: dict[str, VirtualTensor] = {}
     for gate_up in (name for name in headers if name.endswith(_GATE_UP)):
         down = gate_up.removesuffix(_GATE_UP) + _DOWN

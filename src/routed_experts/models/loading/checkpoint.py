@@ -49,6 +49,11 @@ class Checkpoint:
         for file, promised in _weight_files(self.path).items():
             self._open(file, promised)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, as they are stored."""
+        return sum(file.tensors[name].num_bytes for name, file in self._files.items())
+
     def names(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every tensor, from the headers alone; a dtype we cannot read keeps safetensors' own
         word."""

@@ -22,6 +22,8 @@ from routed_experts.core.errors import CheckpointError
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "BF16": np.dtype(ml_dtypes.bfloat16),
+        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
         **{
             dtype_name: np.dtype(name)
             for dtype_name, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()
@@ -46,6 +48,7 @@ class StoredTensor:
     dtype: str
     dtype_name: str
     first_byte: int  # byte of the file
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class TensorFile:
                 dtype=_named(entry["dtype"]),
                 dtype_name=entry["dtype"],
                 first_byte=8 + size + entry["data_offsets"][0],
+                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for name, entry in header.items()
             if name in names

@@ -6,9 +6,8 @@ byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E
 blocks of a row."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import ml_dtypes
@@ -34,6 +33,11 @@ class VirtualTensor(Protocol):
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
+def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:
+    """Of a family whose files hold what its table names."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Strided:
     """Entries start, start + 2, ... of the last axis."""
@@ -51,7 +55,7 @@ class Strided:
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
         last = slice(2 * box[-1].start, 2 * box[-1].stop)
-        return Checkpoint.read(checkpoint, self.name, (*box[:-1], last))[..., self.start :: 2]
+        return checkpoint.read(self.name, (*box[:-1], last))[..., self.start :: 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Swapped:
         return (experts, inputs, outputs), dtype
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
-        return np.swapaxes(Checkpoint.read(checkpoint, self.name, (box[0], box[2], box[1])), 1, 2)
+        return np.swapaxes(checkpoint.read(self.name, (box[0], box[2], box[1])), 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ class Mxfp4:
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
         full = slice(None)
-        blocks = Checkpoint.read(checkpoint, self.blocks, (box[0], full, full, full))
-        scales = Checkpoint.read(checkpoint, self.scales, (box[0], full, full))
+        blocks = checkpoint.read(self.blocks, (box[0], full, full, full))
+        scales = checkpoint.read(self.scales, (box[0], full, full))
         if self.start is not None:
             blocks, scales = blocks[:, self.start :: 2], scales[:, self.start :: 2]
         return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(
@@ -111,15 +115,22 @@ def dequantize_mxfp4(
 
 
 class VirtualCheckpoint(Checkpoint):
-    """A checkpoint with virtual tensors in place of their source tensors."""
+    """A checkpoint with virtual tensors in place of their source tensors, which may be virtual too. Tensors of
+    `hidden` are not shown."""
 
-    def __init__(self, path: Path | str, derive: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]]) -> None:
-        super().__init__(path)
-        stored = super().names()
-        self._virtual = dict(derive(stored))
-        used = {name for tensor in self._virtual.values() for name in tensor.needs}
+    def __init__(
+        self, source: Checkpoint, tensors: Mapping[str, VirtualTensor], *, hidden: Collection[str] = ()
+    ) -> None:
+        self.path = source.path
+        self._source, self._virtual = source, dict(tensors)
+        stored = source.names()
+        used = {name for tensor in self._virtual.values() for name in tensor.needs}.union(hidden)
         self._shown = {name: header for name, header in stored.items() if name not in used}
         self._shown |= {name: tensor.header(stored) for name, tensor in self._virtual.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._source.num_bytes
 
     def names(self) -> dict[str, Header]:
         """Shape and dtype of every tensor, virtual ones among them."""
@@ -128,10 +139,13 @@ class VirtualCheckpoint(Checkpoint):
     def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
         """Copy one tensor, or the part of it that `box` names, to the host."""
         if name not in self._virtual:
-            return super().read(name, box)
+            return self._source.read(name, box)
         shape = self._shown[name][0]
-        array = self._virtual[name].read(self, box or tuple(slice(0, size) for size in shape))
+        array = self._virtual[name].read(self._source, box or tuple(slice(0, size) for size in shape))
         assert (
             math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape
         ), (name, box)
         return array
+
+    def close(self) -> None:
+        self._source.close()

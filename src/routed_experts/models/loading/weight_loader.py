@@ -143,12 +143,14 @@ class _Loader:
         self, shards: list[jax.Array], formats: list[Any], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
     ) -> list[jax.Array]:
         """Send one stack, always of `depth` rows so that it compiles once; rows past the last read are not looked
-        at."""
+        at. A stack of more bytes than its target is rounded on the host: half the bytes to move and to swap."""
         self._reserve(depth * reads[0].num_bytes)
-        stack = np.empty((depth, *reads[0].read_shape), reads[0].dtype)
+        stored = np.dtype(reads[0].dtype)
+        stack = np.empty((depth, *reads[0].read_shape), dtype if dtype.itemsize < stored.itemsize else stored)
         starts = np.zeros((depth, len(reads[0].start)), np.int32)
-        for row, read in enumerate(reads):
-            stack[row], starts[row] = self._read(read), read.start
+        with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
+            for row, read in enumerate(reads):
+                stack[row], starts[row] = self._read(read), read.start
         written: list[jax.Array] = []
         for shard, own_format in zip(shards, formats, strict=True):
             layout = reads[0].transpose, reads[0].shape, dtype

@@ -1,0 +1,208 @@
+"""Quantised matrices as virtual tensors: any box of one is computed from the codes and scales that the box needs.
+
+    number[o, i] = float32(code[o, i] - zero[o // R, g]) * float32(scale[o // R, g])      g = i // C, or a map's g[i]
+
+One multiplication in float32, rounded to nearest even. The loader rounds once more, to the dtype that is served, so a
+header says float32. Blocks of R x C count from 0 and the last one of an axis is cut short: a box may begin and end
+anywhere. `part` reads codes and scales, `dequantize` multiplies them on the host; a device may multiply a part instead.
+
+Dims: O outputs, I inputs, R and C of a block, J x G the grid of scales, W words of a row. Leading axes are experts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.quantization_config import Codes, StorageFormat
+from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.loading.virtual_tensors import Header
+
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_WORD_BITS = 32
+_SLAB = 1 << 18  # numbers
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedPart:
+    """A box of a quantised matrix, as it is stored: small integers or e4m3 codes, and the scales that the box meets.
+    `row_groups` and `column_groups` are the scale's row and column of each row and column of the box."""
+
+    codes: Shaped[np.ndarray, "*E o i"]
+    scales: Float[np.ndarray, "*E j g"]
+    zero_points: Int[np.ndarray, "*E j g"] | None
+    row_groups: Int[np.ndarray, " o"]
+    column_groups: Int[np.ndarray, " i"]
+
+    def dequantize(self) -> Float[np.ndarray, "*E o i"]:
+        """The numbers, float32; computed in slabs of rows that stay in the cache."""
+        numbers, count = np.empty(self.codes.shape, np.float32), len(self.row_groups)
+        depth = max(1, _SLAB * count // max(1, numbers.size))
+        for first in range(0, count, depth):
+            rows = slice(first, min(first + depth, count))
+            self._fill(numbers[..., rows, :], rows)
+        return numbers
+
+    def _fill(self, numbers: Float[np.ndarray, "*E r i"], rows: slice) -> None:
+        """Write the numbers of some rows."""
+        codes, groups = self.codes[..., rows, :], self.row_groups[rows]
+        if groups[0] == groups[-1]:  # they never fall
+            groups = groups[:1]
+        if codes.dtype == ml_dtypes.float8_e4m3fn:
+            np.take(E4M3_VALUES, codes.view(np.uint8), out=numbers, mode="clip")
+        elif self.zero_points is None:
+            numbers[...] = codes
+        else:
+            numbers[...] = codes.astype(np.int16) - self._expanded(self.zero_points, groups)
+        numbers *= self._expanded(self.scales, groups)
+
+    def _expanded(
+        self, grid: Shaped[np.ndarray, "*E j g"], groups: Int[np.ndarray, " r"]
+    ) -> Shaped[np.ndarray, "*E r_or_1 i_or_1"]:
+        """The grid's entry of each number of some rows; an axis of one group is left to broadcast."""
+        grid = np.take(grid, groups, axis=-2)
+        return np.take(grid, self.column_groups, axis=-1) if grid.shape[-1] > 1 else grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedMatrix:
+    """A matrix [O, I], or [E, O, I], of float32 from its stored tensors. `shape` is checked against the headers by
+    quantized_checkpoint.py. `unused`: tensors of the module that a product of quantised activations would need."""
+
+    name: str
+    shape: tuple[int, ...]
+    storage: StorageFormat
+    codes: str
+    scales: str
+    zero_points: str | None = None
+    has_packed_zeros: bool = False  # in words, along the rows of the grid
+    group_map: str | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        named = (self.codes, self.scales, self.zero_points, self.group_map, *self.unused)
+        return tuple(name for name in named if name is not None)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """R and C."""
+        rows, columns = self.shape[-2:]
+        return self.storage.rows or rows, self.storage.columns or columns
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        sides = zip(self.shape[-2:], self.block, strict=True)
+        return (*self.shape[:-2], *(math.ceil(size / side) for size, side in sides))
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        return self.shape, "float32"
+
+    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E o i"]:
+        """The box, float32. Raises CheckpointError for scales that are negative or not finite, NaN codes, products
+        beyond float32, and maps or zero points out of range."""
+        part = self.part(checkpoint, box)
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = part.dequantize()
+        if part.codes.dtype == ml_dtypes.float8_e4m3fn and not np.isfinite(numbers).all():
+            found = "a NaN code" if np.isnan(numbers).any() else "a product beyond float32"
+            raise self._error(checkpoint, self.codes, f"holds {found}", "finite numbers")
+        return numbers
+
+    def part(self, checkpoint: Checkpoint, box: Box) -> QuantizedPart:
+        """Read the codes and scales of the box."""
+        lead, (rows, columns) = box[:-2], box[-2:]
+        row_side, column_side = self.block
+        grid_rows = _grid_side(rows, row_side)
+        row_groups = np.arange(rows.start, rows.stop) // row_side - grid_rows.start
+        grid_columns = _grid_side(columns, column_side)
+        column_groups = np.arange(columns.start, columns.stop) // column_side - grid_columns.start
+        if self.group_map is not None:
+            column_groups, grid_columns = self._mapped(checkpoint, columns), slice(0, self.grid[-1])
+        grid_box = (*lead, grid_rows, grid_columns)
+        return QuantizedPart(
+            codes=self._codes(checkpoint, box),
+            scales=self._scales(checkpoint, grid_box),
+            zero_points=None if self.zero_points is None else self._zeros(checkpoint, grid_box),
+            row_groups=row_groups,
+            column_groups=column_groups,
+        )
+
+    def _codes(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
+        if self.storage.codes is not Codes.PACKED:
+            return checkpoint.read(self.codes, box)
+        rows, columns = box
+        count = _WORD_BITS // self.storage.bits
+        first, last = columns.start // count, math.ceil(columns.stop / count)
+        words = checkpoint.read(self.codes, (rows, slice(first, last)))
+        low = columns.start - first * count
+        return unpack_words(words, self.storage.bits)[:, low : low + columns.stop - columns.start]
+
+    def _scales(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E j g"]:
+        if math.prod(self.grid) == 1:  # also a scalar
+            scales = checkpoint.read(self.scales).reshape(self.grid)
+        else:
+            scales = checkpoint.read(self.scales, box)
+        scales = scale_values(scales)
+        if not np.isfinite(scales).all() or np.signbit(scales).any():
+            wrong = scales[~np.isfinite(scales) | np.signbit(scales)]
+            raise self._error(checkpoint, self.scales, f"holds {wrong.flat[0]}", "finite scales that are not negative")
+        return scales
+
+    def _zeros(self, checkpoint: Checkpoint, box: Box) -> Int[np.ndarray, "j g"]:
+        """Zero points of the box of the grid: integers as they are, or packed in words along the grid's rows."""
+        assert self.zero_points is not None
+        if not self.has_packed_zeros:
+            zeros, bound = checkpoint.read(self.zero_points, box).astype(np.int16), 1 << (self.storage.bits - 1)
+            if ((zeros < -bound) | (zeros >= bound)).any():
+                wrong = zeros[(zeros < -bound) | (zeros >= bound)].flat[0]
+                raise self._error(checkpoint, self.zero_points, f"holds {wrong}", f"{-bound} to {bound - 1}")
+            return zeros
+        rows, columns = box
+        count = _WORD_BITS // self.storage.bits
+        first, last = rows.start // count, math.ceil(rows.stop / count)
+        words = checkpoint.read(self.zero_points, (slice(first, last), columns))
+        low = rows.start - first * count
+        zeros = unpack_words(np.ascontiguousarray(words.T), self.storage.bits).T
+        return zeros[low : low + rows.stop - rows.start].astype(np.int16)
+
+    def _mapped(self, checkpoint: Checkpoint, columns: slice) -> Int[np.ndarray, " i"]:
+        assert self.group_map is not None
+        groups = checkpoint.read(self.group_map, (columns,)).astype(np.int64)
+        if ((groups < 0) | (groups >= self.grid[-1])).any():
+            wrong = groups[(groups < 0) | (groups >= self.grid[-1])][0]
+            raise self._error(checkpoint, self.group_map, f"holds {wrong}", f"groups 0 to {self.grid[-1] - 1}")
+        return groups
+
+    def _error(self, checkpoint: Checkpoint, name: str, found: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{checkpoint.path}: {name} {found}; expected {expected}; copy the checkpoint again")
+
+
+def scale_values(scales: Shaped[np.ndarray, "*E j g"]) -> Float[np.ndarray, "*E j g"]:
+    """Scales in float32, exactly. Bytes are exponents plus 127 (ue8m0); 255 is NaN."""
+    if scales.dtype == np.uint8:
+        scales = scales.view(ml_dtypes.float8_e8m0fnu)
+    return scales.astype(np.float32)
+
+
+def unpack_words(words: Int[np.ndarray, "o w"], bits: int) -> Int[np.ndarray, "o n"]:
+    """Signed integers (int8) of words that hold them as number + 2^(bits - 1), the lowest bits first."""
+    stored = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    if bits == 4:
+        numbers = np.empty((len(stored), 2 * stored.shape[1]), np.uint8)
+        numbers[:, 0::2], numbers[:, 1::2] = stored & 15, stored >> 4
+    else:
+        assert bits == 8, bits
+        numbers = stored
+    return (numbers ^ 128).view(np.int8) if bits == 8 else numbers.view(np.int8) - np.int8(8)
+
+
+def _grid_side(side: slice, size: int) -> slice:
+    """The blocks that a range meets."""
+    return slice(side.start // size, math.ceil(side.stop / size))

@@ -1,0 +1,498 @@
+"""Quantised checkpoints of five families in the engine, against their dequantised copies: weights, tokens, logprobs and
+rows equal to the bit; transformers judges the copy. Widths of 576, 320, 192 and 160 cut the last block short.
+
+transformers itself is no oracle of blocks that are cut short: it stretches them."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from oracles.families import CASES, VOCAB_SIZE, Oracle
+from routed_experts import Engine, extract_routed_experts_from_meta_info
+from routed_experts.core.errors import CheckpointError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.inspection import inspect_model
+from routed_experts.models.loading import weight_loader
+from routed_experts.models.loading.export import hugging_face_tensors
+from routed_experts.models.model_folder import ModelFolder
+from support.quantized_checkpoints import (
+    PROJECTIONS,
+    compressed_config,
+    forms,
+    fp8,
+    fp8_config,
+    quantize_folder,
+    read_tensors,
+    write_folder,
+)
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+EXPERTS = re.compile(r".*\.experts\.\d+\..*_proj\.weight")  # all that Kimi-K2 quantises
+SMALL = dict(num_hidden_layers=2, hidden_size=192)
+FAMILIES = {  # by name: the case, its sizes, the form
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        dict(
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            moe_intermediate_size=160,
+            intermediate_size=320,
+            first_k_dense_replace=1,
+        ),
+        "fp8 blocks",
+    ),
+    "Qwen3-MoE": ("Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0]), "fp8 ue8m0"),
+    "MiniMax-M2": ("MiniMaxM2", dict(hidden_size=160, intermediate_size=192), "fp8 blocks"),
+    "GLM-4": ("Glm4Moe", dict(moe_intermediate_size=160), "float channel"),
+    "Kimi-K2": (
+        "DeepseekV3",
+        dict(moe_intermediate_size=160, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=32),
+        "int4",
+    ),
+}
+PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 20), (1, 7))]
+ENGINE = dict(
+    skip_tokenizer_init=True,
+    precompile_bs_paddings=(4,),
+    precompile_token_paddings=(32,),
+    page_size=8,
+    max_total_tokens=256,
+    context_length=64,
+    enable_return_routed_experts=True,
+)
+ASK = dict(
+    sampling_params={"temperature": 0.0, "max_tokens": 6, "ignore_eos": True},
+    return_logprob=True,
+    return_routed_experts=True,
+)
+MARGIN = 1e-4
+
+
+def sized_case(name, sizes):
+    case = CASES[name]
+    layer_ids = (0, 1) if name == "MiniMaxM2" else (1,)
+    return dataclasses.replace(case, config=case.config | SMALL | sizes, layer_ids=layer_ids)
+
+
+@dataclasses.dataclass
+class Written:
+    """Folders of one model: the quantised one and its copy."""
+
+    oracle: Oracle
+    quantized: object
+    copy: object
+    names: list
+
+
+def write(folder, family, form=None):
+    name, sizes, own = FAMILIES[family]
+    oracle = Oracle(sized_case(name, sizes), folder / "plain")
+    chosen = EXPERTS if family == "Kimi-K2" else PROJECTIONS
+    names = quantize_folder(
+        folder / "plain", folder / "small", folder / "copy", forms()[form or own], chosen=chosen.fullmatch
+    )
+    return Written(oracle, folder / "small", folder / "copy", names)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("qwen"), "Qwen3-MoE", "fp8 blocks")
+
+
+def states(folder, dtype="float32"):
+    state = nnx.state(ModelFolder.open(folder).load(jnp.dtype(dtype)))
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+
+
+def same_states(left, right):
+    return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)
+
+
+def answers(engine):
+    """What an engine says to the prompts, to the bit."""
+    results = [engine.generate(input_ids=prompt, **ASK) for prompt in PROMPTS]
+    return [
+        (
+            result["output_ids"],
+            result["meta_info"]["output_token_logprobs"],
+            extract_routed_experts_from_meta_info(result).tobytes(),
+        )
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_checkpoint_answers_as_its_dequantised_copy_by_the_bit(tmp_path, family):
+    written = write(tmp_path, family)
+    with Engine(str(written.copy), dtype="float32", **ENGINE) as engine:
+        expected = answers(engine)
+        live = engine.score(PROMPTS[0])
+        engine.update_weights_from_disk(tmp_path / "plain")
+        assert answers(engine) != expected, "quantisation must be seen"
+        engine.update_weights_from_disk(written.quantized)
+        assert answers(engine) == expected
+        again = engine.score(PROMPTS[0], routed=live.routed_experts)
+        assert np.array_equal(again.logprobs, live.logprobs)
+    for prompt, (tokens, logprobs, _) in zip(PROMPTS, expected, strict=True):
+        judged = judge(written.copy, [*prompt, *tokens])
+        for step, (value, token, _) in enumerate(logprobs):
+            row = judged[len(prompt) - 1 + step]
+            second, best = np.sort(row)[-2:]
+            assert token == int(np.argmax(row)) or best - second < MARGIN
+            assert abs(row[token] - value) < MARGIN
+
+
+def judge(folder, tokens):
+    """Logprobs of transformers, [S, V]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double()
+    return torch.log_softmax(logits, -1).numpy()
+
+
+@pytest.mark.parametrize("form", forms())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_loads_the_numbers_of_its_copy_rounded_once(tmp_path_factory, form, dtype):
+    written = write(tmp_path_factory.mktemp("form"), "Qwen3-MoE", form)
+    assert len(written.names) > 20
+    small, copy = (states(folder, dtype) for folder in (written.quantized, written.copy))
+    assert same_states(small, copy)
+
+
+def test_a_started_engine_serves_and_plans_bfloat16(qwen, tmp_path):
+    """The plain tensors of a published checkpoint are bfloat16, and so is what is served."""
+    tensors = read_tensors(qwen.quantized)
+    plain = {name for name, tensor in tensors.items() if tensor.dtype == np.float32 and "scale" not in name}
+    halved = {name: tensor.astype(ml_dtypes.bfloat16) if name in plain else tensor for name, tensor in tensors.items()}
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    folder = write_folder(tmp_path / "half", config, halved)
+    assert ModelFolder.open(folder).dtype("auto") == jnp.bfloat16
+    model = inspect_model(ServerArgs(model_path=str(folder), **ENGINE))
+    assert model.dtype == "bfloat16"
+    line = model.memory_plan[0]
+    assert line.startswith("checkpoint ") and line.endswith("fp8 (blocks 128 x 128), served as bfloat16"), line
+    with Engine(str(folder), **ENGINE) as engine:
+        assert line in engine.memory_plan
+        assert len(answers(engine)) == len(PROMPTS)
+
+
+def test_a_plain_checkpoint_has_no_such_line(qwen):
+    assert not any("checkpoint" in line for line in inspect_model(ServerArgs(model_path=str(qwen.copy))).memory_plan)
+
+
+@pytest.mark.parametrize(("form", "described"), [(name, form.described) for name, form in forms().items()])
+def test_a_form_is_described_in_words(tmp_path_factory, form, described):
+    written = write(tmp_path_factory.mktemp("words"), "Qwen3-MoE", form)
+    assert str(ModelFolder.open(written.quantized).quantization) == described
+
+
+def test_headers_of_quantised_tensors_say_float32(qwen):
+    folder = ModelFolder.open(qwen.quantized)
+    assert set(qwen.names) == folder.quantized
+    assert all(folder.checkpoint.names()[name][1] == "float32" for name in qwen.names)
+
+
+def test_slabs_of_a_large_array_are_dequantised_as_the_whole(qwen, monkeypatch):
+    """Arrays above the host's budget are read in rows that begin and end within blocks."""
+    whole, load = states(qwen.copy, "bfloat16"), weight_loader.load
+    monkeypatch.setattr(weight_loader, "load", lambda *args, **kwargs: load(*args, host_bytes=20_000, **kwargs))
+    assert same_states(states(qwen.quantized, "bfloat16"), whole)
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "int4-g32-asym", "int8-asym"])
+def test_a_checkpoint_of_compressed_tensors_itself_has_the_numbers_that_it_gives(name):
+    """Written by compressed-tensors 0.20.0, and once more after its own `decompress_model`, both in bfloat16."""
+    folder = Path(__file__).parent / "compressed_tensors_files" / name
+    assert len(ModelFolder.open(folder / "small").quantized) == 23
+    assert same_states(*(states(folder / kind, "bfloat16") for kind in ("small", "copy")))
+
+
+def test_an_export_holds_plain_weights(qwen):
+    folder = ModelFolder.open(qwen.quantized)
+    exported = hugging_face_tensors(folder.load(jnp.dtype("float32")), folder.sources, "float32")
+    expected = read_tensors(qwen.copy)
+    assert exported.keys() == expected.keys()
+    assert all(exported[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_experts_of_another_folder_may_be_quantised(qwen):
+    folder = ModelFolder.open(qwen.oracle.folder).with_experts_from(
+        qwen.quantized, lambda target: target.endswith((".gate_up", ".down"))
+    )
+    state = nnx.state(folder.load(jnp.dtype("float32")))
+    loaded = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+    experts = {name: array for name, array in states(qwen.copy).items() if name.endswith((".gate_up", ".down"))}
+    assert experts and all(loaded[name].tobytes() == array.tobytes() for name, array in experts.items())
+    assert not same_states(loaded, states(qwen.copy)), "the other tensors are those of the plain folder"
+
+
+def test_stacks_of_experts_are_read_before_their_axes_are_swapped(tmp_path):
+    """Qwen3-VL-MoE holds the experts of a layer in one tensor, with a grid of scales an expert."""
+    plain = Oracle(CASES["Qwen3VLMoe"], tmp_path / "plain").folder
+    tensors, config = read_tensors(plain), json.loads((plain / "config.json").read_text())
+    small, copy = dict(tensors), dict(tensors)
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    for name in stacks:
+        written = [fp8(matrix, (32, 16)) for matrix in tensors[name]]
+        small[name] = np.stack([one.stored["weight"] for one in written])
+        small[f"{name}_scale_inv"] = np.stack([one.stored["weight_scale_inv"] for one in written])
+        copy[name] = np.stack([one.numbers for one in written])
+    write_folder(tmp_path / "small", config | {"quantization_config": fp8_config((32, 16))}, small)
+    write_folder(tmp_path / "copy", config, copy)
+    assert stacks and same_states(states(tmp_path / "small"), states(tmp_path / "copy"))
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 4)])
+def test_shards_that_cut_blocks_answer_as_shards_of_the_copy(tmp_path, tp_size, ep_size):
+    """Width 320 over 4 devices is 80 each, 192 is 48: no cut falls on a block of 128."""
+    oracle = Oracle(
+        sized_case("Qwen3Moe", dict(moe_intermediate_size=320, mlp_only_layers=[0], num_key_value_heads=4)),
+        tmp_path / "plain",
+    )
+    quantize_folder(oracle.folder, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    sizes = dict(tp_size=tp_size, ep_size=ep_size, dtype="float32", **ENGINE)
+    with Engine(str(tmp_path / "copy"), **sizes) as engine:
+        expected = answers(engine)
+        engine.update_weights_from_disk(tmp_path / "plain")
+        assert answers(engine) != expected
+        engine.update_weights_from_disk(tmp_path / "small")
+        assert answers(engine) == expected
+
+
+# refused
+
+
+def of(end, name="model.layers.1.mlp.experts.0.down_proj"):
+    return f"{name}.{end}"
+
+
+def without(end):
+    def change(tensors, config):
+        del tensors[of(end)]
+
+    return change
+
+
+def with_tensor(end, value, name="model.layers.1.mlp.experts.0.down_proj"):
+    def change(tensors, config):
+        tensors[of(end, name)] = value(tensors.get(of(end, name))) if callable(value) else value
+
+    return change
+
+
+def with_config(**values):
+    def change(tensors, config):
+        config["quantization_config"] |= values
+
+    return change
+
+
+def with_weights(**values):
+    def change(tensors, config):
+        config["quantization_config"]["config_groups"]["group_0"]["weights"] |= values
+
+    return change
+
+
+def quantized_module(name):
+    def change(tensors, config):
+        stored = fp8(tensors[f"{name}.weight"].astype(np.float32)).stored
+        tensors.update({f"{name}.{end}": array for end, array in stored.items()})
+
+    return change
+
+
+def widened(columns):
+    """Words for another number of inputs than a multiple of the group."""
+
+    def change(tensors, config):
+        tensors[of("weight_packed")] = np.zeros((192, (columns + 7) // 8), np.int32)
+        tensors[of("weight_shape")] = np.array([192, columns])
+        tensors[of("weight_scale")] = np.ones((192, -(-columns // 32)), ml_dtypes.bfloat16)
+
+    return change
+
+
+E4M3 = ml_dtypes.float8_e4m3fn
+FP8_FAULTS = {
+    "a scale is missing": (without("weight_scale_inv"), ["down_proj.weight is F8_E4M3 and has no scale"]),
+    "a scale of a plain matrix": (
+        with_tensor("weight", lambda tensor: tensor.astype(np.float32)),
+        ["down_proj.weight is float32 and has the scale", "F8_E4M3"],
+    ),
+    "a scale without a matrix": (without("weight"), ["down_proj.weight_scale_inv has no weight beside it"]),
+    "another grid": (
+        with_tensor("weight_scale_inv", np.ones((2, 2), np.float32)),
+        ["down_proj.weight_scale_inv is [2, 2]", "[2, 3]", "blocks 128 x 128"],
+    ),
+    "integer scales": (
+        with_tensor("weight_scale_inv", np.ones((2, 3), np.int32)),
+        ["down_proj.weight_scale_inv is I32", "float32"],
+    ),
+    "e5m2": (
+        with_tensor("weight", lambda tensor: tensor.astype(ml_dtypes.float8_e5m2)),
+        ["down_proj.weight is F8_E5M2", "F8_E4M3"],
+    ),
+    "two scales": (with_tensor("weight_scale", np.ones((2, 3), np.float32)), ["both scale", "down_proj.weight"]),
+    "a module of the skip list": (
+        with_config(modules_to_not_convert=["model.layers.1.mlp.experts.0.down_proj"]),
+        ["down_proj.weight is quantised", "config.json leaves the module out"],
+    ),
+    "a part of the skip list": (with_config(ignored_layers=["experts"]), ["is quantised", "leaves the module out"]),
+    "a router": (quantized_module("model.layers.1.mlp.gate"), ["mlp.gate.weight is quantised", "plain embeddings"]),
+    "the embeddings": (quantized_module("model.embed_tokens"), ["embed_tokens.weight is quantised", "routers"]),
+    "an unknown key": (with_config(rotation="hadamard"), ["rotation", "may change weights"]),
+    "another float": (with_config(fmt="e5m2"), ["fmt='e5m2'", "e4m3"]),
+    "another scale": (with_config(scale_fmt="log"), ["scale_fmt='log'", "ue8m0"]),
+    "fp4 experts": (with_config(expert_dtype="fp4"), ["expert_dtype='fp4'"]),
+    "a block of three": (with_config(weight_block_size=[1, 2, 3]), ["weight_block_size=[1, 2, 3]"]),
+    "a block of nothing": (with_config(weight_block_size=[0, 128]), ["weight_block_size=[0, 128]"]),
+    "a list of numbers": (with_config(ignored_layers=[3]), ["ignored_layers=[3]", "strings"]),
+}
+INT4_FAULTS = {
+    "a scale is missing": (without("weight_scale"), ["weight_packed has no", "weight_scale beside it"]),
+    "a shape is missing": (without("weight_shape"), ["weight_packed has no", "weight_shape beside it"]),
+    "a shape that words do not hold": (
+        with_tensor("weight_shape", np.array([192, 300])),
+        ["weight_shape is (192, 300)", "[192, 40]", "[192, 38] words"],
+    ),
+    "a shape of three": (with_tensor("weight_shape", np.array([1, 192, 320])), ["weight_shape is [3]"]),
+    "another number of groups": (
+        with_tensor("weight_scale", np.ones((192, 11), ml_dtypes.bfloat16)),
+        ["weight_scale is [192, 11]", "[192, 10]"],
+    ),
+    "inputs that no group divides": (widened(330), ["has 330 inputs", "a multiple of group_size=32"]),
+    "exponents for scales": (
+        with_tensor("weight_scale", np.ones((192, 10), np.uint8)),
+        ["weight_scale is U8", "bfloat16"],
+    ),
+    "words of another dtype": (
+        with_tensor("weight_packed", lambda tensor: tensor.astype(np.int64)),
+        ["weight_packed is I64", "I32"],
+    ),
+    "zero points of symmetric numbers": (
+        with_tensor("weight_zero_point", np.zeros((24, 10), np.int32)),
+        ["weight_zero_point is there", "symmetric: True"],
+    ),
+    "no zero points": (with_weights(symmetric=False), ["weight_zero_point is missing", "symmetric: False"]),
+    "a map without actorder": (
+        with_tensor("weight_g_idx", np.zeros(320, np.int32)),
+        ["weight_g_idx is there", "actorder: False"],
+    ),
+    "no map": (with_weights(actorder="group"), ["weight_g_idx is missing", "actorder: True"]),
+    "another actorder": (with_weights(actorder="best"), ["actorder='best'", "group or weight"]),
+    "another format": (with_config(format="nvfp4-pack-quantized"), ["group_0", "format='nvfp4-pack-quantized'"]),
+    "a plain word for packed numbers": (
+        with_config(format="naive-quantized"),
+        ["num_bits=4", "8 in the format naive-quantized"],
+    ),
+    "bits that are not packed": (with_weights(num_bits=3), ["num_bits=3", "4 or 8"]),
+    "an unknown key of weights": (with_weights(rotation=1), ["rotation", "may change weights"]),
+    "no group": (with_config(config_groups={}), ["config_groups", "at least one group"]),
+    "rotated weights": (with_config(transform_config={"R1": {}}), ["transform_config", "rotates"]),
+    "sparse weights": (with_config(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse-24-bitmask", "dense"]),
+    "a bad expression": (with_config(ignore=["re:("]), ["'re:('", "regular expression"]),
+    "no group targets it": (
+        with_config(
+            config_groups=compressed_config(
+                "pack-quantized", targets=["re:.*self_attn.*"], num_bits=4, strategy="group", group_size=32
+            )["config_groups"]
+        ),
+        ["is quantised", "no group of config.json targets it"],
+    ),
+    "a module that is ignored": (with_config(ignore=[r"re:.*down_proj"]), ["is quantised", "leaves the module out"]),
+}
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("int4"), "Qwen3-MoE", "int4")
+
+
+def refusal(source, folder, change):
+    """The error for a good checkpoint after `change`; the engine must not start and no array may be made."""
+    tensors = read_tensors(source)
+    config = json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    num_arrays = len(jax.live_arrays())
+    with pytest.raises(CheckpointError) as caught:
+        ModelFolder.open(write_folder(folder, config, tensors))
+    assert len(jax.live_arrays()) <= num_arrays, "memory was taken"
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message and "expected" in message
+    return message
+
+
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+def test_a_faulty_fp8_checkpoint_is_refused_by_name(qwen, tmp_path, fault):
+    change, words = FP8_FAULTS[fault]
+    message = refusal(qwen.quantized, tmp_path / "bad", change)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("fault", INT4_FAULTS)
+def test_a_faulty_packed_checkpoint_is_refused_by_name(int4, tmp_path, fault):
+    change, words = INT4_FAULTS[fault]
+    message = refusal(int4.quantized, tmp_path / "bad", change)
+    assert all(word in message for word in words), message
+
+
+def test_two_methods_are_refused(qwen, tmp_path):
+    def change(tensors, config):
+        config["compression_config"] = compressed_config("float-quantized", strategy="channel")
+
+    message = refusal(qwen.quantized, tmp_path / "bad", change)
+    assert "says twice how weights are quantised (quantization_config, compression_config)" in message
+
+
+def test_a_file_of_modelopt_beside_it_is_refused(qwen, tmp_path):
+    folder = shutil.copytree(qwen.quantized, tmp_path / "bad")
+    (folder / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says that weights are quantised by ModelOpt"):
+        ModelFolder.open(folder)
+
+
+def test_codes_without_a_method_are_refused(qwen, tmp_path):
+    message = refusal(qwen.quantized, tmp_path / "bad", lambda tensors, config: config.pop("quantization_config"))
+    assert "look quantised by fp8 blocks" in message
+
+
+def test_a_method_without_codes_is_refused(qwen, tmp_path):
+    message = refusal(qwen.copy, tmp_path / "bad", lambda _, config: config.update(quantization_config=fp8_config()))
+    assert "no tensor of the checkpoint is quantised" in message
+
+
+@pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
+def test_a_scale_that_no_matrix_has_stops_the_load(qwen, tmp_path, value):
+    tensors = read_tensors(qwen.quantized)
+    tensors[of("weight_scale_inv")][0, 0] = value
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    folder = ModelFolder.open(write_folder(tmp_path / "bad", config, tensors))
+    with pytest.raises(CheckpointError, match=rf"down_proj\.weight_scale_inv holds {value}; expected finite scales"):
+        folder.load(jnp.dtype("float32"))
+
+
+def test_a_bad_push_leaves_the_served_weights(qwen, tmp_path):
+    tensors = read_tensors(qwen.quantized)
+    tensors[of("weight")] = np.full((192, 320), 0x7F, np.uint8).view(E4M3)
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    bad = write_folder(tmp_path / "bad", config, tensors)
+    with Engine(str(qwen.quantized), dtype="float32", **ENGINE) as engine:
+        expected = answers(engine)
+        with pytest.raises(CheckpointError, match=r"down_proj\.weight holds a NaN code"):
+            engine.update_weights_from_disk(bad)
+        assert answers(engine) == expected
