@@ -37,6 +37,7 @@ SMALLEST = {
     "host_work": ["--batch", "2", "--new", "8"],
     "http_overhead": ["--small"],
     "launches": ["--small"],
+    "quantized_product": ["--small"],
     "replay": ["--small"],
     "residency": ["--small"],
     "selection": ["--repeats", "1"],

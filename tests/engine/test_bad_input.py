@@ -514,7 +514,7 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"precompile_token_paddings": [0, 32]}, "precompile_token_paddings"),
         ({"max_running_requests": 0}, "max_running_requests=0 must be an integer of at least 1"),
         ({"page_sise": 4}, "page_sise is no parameter of Engine; did you mean page_size?"),
-        ({"quantization": "fp8"}, "quantization='fp8' is refused: weights are served in the checkpoint's"),
+        ({"quantization": "fp8"}, "quantization='fp8' is refused: quantised checkpoints are recognised by"),
         ({"max_num_seqs": 4, "max_running_requests": 4}, "max_num_seqs and max_running_requests are one parameter"),
         ({"nnodes": 2, "node_rank": 1, "dist_init_addr": "h:1"}, "node_rank=1: an Engine is process 0 of its group"),
         ({"device": "cuda"}, "device='cuda', but the default devices of JAX here are of the platform 'cpu'"),

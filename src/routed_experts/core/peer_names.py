@@ -415,7 +415,7 @@ NO_EFFECT: tuple[NameGroup, ...] = (
 )
 REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
-        reason="weights are served in the checkpoint's floating-point format; give an unquantised checkpoint",
+        reason="quantised checkpoints are recognised by their config and served in dtype; leave it out",
         own=("auto",),
         switches="enable_quant_communications quantize_and_serve",
         values="""

@@ -95,9 +95,9 @@ def read_config(
     return config
 
 
-def quantization_sections(config: Mapping[str, object]) -> list[tuple[str, Mapping[str, object]]]:
+def quantization_sections(path: Path, config: Mapping[str, object]) -> list[tuple[str, Mapping[str, object]]]:
     """The objects of config.json, or of its text model's part, that say how weights are quantised, with their keys.
-    Raises CheckpointError for one that is no object."""
+    Raises CheckpointError for one that is no object; `path` names the file there."""
     inner = config.get("text_config")
     found: list[tuple[str, Mapping[str, object]]] = []
     for section in (config, inner if isinstance(inner, dict) else {}):
@@ -106,14 +106,14 @@ def quantization_sections(config: Mapping[str, object]) -> list[tuple[str, Mappi
             if isinstance(value, dict):
                 found.append((key, value))
             elif value is not None:
-                raise CheckpointError(f"config.json has {key}={value!r}; expected an object; correct the file")
+                raise CheckpointError(f"{path} has {key}={value!r}; expected an object; correct the file")
     return found
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, object], readable: Collection[str]) -> None:
     """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
     cannot read."""
-    sections = quantization_sections(config)
+    sections = quantization_sections(folder / "config.json", config)
     for key, section in sections:
         method = section.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
         if method in readable:

@@ -93,7 +93,7 @@ class QuantizationConfig:
         """Read the quantisation of a config that `read_config` accepted; None where there is none that is read here.
         Raises CheckpointError for what is not loaded, naming the key."""
         path = Path(folder) / "config.json"
-        for key, section in quantization_sections(values):
+        for key, section in quantization_sections(path, values):
             reader = ConfigReader(section, f"{path}: {key}", {})
             method = section.get("quant_method", COMPRESSED if key == "compression_config" else None)
             if method == FP8:
