@@ -1,5 +1,7 @@
 """One engine, server and client for the tests of agents: a model that writes calls and thoughts by script."""
 
+import contextlib
+
 import openai
 import pytest
 
@@ -14,7 +16,9 @@ from support.scripted_checkpoint import write_scripted_checkpoint
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agents")
     write_scripted_checkpoint(folder, SCRIPTS, TEMPLATE, max_position_embeddings=2048)
-    with lazy_compile.lazy_compilation(), open_engine(folder, enable_return_routed_experts=True) as engine:
+    with contextlib.ExitStack() as stack:
+        with lazy_compile.lazy_compilation():  # no longer: other packages' tests run before this fixture ends
+            engine = stack.enter_context(open_engine(folder, enable_return_routed_experts=True))
         yield engine
 
 
