@@ -45,7 +45,7 @@ SMALLEST = {
     "step": ["--small"],
     "structured": ["--small"],
 }
-LONG = ("cpu_parts", "speculative")  # more than half a minute, also in their smallest form
+LONG = ("capture", "cpu_parts", "residency", "speculative", "step")  # 20 s or more, also in their smallest form
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
     "compiled": "compiles for minutes",

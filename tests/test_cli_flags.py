@@ -100,7 +100,10 @@ def test_a_unit_that_differs_is_not_taken_for_ours():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--quantization", "fp8"), "argument --quantization: 'fp8' is refused: quantised checkpoints are recognised by"),
+        (
+            ("--quantization", "fp8"),
+            "argument --quantization: 'fp8' is refused: quantised checkpoints are recognised by",
+        ),
         (("-q", "awq"), "argument -q: 'awq' is refused"),
         (("--quantization=fp8",), "argument --quantization: 'fp8' is refused"),
         (("--enable-lora",), "argument --enable-lora is refused: adapters are not served; merge the adapter"),

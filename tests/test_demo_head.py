@@ -50,6 +50,7 @@ def test_the_head_drafts_well_and_changes_no_answer(temperature, floor):
     assert counts.accept_length >= floor
 
 
+@pytest.mark.thorough
 def test_training_lowers_the_loss_of_every_place():
     """A few steps on little text, in a process of its own: the scripts are no package."""
     code = """

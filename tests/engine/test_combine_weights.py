@@ -217,7 +217,13 @@ def test_experts_on_the_host_run_on_weights_that_are_recorded(tmp_path, rollout)
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("mesh", [{"tp_size": 4}, {"tp_size": 4, "ep_size": 4, "dp_size": 2}], ids=["width", "ranks"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"tp_size": 4}, id="width", marks=pytest.mark.thorough),
+        pytest.param({"tp_size": 4, "ep_size": 4, "dp_size": 2}, id="ranks"),
+    ],
+)
 def test_several_devices_record_them(tmp_path, mesh):
     write_tiny_checkpoint(tmp_path)
     prompts = [random_tokens(length, length) for length in (5, 40, 17, 61)]

@@ -91,7 +91,10 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=pytest.mark.thorough) if name == "one by one" else name for name in SCHEDULES],
+)
 def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
     with Engine(str(target), **SIZES, **EXACT, **SCHEDULES[schedule], speculative=standalone(target)) as engine:
         found = [answers(engine, prompts_of(V), new=NEW, **sampling) for sampling in SAMPLINGS]

@@ -17,6 +17,7 @@ import pytest
 
 OPTION_COUNT, OPTION_REPORTS = "--num-devices", "--device-reports"
 PASSED_ON = (
+    "--thorough",
     "--require-tpu-aot",
     "--require-netns",
     "--hypothesis-profile",

@@ -64,6 +64,7 @@ def test_of_two_devices(request, pytestconfig):
     option = pytestconfig.getoption
     assert hypothesis.settings.get_current_profile_name() == "short"
     assert option("--hypothesis-seed") == "7" and option("--require-tpu-aot") and option("--tb") == "line"
+    assert option("--thorough")
     assert option("-W") == ["error::UserWarning"] and pytestconfig.getini("xfail_strict") is True
     assert option("-k") == "" and not option("--exitfirst")  # the parent selects
 """
@@ -71,6 +72,7 @@ OPTIONS_CONFTEST = CONFTEST.replace(
     "    add_options(parser)",
     """    add_options(parser)
     parser.addoption("--require-tpu-aot", action="store_true")
+    parser.addoption("--thorough", action="store_true")
     hypothesis.settings.register_profile("short", max_examples=1)
 """,
 ).replace("from support", "import hypothesis\nfrom support")
@@ -104,7 +106,7 @@ def test_failures_and_crashes_are_reported(run):
 
 
 def test_the_process_gets_the_options_that_decide_how_a_test_runs(run):
-    options = ["--hypothesis-profile=short", "--hypothesis-seed=7", "--require-tpu-aot", "--tb=line"]
+    options = ["--hypothesis-profile=short", "--hypothesis-seed=7", "--require-tpu-aot", "--thorough", "--tb=line"]
     options += ["-W", "error::UserWarning", "-o", "xfail_strict=true", "-k", "two", "-x"]
     assert run(READS_OPTIONS, OPTIONS_CONFTEST, options)[0] == {"passed": 1}
     assert run(READS_OPTIONS, OPTIONS_CONFTEST)[0] == {"failed": 1}  # without them it can fail
