@@ -11,7 +11,8 @@ is rounded.
 bfloat16: plain weights [I, O], as they are served today. Others hold codes: [I, O], or [O, I], which is the order of
 checkpoints. There the weights are the left operand: Triton decodes them in registers and need not write them back to
 shared memory. to float16: one instruction decodes two codes. Rows are float16 as well, each scaled by a power of two
-so that its largest number is in [2^14, 2^15). A number of a row loses bits only below 2^-28 of the largest.
+so that its largest number is in [2^14, 2^15). A number of a row loses bits only below 2^-28 of the largest. The time
+of this scaling is not counted.
 
 Tiles are chosen by a short run each; then all variants take turns. us: median of the rounds. of bfloat16: median and
 extremes of the rounds' ratios. error: largest difference from float64 on the same codes, over the largest result."""
@@ -39,7 +40,7 @@ REPEATS = 160  # calls of one timed program
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Dims of the product: L layers, E experts of a layer, I inputs, O outputs. Five layers: Pallas' Triton lowering
-    addresses arrays of 2 to 4 GiB with signed 32-bit offsets of elements, so codes of that many bytes are misread."""
+    addresses arrays of up to 4 GiB with 32-bit offsets of elements, and codes of 3.2 GB ended in illegal reads."""
 
     layers: int = 5
     experts: int = 128

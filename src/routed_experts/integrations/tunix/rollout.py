@@ -128,13 +128,13 @@ class RoutedExpertsRollout(base_rollout.BaseRollout):
         """The kept record of each row of a padded batch (prompts [B, P] left, answers [B, C] right). Raises
         RoutingAlignmentError for tokens that were not sampled since the last push or `take`."""
         prompts, answers, pad = np.asarray(prompt_tokens), np.asarray(completion_tokens), self.pad_id()
-        kept = {token_key(record.prompt_ids, record.output_ids, pad): record for record in self._records}
-        found = [kept.get(token_key(*row, pad)) for row in zip(prompts, answers, strict=True)]
+        retained = {token_key(record.prompt_ids, record.output_ids, pad): record for record in self._records}
+        found = [retained.get(token_key(*row, pad)) for row in zip(prompts, answers, strict=True)]
         for index, record in enumerate(found):
             if record is None:
                 raise RoutingAlignmentError(
-                    f"sample {index} is none of the {len(kept)} sequences that were sampled since the last push of "
-                    "weights; score what the rollout returned, before the weights change"
+                    f"sample {index} is none of the {len(retained)} sequences that were sampled since the last push "
+                    "of weights; score what the rollout returned, before the weights change"
                 )
         return [record for record in found if record is not None]
 
