@@ -15,6 +15,7 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
 from routed_experts.layers.parallel_experts import parallel_moe
+from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
@@ -57,8 +58,8 @@ class SharedExperts:
     """The experts of a run that every token runs, as one network a layer; with a `gate`, times the sigmoid of the
     token's product with it."""
 
-    gate_up: Float[Array, "R D 2S"]
-    down: Float[Array, "R S D"]
+    gate_up: Weight  # [R, D, 2S]
+    down: Weight  # [R, S, D]
     gate: Float[Array, "R D 1"] | None = None
 
 
@@ -98,7 +99,7 @@ class FusedSteps:
     of their own."""
 
     max_tokens: int
-    product: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""]], Float[Array, "S N O"]]
+    product: Callable[[Float[Array, "N D"], Weight, Int[Array, ""]], Float[Array, "S N O"]]
     add_parts: Callable[
         [Float[Array, "N D"], Float[Array, "S N D"], Float[Array, "R D"] | None, StreamNorm, Float[Array, "R D O"]],
         tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "P N O"]],
@@ -148,6 +149,9 @@ class Kernels:
     embeddings in place; None: with its transpose. `rows`: norms and gates of a layer that runs in pieces. `group`: the
     devices that share the layers' work; `ranks`: the data ranks that share the experts.
 
+    `code_formats`: of the weights that all of its matrix kernels take as codes and scales, which have `outputs_first` as
+    here; others are dequantised when they are loaded.
+
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
     and in pieces alike: the inputs of a product with matrices of bfloat16, where the processor multiplies pairs (not of
@@ -166,6 +170,8 @@ class Kernels:
     tied_linear: TiedLinear | None = None
     group: AxisGroup = SINGLE_DEVICE
     ranks: AxisGroup = SINGLE_DEVICE
+    code_formats: frozenset[str] = frozenset()
+    outputs_first: bool = False
     stream_dtype: jnp.dtype | None = None
 
     @property

@@ -14,6 +14,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import RouterSpec, RoutingBlock
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
@@ -22,19 +23,19 @@ from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 class StackWeights:
     """The weights of a run, layer axis first; `next_norm` is the norm that follows the run. `norm_offset` is added to
     the scales of the norms of the stream, `residual_scale` multiplies what is added to it. A layer without a router has
-    a dense network, in the arrays of the shared experts."""
+    a dense network, in the arrays of the shared experts. Matrices may be codes and scales, each on its own."""
 
     input_norm: Float[Array, "R D"]
     post_norm: Float[Array, "R D"]
     next_norm: Float[Array, " D"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None = None
     k_norm: Float[Array, "R C"] | Float[Array, "R GC"] | None = None
-    qkv: Float[Array, "R D O"]
-    out: Float[Array, "R HC D"]
+    qkv: Weight  # [R, D, O]
+    out: Weight  # [R, HC, D]
     eps: float
     router: Float[Array, "R D E"] | None = None
-    gate_up: Float[Array, "RE D 2F"] | None = None
-    down: Float[Array, "RE F D"] | None = None
+    gate_up: Weight | None = None  # [RE, D, 2F]
+    down: Weight | None = None  # [RE, F, D]
     qkv_bias: Float[Array, "R O"] | None = None
     out_bias: Float[Array, "R D"] | None = None
     sinks: Float[Array, "R H"] | None = None
@@ -42,8 +43,8 @@ class StackWeights:
     selection_bias: Float[Array, "R E"] | None = None
     gate_up_bias: Float[Array, "RE 2F"] | None = None
     down_bias: Float[Array, "RE D"] | None = None
-    shared_gate_up: Float[Array, "R D 2S"] | None = None
-    shared_down: Float[Array, "R S D"] | None = None
+    shared_gate_up: Weight | None = None  # [R, D, 2S]
+    shared_down: Weight | None = None  # [R, S, D]
     shared_gate: Float[Array, "R D 1"] | None = None
     traits: StackTraits = PLAIN_TRAITS
     norm_offset: float = 0.0

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.layers.quantized import QuantizedWeight, Weight
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +26,8 @@ class ExpertCall:
     ids: Int[Array, "N K"]
     weights: Float[Array, "N K"]
     valid: Bool[Array, " N"]
-    gate_up: Float[Array, "RE D 2F"]
-    down: Float[Array, "RE F D"]
+    gate_up: Weight  # [RE, D, 2F]
+    down: Weight  # [RE, F, D]
     first_expert: Int[Array, ""]
     num_experts: int = dataclasses.field(metadata={"static": True})
     gate_up_bias: Float[Array, "RE 2F"] | None = None
@@ -91,13 +93,33 @@ def biased(
 
 def reference_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Run every expert on every row and pick: no row's result depends on another row. The oracle of all backends."""
-    gate_up = lax.dynamic_slice_in_dim(call.gate_up, call.first_expert, call.num_experts)
-    down = lax.dynamic_slice_in_dim(call.down, call.first_expert, call.num_experts)
+    gate_up = _neighbours(call.gate_up, call.first_expert, call.num_experts)
+    down = _neighbours(call.down, call.first_expert, call.num_experts)
     experts = (call.first_expert + jnp.arange(call.num_experts))[:, None]
-    hidden = gated(biased(jnp.einsum("nd,edf->enf", call.x, gate_up), call.gate_up_bias, experts), call.activation)
+    x = _for_product(call.x, call.gate_up)
+    hidden = gated(biased(jnp.einsum("nd,edf->enf", x, gate_up), call.gate_up_bias, experts), call.activation)
     outputs = biased(jnp.einsum("enf,efd->end", hidden, down), call.down_bias, experts)  # [E, N, D]
     rows = jnp.arange(call.x.shape[0])[:, None]
-    return combine(outputs[call.ids, rows], call.weights, call.valid)
+    return combine(outputs[call.ids, rows], call.weights, call.valid).astype(call.x.dtype)
+
+
+def _for_product(x: Float[Array, "N D"], weights: Weight) -> Float[Array, "N D"]:
+    """Rows as array code multiplies them: in float32 with codes."""
+    return x.astype(jnp.float32) if isinstance(weights, QuantizedWeight) else x
+
+
+def _neighbours(weights: Weight, first: Int[Array, ""], count: int) -> Float[Array, "count D O"]:
+    """Some matrices of a stack; those of codes as float32."""
+    if isinstance(weights, QuantizedWeight):
+        return weights.slice(first, count).dequantize()
+    return lax.dynamic_slice_in_dim(weights, first, count)
+
+
+def _picked(weights: Weight, experts: Int[Array, " T"]) -> Float[Array, "T D O"]:
+    """Matrices by index; those of codes as float32."""
+    if isinstance(weights, QuantizedWeight):
+        return weights.take(experts).dequantize()
+    return jnp.take(weights, experts, axis=0)
 
 
 def combine(
@@ -157,20 +179,20 @@ def tiled_experts(call: ExpertCall) -> Float[Array, "N D"]:
     (num_rows, top_k), width = call.ids.shape, call.x.shape[1]
     tile = tile_rows(call.ids.size, call.num_experts)
     plan = plan_tiles(call.ids, call.valid, num_experts=call.num_experts, tile=tile)
-    sorted_x = jnp.take(call.x, plan.order // top_k, axis=0)
-    sorted_x = jnp.concatenate([sorted_x, jnp.zeros((tile, width), call.x.dtype)])
+    sorted_x = jnp.take(_for_product(call.x, call.gate_up), plan.order // top_k, axis=0)
+    sorted_x = jnp.concatenate([sorted_x, jnp.zeros((tile, width), sorted_x.dtype)])
 
     def run_tile(index: Int[Array, ""], outputs: Float[Array, "NKT D"]) -> Float[Array, "NKT D"]:
         expert, start = call.first_expert + plan.tile_expert[index], plan.tile_start[index]
         rows = lax.dynamic_slice_in_dim(sorted_x, start, tile)
-        gate_up = lax.dynamic_index_in_dim(call.gate_up, expert, keepdims=False)
-        down = lax.dynamic_index_in_dim(call.down, expert, keepdims=False)
+        gate_up = _neighbours(call.gate_up, expert, 1)[0]
+        down = _neighbours(call.down, expert, 1)[0]
         hidden = gated(biased(rows @ gate_up, call.gate_up_bias, expert), call.activation)
         return lax.dynamic_update_slice_in_dim(outputs, biased(hidden @ down, call.down_bias, expert), start, axis=0)
 
     outputs = lax.fori_loop(0, plan.num_tiles, run_tile, jnp.zeros_like(sorted_x))
     outputs = jnp.take(outputs, plan.position, axis=0).reshape(num_rows, top_k, width)
-    return combine(outputs, call.weights, call.valid)
+    return combine(outputs, call.weights, call.valid).astype(call.x.dtype)
 
 
 def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
@@ -181,13 +203,14 @@ def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
     index = jnp.arange(plan.tile_expert.shape[0])
     positions = plan.tile_start[:, None] + jnp.arange(tile)  # [tiles, T]
     slots = jnp.take(plan.order, jnp.clip(positions, 0, plan.order.shape[0] - 1))
-    rows = jnp.take(call.x, slots // top_k, axis=0)  # [tiles, T, D]
+    rows = jnp.take(_for_product(call.x, call.gate_up), slots // top_k, axis=0)  # [tiles, T, D]
     experts = call.first_expert + jnp.where(index < plan.num_tiles, plan.tile_expert, 0)
-    hidden = jnp.einsum("itd,idf->itf", rows, jnp.take(call.gate_up, experts, axis=0))
+    hidden = jnp.einsum("itd,idf->itf", rows, _picked(call.gate_up, experts))
     hidden = gated(biased(hidden, call.gate_up_bias, experts[:, None]), call.activation)
-    outputs = jnp.einsum("itf,ifd->itd", hidden, jnp.take(call.down, experts, axis=0))
+    outputs = jnp.einsum("itf,ifd->itd", hidden, _picked(call.down, experts))
     outputs = biased(outputs, call.down_bias, experts[:, None]).reshape(-1, width)
-    return combine(jnp.take(outputs, plan.row, axis=0).reshape(num_rows, top_k, width), call.weights, call.valid)
+    outputs = jnp.take(outputs, plan.row, axis=0).reshape(num_rows, top_k, width)
+    return combine(outputs, call.weights, call.valid).astype(call.x.dtype)
 
 
 MOE_BACKENDS: Mapping[str, MoeBackend] = MappingProxyType(

@@ -19,6 +19,7 @@ from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.parallel import AxisGroup, Rerouter
+from routed_experts.layers.quantized import CODE_DTYPES
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
@@ -105,7 +106,10 @@ def _constant(value: T) -> BackendEntry[T]:
 
 
 KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
-    {name: _constant(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
+    {
+        name: _constant(Kernels(moe=backend, code_formats=frozenset(CODE_DTYPES)))
+        for name, backend in MOE_BACKENDS.items()
+    }
     | {
         "native": BackendEntry(
             load=_native_kernels, platform="cpu", unavailable_reason=_native_unavailable_reason, exclusive=True
