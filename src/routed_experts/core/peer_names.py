@@ -98,6 +98,7 @@ _MOE_KERNELS = """
 OTHER_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(  # of names that are served
     {
         "dtype": {"half": "float16", "float": "float32"},
+        "quantization": {"fp8": "fp8_block", "compressed-tensors": "auto", "mxfp4": "auto"},
         "device": {"gpu": "cuda"},
         "attention_backend": dict.fromkeys(_ATTENTION_KERNELS.split(), "auto"),
         "moe_backend": dict.fromkeys(_MOE_KERNELS.split(), "auto"),
@@ -415,11 +416,11 @@ NO_EFFECT: tuple[NameGroup, ...] = (
 )
 REFUSED: tuple[NameGroup, ...] = (
     NameGroup(
-        reason="quantised checkpoints are recognised by their config and served in dtype; leave it out",
+        reason="quantised checkpoints are recognised by their config; leave it out, or give quantization",
         own=("auto",),
         switches="enable_quant_communications quantize_and_serve",
         values="""
-            dtype_config modelopt_quant quantization quantization_config quantization_config_path rl_quant_profile
+            dtype_config modelopt_quant quantization_config quantization_config_path rl_quant_profile
             speculative_draft_model_quantization torchao_config""",
     ),
     NameGroup(

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from routed_experts.core.capture_spec import WEIGHTS_DTYPES, WeightsDType
 from routed_experts.core.errors import ConfigError, InvalidRequestError
@@ -14,6 +14,8 @@ from routed_experts.core.weight_version import INITIAL_LABEL, to_label
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
+Quantization = Literal["auto", "none", "fp8_block"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
@@ -29,12 +31,15 @@ class ServerArgs:
     tp_size / dp_size devices for attention and dense layers; all share the experts. Limits of tokens and of running
     requests, and paddings, are those of one rank. `deterministic` promises bitwise equal ids, logprobs and rows for any
     batch composition: one padded shape, and backends that are batch-invariant (`native` on a CPU, else `reference`).
+    `quantization`: "none" dequantises a quantised checkpoint as it is loaded; "fp8_block" keeps all matrices of layers
+    as e4m3 codes with scales, those of a checkpoint as they are, plain ones quantised in blocks of 128 x 128.
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
     revision: str | None = None  # of a Hugging Face repository: its main branch
     tokenizer_path: str | None = None  # the model's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
+    quantization: Quantization = "auto"  # auto: codes of a checkpoint stay codes where the kernels take them
     device: str = "auto"  # the kind of JAX's default devices, which JAX_PLATFORMS chooses
     random_seed: int = 0  # seeds of requests that bring none
     context_length: int | None = None  # the model's own
@@ -195,6 +200,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "revision": _optional(_text),
         "tokenizer_path": _optional(_text),
         "dtype": _check_choice(DTYPES),
+        "quantization": _check_choice(QUANTIZATIONS),
         "device": _check_choice(DEVICES),
         "random_seed": _at_least(0, most=MAX_RANDOM_SEED),
         "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),

@@ -34,7 +34,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams, may_compile
-from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.server_args import Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
@@ -126,6 +126,7 @@ class Engine:
         revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        quantization: Quantization | None = "auto",
         device: str = "auto",
         random_seed: int = 0,
         context_length: int | None = None,
@@ -174,6 +175,7 @@ class Engine:
             revision=revision,
             tokenizer_path=_path_text(tokenizer_path),
             dtype=dtype,
+            quantization="auto" if quantization is None else quantization,
             device=device,
             random_seed=random_seed,
             context_length=context_length,

@@ -22,7 +22,7 @@ from routed_experts.core.errors import ConfigError, PlacementError, ProcessMisma
 from routed_experts.core.keywords import check_keywords
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
-from routed_experts.core.server_args import ServerArgs
+from routed_experts.core.server_args import Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, int_as_text
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_follower
@@ -185,6 +185,7 @@ def follow(
     revision: str | None = None,
     tokenizer_path: str | os.PathLike[str] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    quantization: Quantization | None = "auto",
     device: str = "auto",
     random_seed: int = 0,
     context_length: int | None = None,
@@ -221,6 +222,7 @@ def follow(
         revision=revision,
         tokenizer_path=None if tokenizer_path is None else str(tokenizer_path),
         dtype=dtype,
+        quantization="auto" if quantization is None else quantization,
         device=device,
         random_seed=random_seed,
         context_length=context_length,

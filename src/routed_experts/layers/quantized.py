@@ -10,14 +10,17 @@ scale of its output, so no weight is rounded:
 The last group may be short. Dims: R matrices of a stack, I inputs, O outputs, J = ceil(I / group) groups."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
 CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.float8_e4m3fn)})
 
@@ -25,7 +28,7 @@ CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.flo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A stack of matrices. `group`: inputs that share a scale, 128, 64, 32 or 16. `outputs_first`: the last two axes of
+    """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
     the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case."""
 
     codes: Float[Array, "R I O"] | Float[Array, "R O I"]
@@ -33,6 +36,20 @@ class QuantizedWeight:
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @staticmethod
+    def create(
+        codes: Float[Array, "R I O"] | Float[Array, "R O I"],
+        scales: Float[Array, "R J O"],
+        *,
+        outputs_first: bool = False,
+    ) -> "QuantizedWeight":
+        """From its arrays, whose shapes tell the group."""
+        inputs = codes.shape[-1 if outputs_first else -2]
+        group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
+        format = next((name for name, dtype in CODE_DTYPES.items() if dtype == codes.dtype), None)
+        assert group is not None and format is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
+        return QuantizedWeight(codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -42,13 +59,11 @@ class QuantizedWeight:
 
     def slice(self, first: Int[Array, ""] | int, count: int) -> "QuantizedWeight":
         """Neighbouring matrices of the stack."""
-        codes, scales = (lax.dynamic_slice_in_dim(part, first, count) for part in (self.codes, self.scales))
-        return dataclasses.replace(self, codes=codes, scales=scales)
+        return self._map(lambda part: lax.dynamic_slice_in_dim(part, first, count))
 
     def take(self, indices: Int[Array, " T"]) -> "QuantizedWeight":
         """Matrices by index."""
-        codes, scales = (jnp.take(part, indices, axis=0) for part in (self.codes, self.scales))
-        return dataclasses.replace(self, codes=codes, scales=scales)
+        return self._map(lambda part: jnp.take(part, indices, axis=0))
 
     def dequantize(self) -> Float[Array, "R I O"]:
         """The numbers, float32: one product each, rounded to nearest even."""
@@ -56,5 +71,49 @@ class QuantizedWeight:
         codes = jnp.swapaxes(codes, -1, -2) if self.outputs_first else codes
         return codes * jnp.repeat(self.scales, self.group, axis=1)[:, : codes.shape[1]]
 
+    def _map(self, select: Callable[[Array], Array]) -> "QuantizedWeight":
+        """Select matrices. Codes are moved as bytes: on CPU XLA would convert all of them to floats and back."""
+        moved = select(lax.bitcast_convert_type(self.codes, jnp.uint8))
+        codes = lax.bitcast_convert_type(moved, self.codes.dtype)
+        return dataclasses.replace(self, codes=codes, scales=select(self.scales))
+
 
 Weight = Float[Array, "R I O"] | QuantizedWeight
+LARGEST_E4M3 = 448.0
+BLOCK = 128  # inputs and outputs that share a scale where plain numbers are quantised
+
+
+def quantize_blocks(
+    numbers: Float[Array, "R I O"], segments: tuple[int, ...], *, group: int, outputs_first: bool = False
+) -> tuple[Float[Array, "R I O"] | Float[Array, "R O I"], Float[Array, "R J O"]]:
+    """Codes of e4m3, and scales for groups of inputs, of blocks of 128 x 128: a block's scale is its largest absolute
+    value over 448, or 1 for a block of zeros, and a code the number over the scale, rounded to nearest even. Blocks of
+    each of the `segments` of the outputs begin anew, and the last ones are cut short. All in float32: the result does
+    not depend on the device."""
+    inputs, wide = numbers.shape[1], numbers.astype(jnp.float32)
+    rows = jnp.arange(inputs) // BLOCK
+    peaks = jax.ops.segment_max(jnp.swapaxes(jnp.abs(wide), 0, 1), rows, num_segments=math.ceil(inputs / BLOCK))
+    columns = jnp.asarray(block_of_outputs(segments))
+    count = sum(math.ceil(size / BLOCK) for size in segments)
+    peaks = jax.ops.segment_max(jnp.moveaxis(peaks, -1, 0), columns, num_segments=count)  # [blocks of O, blocks of I, R]
+    scales = jnp.where(peaks > 0, peaks / LARGEST_E4M3, 1.0)
+    scales = jnp.moveaxis(jnp.take(scales, columns, axis=0), (0, 1, 2), (2, 1, 0))  # [R, blocks of I, O]
+    codes = _rounded(wide / jnp.repeat(scales, BLOCK, axis=1)[:, :inputs]).astype(jnp.float8_e4m3fn)
+    groups = jnp.arange(math.ceil(inputs / group)) * group // BLOCK
+    return jnp.swapaxes(codes, 1, 2) if outputs_first else codes, jnp.take(scales, groups, axis=1)
+
+
+def block_of_outputs(segments: tuple[int, ...]) -> Int[np.ndarray, " O"]:
+    """The block of each output."""
+    counts = [math.ceil(size / BLOCK) for size in segments]
+    firsts = np.cumsum([0, *counts])
+    return np.concatenate([first + np.arange(size) // BLOCK for first, size in zip(firsts, segments, strict=False)])
+
+
+def _rounded(x: Float[Array, "R I O"]) -> Float[Array, "R I O"]:
+    """To the nearest number of e4m3, ties to even: four bits from 2^-6 on, else multiples of 2^-9. By integers, because
+    a conversion of XLA may round twice."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & jnp.uint32(0xFFF00000)
+    small = jnp.round(x * 512) / 512
+    return jnp.where(jnp.abs(x) < 2.0**-6, small, lax.bitcast_convert_type(kept, jnp.float32))

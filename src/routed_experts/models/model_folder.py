@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,18 @@ from routed_experts.models.base.config_reader import ConfigReader, parse_archite
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.coded_arrays import CodedArray, coded_sources
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
 from routed_experts.models.drafts.predictor import Predictor
 from routed_experts.models.drafts.predictor_loader import check_predictor, load_predictor
+from routed_experts.models.kept_codes import CodeSupport, can_keep, with_kept_codes
+from routed_experts.models.loading.block_quantization import BlockCodes, BlockScales
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
-from routed_experts.models.loading.quantized_checkpoint import open_quantized
-from routed_experts.models.loading.virtual_tensors import VirtualCheckpoint
+from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES, QuantizedCheckpoint, open_quantized
+from routed_experts.models.loading.virtual_tensors import VirtualCheckpoint, VirtualTensor
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
@@ -54,7 +57,7 @@ class ModelFolder:
     sources: tuple[WeightSource, ...]
     expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
     quantization: QuantizationConfig | None = None
-    quantized: frozenset[str] = frozenset()  # names of the tensors that are stored so
+    quantized: QuantizedCheckpoint | None = None  # its matrices
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
@@ -72,11 +75,12 @@ class ModelFolder:
                 path=Path(path), architecture=architecture, family=family, config=config, checkpoint=None, sources=()
             )
         quantization = QuantizationConfig.read(path, values)
-        checkpoint, quantized = _open_checkpoint(path, family, quantization)
-        sources = tuple(fuse_experts(weight_sources(config), checkpoint.names()))
+        quantized = None if quantization is None else open_quantized(Checkpoint(path), quantization)
+        checkpoint = _shown(Checkpoint(path) if quantized is None else quantized.shown(), family)
+        sources = _sources(config, checkpoint)
         unused = (*_UNUSED, *config.unused(checkpoint.names()))
         check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
-        _check_plain(checkpoint, sources, quantized)
+        _check_plain(checkpoint, sources, () if quantized is None else quantized.matrices)
         if config.tie_embeddings:
             _check_tied(checkpoint, sources)
         return ModelFolder(
@@ -100,15 +104,59 @@ class ModelFolder:
             return jnp.dtype("bfloat16")
         headers, sizes = self.checkpoint.names(), Counter[str]()
         names = [source.name for source in self.sources if source.name in headers]
-        for shape, dtype in (headers[name] for name in names if name not in self.quantized):
+        quantized = () if self.quantized is None else self.quantized.matrices
+        for shape, dtype in (headers[name] for name in names if name not in quantized):
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16"))
 
     def stored_form(self, dtype: jnp.dtype) -> tuple[int, str]:
-        """Bytes of a quantised checkpoint, its formats and the served dtype in words; (0, "") for plain weights."""
-        if self.checkpoint is None or self.quantization is None:
+        """Bytes of a quantised checkpoint, its formats and the served form in words; (0, "") for plain weights."""
+        if self.checkpoint is None or self.quantization is None or self.quantized is None:
             return 0, ""
-        return self.checkpoint.num_bytes, f"{self.quantization}, served as {dtype}"
+        kept, total = len(self._kept_tensors(self.config.coded_arrays)), len(self.quantized.matrices)
+        served = f"served as {dtype}"
+        if kept:
+            others = "" if kept == total else f", the other {total - kept} as {dtype}"
+            served = f"{kept} tensors served as codes, products in {dtype}{others}"
+        return self.checkpoint.num_bytes, f"{self.quantization}, {served}"
+
+    def with_codes(self, support: CodeSupport) -> "ModelFolder":
+        """The same model, whose matrices stay codes where the kernels take them (kept_codes.py)."""
+        matrices = {} if self.quantized is None else self.quantized.matrices
+        names = () if self.checkpoint is None else self.checkpoint.names()
+        return self.coded_as(with_kept_codes(self.config, matrices, names, support))
+
+    def coded_as(self, config: FamilyConfig) -> "ModelFolder":
+        """The same model with the codes of `config`, which differs in these alone. Tensors that are stored as other
+        codes, or as plain numbers, are quantised when they are loaded. `self` has no codes."""
+        coded = config.coded_arrays
+        if not coded or self.checkpoint is None:
+            return dataclasses.replace(self, config=config)
+        folder = dataclasses.replace(self, config=config, sources=_sources(config, self.checkpoint))
+        kept = folder._kept_tensors(coded)
+        checkpoint = self.checkpoint if self.quantized is None else _shown(self.quantized.shown(kept), self.family)
+        quantized: dict[str, VirtualTensor] = {}
+        for source in folder.sources:
+            array = coded.get(source.target)
+            if array is not None and source.name not in kept:
+                segments = array.segments_of(source)
+                scales = BlockScales(source.name, segments, array.group)
+                quantized |= {source.name: BlockCodes(source.name, segments), f"{source.name}{GROUP_SCALES}": scales}
+        if quantized:
+            checkpoint = VirtualCheckpoint(checkpoint, quantized)
+        return dataclasses.replace(
+            folder, checkpoint=checkpoint, sources=tuple(coded_sources(folder.sources, coded))
+        )
+
+    def _kept_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
+        """The quantised tensors that stay codes, and the inputs that share a scale there."""
+        matrices = {} if self.quantized is None else self.quantized.matrices
+        targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
+        return {
+            source.name: array.group
+            for source, array in targets
+            if array is not None and can_keep(array, source, matrices)
+        }
 
     def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
         """The same model, with tensors read from another folder where `targets` holds for their target. Raises
@@ -119,7 +167,8 @@ class ModelFolder:
             )
         file = Path(path) / "config.json"
         quantization = QuantizationConfig.read(path, read_json_object(file)) if file.exists() else None
-        right = _open_checkpoint(path, self.family, quantization)[0]
+        plain = Checkpoint(path)
+        right = _shown(plain if quantization is None else open_quantized(plain, quantization).shown(), self.family)
         expected = tuple(
             fuse_experts(filter(lambda source: targets(source.target), weight_sources(self.config)), right.names())
         )
@@ -178,15 +227,15 @@ class ModelFolder:
         return lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
-def _open_checkpoint(
-    path: str | Path, family: Family, quantization: QuantizationConfig | None
-) -> tuple[Checkpoint, frozenset[str]]:
-    """The tensors as the family's table names them, and the names of those that are stored quantised."""
-    checkpoint, quantized = Checkpoint(path), frozenset[str]()
-    if quantization is not None:
-        checkpoint, quantized = open_quantized(checkpoint, quantization)
+def _shown(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+    """The tensors as the family's table names them."""
     virtual = family.virtual_tensors(checkpoint.names())
-    return (VirtualCheckpoint(checkpoint, virtual) if virtual else checkpoint), quantized
+    return VirtualCheckpoint(checkpoint, virtual) if virtual else checkpoint
+
+
+def _sources(config: FamilyConfig, checkpoint: Checkpoint) -> tuple[WeightSource, ...]:
+    """The table of names for the tensors that are there."""
+    return tuple(fuse_experts(weight_sources(config), checkpoint.names()))
 
 
 def _check_plain(checkpoint: Checkpoint, sources: Iterable[WeightSource], quantized: Collection[str]) -> None:

@@ -42,8 +42,10 @@ from routed_experts.engine.control.served_model import (
     ServedModel,
     abstract_state,
     check_processes,
+    code_support,
     create_sharding,
     load_model,
+    with_kept_codes,
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
@@ -64,6 +66,7 @@ from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.decoder.replica_maps import moe_groups
+from routed_experts.models.kept_codes import NO_CODES
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
@@ -259,6 +262,8 @@ def _build_runner(
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     _check_batch_invariant_states(args, config, attention)
+    codes = NO_CODES if offload is not None else code_support(args, kernels)
+    source, config, shards = with_kept_codes(args, source, config, shards, codes, placement)
     chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
     if isinstance(config, FamilyConfig) and offload is None:
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"

@@ -9,7 +9,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.memory_planning import plan_engine, with_checkpoint_form
-from routed_experts.engine.control.served_model import create_sharding
+from routed_experts.engine.control.served_model import code_support, create_sharding
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
 
@@ -39,6 +39,8 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
         raise ConfigError("model_path=None; give the folder of a checkpoint or a Hugging Face id")
     path = find_model(args.model_path, revision=args.revision, weights=load_format != "dummy")
     folder = ModelFolder.open(str(path), load_format=load_format)
+    kernels, _ = DEFAULT_BACKENDS.choose(args, folder.config.needs)
+    plain, folder = folder, folder.with_codes(code_support(args, kernels))
     config, dtype = folder.config, folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
     planned = plan_engine(args, config, arrays, create_sharding(args, config))
@@ -46,7 +48,7 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     return Inspection(
         architecture=folder.architecture,
         dtype=str(dtype),
-        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arrays)),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plain.shapes(dtype))),
         context_length=planned.context_length,
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,

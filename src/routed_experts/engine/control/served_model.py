@@ -14,11 +14,14 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.process_group import AnyGroup
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
+from routed_experts.models.kept_codes import NO_CODES, CodeSupport
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
 
@@ -46,8 +49,9 @@ class ServedModel:
         for name, table in shards.maps.items():
             _, run, kind, last = name.split(".")
             module.blocks[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(table.shape, table.dtype))
+        graphdef = nnx.split(module)[0]
         return ServedModel(
-            config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards
+            config=config, arrays=arrays, graphdef=graphdef, part=module.config, shards=shards
         )
 
     @property
@@ -112,6 +116,39 @@ def create_sharding(
     return ModelSharding.create(
         _placed_partitions(config, partitions, placement), parallel, maps=_maps(_family(config), placement, factor)
     )
+
+
+def code_support(args: ServerArgs, kernels: Kernels) -> CodeSupport:
+    """Which codes the engine keeps. Raises ConfigError for a quantization that the kernels do not take."""
+    if args.quantization == "none":
+        return NO_CODES
+    if args.quantization == "fp8_block" and E4M3 not in kernels.code_formats:
+        text = f"quantization='fp8_block', but moe_backend={kernels.moe.name!r} takes no codes of 8 bits"
+        raise ConfigError(f"{text}; choose moe_backend='auto', or quantization='none'")
+    parallel = ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1, data=args.dp_size)
+    return CodeSupport(
+        formats=kernels.code_formats,
+        quantizes=args.quantization == "fp8_block",
+        outputs_first=kernels.outputs_first,
+        parallel=parallel,
+    )
+
+
+def with_kept_codes(
+    args: ServerArgs,
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    shards: ModelSharding | None,
+    codes: CodeSupport,
+    placement: PlacementConfig | None,
+) -> tuple[ModelFolder | Decoder, DecoderConfig, ModelSharding | None]:
+    """A folder, its config and sharding, with the matrices that stay codes; others as they are."""
+    if not isinstance(source, ModelFolder):
+        return source, config, shards
+    source = source.with_codes(codes)
+    if source.config == config:
+        return source, config, shards
+    return source, source.config, create_sharding(args, source.config, placement)
 
 
 def check_processes(group: AnyGroup | None) -> None:

@@ -21,7 +21,10 @@ from jaxtyping import Array, Bool, Shaped
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
+from routed_experts.execution.memory_plan import common_dtype
+from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import with_replica_maps
+from routed_experts.models.kept_codes import without_codes
 from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
@@ -103,11 +106,13 @@ def load_state(
         )
     folder = ModelFolder.open(path)
     config: Any = served.config
-    if folder.config != config:
-        fields = ", ".join(_differences(dataclasses.asdict(config), dataclasses.asdict(folder.config))[:_SHOWN])
+    plain = without_codes(config) if isinstance(config, FamilyConfig) else config
+    if folder.config != plain:
+        fields = ", ".join(_differences(dataclasses.asdict(plain), dataclasses.asdict(folder.config))[:_SHOWN])
         text = f"model_path={short_repr(str(path))} is another model: its config differs in {fields}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
-    dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
+    folder = folder.coded_as(config)
+    dtype = jnp.dtype(common_dtype(served.arrays))
     state = nnx.split(folder.load(dtype, shards=served.shards, device_for=device_for))[1]
     gc.collect()  # nnx.merge leaves a cycle that keeps the old arrays in memory
     _check_finite(dict(_leaves(state)), param="model_path")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its last axis], and with `first`,
+    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its size there], and with `first`,
     a tensor of several stacked ones, target[first : first + its first axis, ...]."""
 
     name: str
@@ -13,7 +13,8 @@ class WeightSource:
     target: str  # dotted path of our array
     index: tuple[int, ...] = ()  # leading indices into the target, such as (layer,)
     transpose: bool = False  # swap the last two axes: a checkpoint holds [out, in], we hold [in, out]
-    offset: int = 0  # along the last axis of the target, for gate|up and q|k|v
+    offset: int = 0  # along an axis of the target, for gate|up and q|k|v
+    offset_axis: int = -1  # that axis, counted from the last one
     optional: bool = False
     first: int = 0  # along the first axis of the target, for stacked experts; `index` is empty then
 

@@ -14,6 +14,7 @@ from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.interface import RequiredFeatures
 from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig, embedding_partition
 from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.coded_arrays import CodedArray, coded_specs
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
@@ -35,12 +36,14 @@ AnyFeedForward = Dense | Sparse
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: x + mixer(norm(x)), then x + feed(norm(x)). `output_norms`: the outputs of mixer and feed are normed
-    before they are added (Gemma 2). `scaled`: after both, the stream is multiplied by a number of the layer."""
+    before they are added (Gemma 2). `scaled`: after both, the stream is multiplied by a number of the layer. `coded`:
+    the matrices that are codes and scales in memory."""
 
     mixer: AnyMixer
     feed: AnyFeedForward
     output_norms: bool = False
     scaled: bool = False
+    coded: tuple[CodedArray, ...] = ()
 
     def shard(self, parallel: ParallelConfig) -> "LayerSpec":
         """What one device does of it."""
@@ -70,7 +73,7 @@ class LayerSpec:
             norms += [ParamSpec(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
         if self.scaled:
             norms.append(ParamSpec(name="stream_scale", shape=(1,), fill=1.0))
-        return (*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden))
+        return tuple(coded_specs((*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden)), self.coded))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +298,16 @@ class FamilyConfig:
                     if partition is not None:
                         partitions_by_path[f"blocks.{number}.{kind}.{weight.name}"] = partition
         return partitions_by_path
+
+    @property
+    def coded_arrays(self) -> dict[str, CodedArray]:
+        """The arrays that are codes in memory, by dotted path."""
+        return {
+            f"blocks.{number}.{kind}.{array.name}": array
+            for number, run in enumerate(self.blocks)
+            for kind, layer in enumerate(run.pattern)
+            for array in layer.coded
+        }
 
     def unused(self, names: Collection[str]) -> tuple[str, ...]:
         """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if

@@ -21,12 +21,13 @@ from routed_experts.layers.layer_stack import RunRouting
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import AnyPagedAttend
+from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import LayerRouting, Routing
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention, fused_angles
 from routed_experts.models.decoder.layer_counts import LayerCounts, Progression
-from routed_experts.models.decoder.layer_params import LayerParams, scanned_params
+from routed_experts.models.decoder.layer_params import LayerParams, scanned_params, weight_stack
 from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.decoder.step_record import to_block, with_block
 
@@ -110,7 +111,7 @@ class _FusedLayer:
         (x, normed, cache, capture), fused, feed = carry, self.fused, self.spec.feed
         assert isinstance(feed, Sparse), "the few kernels run MoE layers"
         mixed, cache = self._mix(normed, cache, repeat, layer)
-        parts = fused.product(mixed.reshape(x.shape[0], -1), self._all("out"), repeat)
+        parts = fused.product(mixed.reshape(x.shape[0], -1), self._matrices("out"), repeat)
         norm = self._norm(self._all("post_norm"), repeat)
         x, normed, logits = fused.add_parts(x, parts, self._get("out_bias"), norm, self._all("router"))
         biases = RouterBiases(logits=self._get("router_bias"), selection=self._get("selection_bias"), layer=repeat)
@@ -129,7 +130,7 @@ class _FusedLayer:
         mixer, attend = self.spec.mixer, self.step.attend
         assert isinstance(attend, AnyPagedAttend), attend
         if isinstance(mixer, GroupedAttention) and mixer.is_fused_by(attend.backend):
-            parts = self.fused.product(normed, self._all("qkv"), repeat)
+            parts = self.fused.product(normed, self._matrices("qkv"), repeat)
             return attend.attend_fused(self._projected(mixer, parts, repeat), cache, layer)
         specs = mixer.weights(self.config.hidden_size)
         slices = scanned_params(specs, self.arrays, self.step.kernels)
@@ -163,16 +164,17 @@ class _FusedLayer:
     def _experts(
         self, inputs: Float[Array, "N D"], routing: Routing, feed: Sparse, repeat: Int[Array, ""]
     ) -> SlotOutputs:
-        shared, gate_up, down = None, self._get("shared_gate_up"), self._get("shared_down")
-        if gate_up is not None and down is not None:
+        shared = None
+        if "shared_down" in self.arrays:
+            gate_up, down = self._matrices("shared_gate_up"), self._matrices("shared_down")
             shared = SharedExperts(gate_up=gate_up, down=down, gate=self._get("shared_gate"))
         call = ExpertCall(
             inputs,
             routing.ids,
             routing.weights,
             self.step.valid,
-            self._all("gate_up"),
-            self._all("down"),
+            self._matrices("gate_up"),
+            self._matrices("down"),
             repeat,
             feed.router.num_experts,
             self._get("gate_up_bias"),
@@ -191,6 +193,10 @@ class _FusedLayer:
             offset=config.norm_offset,
             residual_scale=config.residual_scale,
         )
+
+    def _matrices(self, name: str) -> Weight:
+        """Matrices of all repeats, of numbers or of codes."""
+        return weight_stack(self.arrays, name, self.step.kernels)
 
     def _all(self, name: str) -> Array:
         """An array of all repeats."""

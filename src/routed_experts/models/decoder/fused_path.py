@@ -23,6 +23,7 @@ from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.fused_layers import Carry, run_fused_layers
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.layer_counts import LayerCounts
+from routed_experts.models.decoder.layer_params import weight_stack
 from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.decoder.step_record import to_block, with_block
 
@@ -130,7 +131,8 @@ def run_fused(
     paged, pages = (attend.paged, cache.pages) if isinstance(attend, HybridAttend) else (attend, cache)
     assert isinstance(paged, PagedAttend), attend
     pattern = tuple(
-        _stack_weights(config, layer, own, next_norm) for layer, own in zip(block.pattern, arrays, strict=True)
+        _stack_weights(config, layer, own, next_norm, step.kernels)
+        for layer, own in zip(block.pattern, arrays, strict=True)
     )
     inputs = _stack_inputs(block, step)
     offsets = StackOffsets(first_layer=counts.attending, first_moe_layer=counts.moe)
@@ -142,14 +144,22 @@ def run_fused(
 
 
 def _stack_weights(
-    config: FamilyConfig, layer: LayerSpec, arrays: Mapping[str, nnx.Param[Array]], next_norm: Float[Array, " D"]
+    config: FamilyConfig,
+    layer: LayerSpec,
+    arrays: Mapping[str, nnx.Param[Array]],
+    next_norm: Float[Array, " D"],
+    kernels: Kernels,
 ) -> StackWeights:
     """A layer of the pattern: its arrays in all repeats, and its traits."""
     mixer, feed = layer.mixer, layer.feed
     assert isinstance(mixer, GroupedAttention), layer
     activation = feed.activation if isinstance(feed, Sparse) else "silu"
     return StackWeights(
-        **{_DENSE.get(name, name): array[...] for name, array in arrays.items() if name in _ARRAYS | _DENSE.keys()},
+        **{
+            _DENSE.get(name, name): weight_stack(arrays, name, kernels)
+            for name in arrays
+            if name in _ARRAYS | _DENSE.keys()
+        },
         next_norm=next_norm,
         eps=config.norm_eps,
         traits=dataclasses.replace(mixer.traits, activation=activation),

@@ -16,10 +16,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.quantized import QuantizedWeight, Weight
 from routed_experts.models.base.partitioning import AxisPartition, expert_parallel
 from routed_experts.models.decoder.sparse_block import ExpertWeights
 
-_EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
+SCALE = "_scale"  # behind the name of an array of codes
 
 
 class ParamKind(enum.Enum):
@@ -34,13 +35,15 @@ class ParamKind(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """One array of a part: its shape in one layer, with the experts first. `wide`: float32 for every dtype of
-    the model, for routing parameters; its variable has the metadata "wide". `fill`: the initial value, None for
+    the model, for routing parameters; its variable has the metadata "wide". `dtype`: one that does not depend on the
+    model's, of codes and their scales; its variable has the metadata "quantized". `fill`: the initial value, None for
     small random numbers. `partition`: how devices shard it, None: replicated."""
 
     name: str
     shape: tuple[int, ...]
     kind: ParamKind = ParamKind.PLAIN
     wide: bool = False
+    dtype: jnp.dtype | None = None
     fill: float | None = None
     partition: AxisPartition | None = None
 
@@ -60,11 +63,13 @@ class ParamSpec:
 
     def make(self, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Param[Array]:
         """A fresh array for a run."""
-        shape, dtype = self.stacked(num_layers), jnp.dtype(jnp.float32) if self.wide else dtype
+        shape, dtype = self.stacked(num_layers), self.dtype or (jnp.dtype(jnp.float32) if self.wide else dtype)
         if self.fill is not None:
             value = jnp.full(shape, self.fill, dtype)
         else:
             value = (jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype)
+        if self.dtype is not None:
+            return nnx.Param(value, quantized=True)
         return nnx.Param(value, wide=True) if self.wide else nnx.Param(value)
 
 
@@ -97,6 +102,16 @@ def scanned_params(
     }
 
 
+def weight_stack(
+    arrays: Mapping[str, nnx.Param[Array]] | Mapping[str, Array], name: str, kernels: Kernels
+) -> Weight:
+    """The matrices of that name, with their scales where they are codes."""
+    if f"{name}{SCALE}" not in arrays:
+        return arrays[name][...]
+    scales = arrays[f"{name}{SCALE}"][...]
+    return QuantizedWeight.create(arrays[name][...], scales, outputs_first=kernels.outputs_first)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerParams:
     """The weights of one layer inside a scan: slices, and for kernels that read in place the run's arrays."""
@@ -114,15 +129,20 @@ class LayerParams:
         """Return the array of all layers, for a kernel that reads it in place."""
         return self.stacked[name][...]
 
+    def matrices(self, name: str) -> tuple[Weight, Int[Array, ""] | int]:
+        """The stack of matrices that has this layer's, and its index there: of the run for kernels that read in place,
+        else of this layer alone."""
+        if name not in self.sliced:
+            return weight_stack(self.stacked, name, self.kernels), self.index
+        own = {part: self.sliced[part][None] for part in (name, f"{name}{SCALE}") if part in self.sliced}
+        return weight_stack(own, name, self.kernels), 0
+
     def project(
         self, x: Float[Array, "N D"], name: str, *, summed: bool = False, dtype: Any = None
     ) -> Float[Array, "N O"]:
         """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the
         matrix, and their products are added up. `dtype`: of the result, by default that of x."""
-        if name in self.sliced:
-            y = self.kernels.linear.run(x, self.sliced[name][None], 0, dtype or x.dtype)
-        else:
-            y = self.kernels.linear.run(x, self.stack(name), self.index, dtype or x.dtype)
+        y = self.kernels.linear.run(x, *self.matrices(name), dtype or x.dtype)
         y = self.kernels.group.all_reduce(y) if summed else y
         return y + self.sliced[f"{name}_bias"].astype(y.dtype) if f"{name}_bias" in self.sliced else y
 
@@ -139,11 +159,8 @@ class LayerParams:
         """The expert arrays: gate_up, down and, where there are, their biases."""
         is_stacked = "gate_up" not in self.sliced
         first = self.index * num_experts if is_stacked else jnp.zeros((), jnp.int32)
-        arrays = {
-            name: self.stack(name) if is_stacked else self.sliced[name]
-            for name in _EXPERT_ARRAYS
-            if name in self.stacked
-        }
-        return ExpertWeights(
-            arrays["gate_up"], arrays["down"], first, arrays.get("gate_up_bias"), arrays.get("down_bias")
-        )
+        arrays = self.stacked if is_stacked else self.sliced
+        gate_up, down = (weight_stack(arrays, name, self.kernels) for name in ("gate_up", "down"))
+        biases = (arrays[name][...] if name in arrays else None for name in ("gate_up_bias", "down_bias"))
+        return ExpertWeights(gate_up, down, first, *biases)
+

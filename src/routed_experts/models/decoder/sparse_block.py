@@ -12,6 +12,7 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.parallel import Capacities, Rerouter
+from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import (
     LayerRouting,
     RouterSpec,
@@ -27,8 +28,8 @@ from routed_experts.models.decoder.step_record import to_block, with_block
 class ExpertWeights:
     """Experts of one layer: the whole run's arrays and the layer's first expert, or one layer's own with 0."""
 
-    gate_up: Float[Array, "RE D 2F"]
-    down: Float[Array, "RE F D"]
+    gate_up: Weight  # [RE, D, 2F]
+    down: Weight  # [RE, F, D]
     first: Int[Array, ""]
     gate_up_bias: Float[Array, "RE 2F"] | None = None
     down_bias: Float[Array, "RE D"] | None = None

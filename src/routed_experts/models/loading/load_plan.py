@@ -147,7 +147,7 @@ def _start(source: WeightSource) -> list[int]:
     """Where the source begins in its target."""
     start = [*source.index, *[0] * len(source.shape)]
     if source.offset:
-        start[-1] += source.offset
+        start[source.offset_axis] += source.offset
     if source.first:
         assert not source.index, source
         start[0] += source.first

@@ -13,12 +13,13 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
-from routed_experts.models.loading.virtual_tensors import Header, VirtualCheckpoint
+from routed_experts.models.loading.quantized_tensors import GroupScales, QuantizedMatrix, StoredCodes
+from routed_experts.models.loading.virtual_tensors import Header, VirtualCheckpoint, VirtualTensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +32,39 @@ _MODULE_SCALES = (".qscale_weight", ".scale")  # behind the name of the module
 _ACTIVATIONS = (  # of products with quantised activations
     ".input_scale .activation_scale .input_zero_point .output_scale .qscale_act .weight_input_scale".split()
 )
+GROUP_SCALES = ".group_scales"  # behind the name of a matrix
+NONE_KEPT: Mapping[str, int] = MappingProxyType({})
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 
-def open_quantized(checkpoint: Checkpoint, config: QuantizationConfig) -> tuple[VirtualCheckpoint, frozenset[str]]:
-    """The checkpoint with plain matrices, and the names of those that are quantised. Raises CheckpointError naming
-    the tensor that is missing, misshapen, of another dtype, or not as config.json says."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedCheckpoint:
+    """A checkpoint, and its quantised matrices by their plain names. Tensors of `hidden` have no use here."""
+
+    stored: Checkpoint
+    matrices: Mapping[str, QuantizedMatrix]
+    hidden: tuple[str, ...]
+
+    def shown(self, kept: Mapping[str, int] = NONE_KEPT) -> VirtualCheckpoint:
+        """The checkpoint with plain matrices. Those of `kept` are shown as their codes, with a tensor of scales for
+        groups of so many inputs, `<name>.group_scales`."""
+        tensors: dict[str, VirtualTensor] = dict(self.matrices)
+        for name, group in kept.items():
+            matrix = self.matrices[name]
+            tensors |= {name: StoredCodes(matrix), f"{name}{GROUP_SCALES}": GroupScales(matrix, group)}
+        return VirtualCheckpoint(self.stored, tensors, hidden=self.hidden)
+
+
+def open_quantized(checkpoint: Checkpoint, config: QuantizationConfig) -> QuantizedCheckpoint:
+    """Compare headers and config. Raises CheckpointError naming the tensor that is missing, misshapen, of another
+    dtype, or not as config.json says."""
     reader = _Reader(checkpoint, config, checkpoint.names())
     matrices = reader.matrices()
-    hidden = [name for name in reader.headers if config.has_kv_scales and name.endswith(_KV_SCALES)]
+    hidden = tuple(name for name in reader.headers if config.has_kv_scales and name.endswith(_KV_SCALES))
     unused = sum(len(matrix.unused) for matrix in matrices.values()) + len(hidden)
     if unused:
         logger.info("%d scales of activations are not read: activations are not quantised", unused)
-    return VirtualCheckpoint(checkpoint, matrices, hidden=hidden), frozenset(matrices)
+    return QuantizedCheckpoint(stored=checkpoint, matrices=matrices, hidden=hidden)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class QuantizedMatrix:
             numbers = part.dequantize()
         if part.codes.dtype == ml_dtypes.float8_e4m3fn and not np.isfinite(numbers).all():
             found = "a NaN code" if np.isnan(numbers).any() else "a product beyond float32"
-            raise self._error(checkpoint, self.codes, f"holds {found}", "finite numbers")
+            raise self.error(checkpoint, self.codes, f"holds {found}", "finite numbers")
         return numbers
 
     def part(self, checkpoint: Checkpoint, box: Box) -> QuantizedPart:
@@ -134,6 +134,21 @@ class QuantizedMatrix:
             column_groups=column_groups,
         )
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether each number is its code times a scale of its output and of neighbouring inputs."""
+        return self.zero_points is None and self.group_map is None
+
+    def scales_of(self, checkpoint: Checkpoint, box: Box, *, step: int) -> Float[np.ndarray, "*E o j"]:
+        """The scales of every number of the box in the columns box[-1].start, + step, + 2 step, ..."""
+        rows, columns = box[-2:]
+        row_side, column_side = self.block
+        grid_rows, grid_columns = _grid_side(rows, row_side), _grid_side(columns, column_side)
+        scales = self._scales(checkpoint, (*box[:-2], grid_rows, grid_columns))
+        row_groups = np.arange(rows.start, rows.stop) // row_side - grid_rows.start
+        column_groups = np.arange(columns.start, columns.stop, step) // column_side - grid_columns.start
+        return np.take(np.take(scales, row_groups, axis=-2), column_groups, axis=-1)
+
     def _codes(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
         if self.storage.codes is not Codes.PACKED:
             return checkpoint.read(self.codes, box)
@@ -152,7 +167,7 @@ class QuantizedMatrix:
         scales = scale_values(scales)
         if not np.isfinite(scales).all() or np.signbit(scales).any():
             wrong = scales[~np.isfinite(scales) | np.signbit(scales)]
-            raise self._error(checkpoint, self.scales, f"holds {wrong.flat[0]}", "finite scales that are not negative")
+            raise self.error(checkpoint, self.scales, f"holds {wrong.flat[0]}", "finite scales that are not negative")
         return scales
 
     def _zeros(self, checkpoint: Checkpoint, box: Box) -> Int[np.ndarray, "j g"]:
@@ -162,7 +177,7 @@ class QuantizedMatrix:
             zeros, bound = checkpoint.read(self.zero_points, box).astype(np.int16), 1 << (self.storage.bits - 1)
             if ((zeros < -bound) | (zeros >= bound)).any():
                 wrong = zeros[(zeros < -bound) | (zeros >= bound)].flat[0]
-                raise self._error(checkpoint, self.zero_points, f"holds {wrong}", f"{-bound} to {bound - 1}")
+                raise self.error(checkpoint, self.zero_points, f"holds {wrong}", f"{-bound} to {bound - 1}")
             return zeros
         rows, columns = box
         count = _WORD_BITS // self.storage.bits
@@ -177,11 +192,55 @@ class QuantizedMatrix:
         groups = checkpoint.read(self.group_map, (columns,)).astype(np.int64)
         if ((groups < 0) | (groups >= self.grid[-1])).any():
             wrong = groups[(groups < 0) | (groups >= self.grid[-1])][0]
-            raise self._error(checkpoint, self.group_map, f"holds {wrong}", f"groups 0 to {self.grid[-1] - 1}")
+            raise self.error(checkpoint, self.group_map, f"holds {wrong}", f"groups 0 to {self.grid[-1] - 1}")
         return groups
 
-    def _error(self, checkpoint: Checkpoint, name: str, found: str, expected: str) -> CheckpointError:
+    def error(self, checkpoint: Checkpoint, name: str, found: str, expected: str) -> CheckpointError:
+        """Of one of its tensors."""
         return CheckpointError(f"{checkpoint.path}: {name} {found}; expected {expected}; copy the checkpoint again")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """The codes of a matrix of e4m3, as they are stored."""
+
+    matrix: QuantizedMatrix
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.matrix.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        return self.matrix.shape, "float8_e4m3fn"
+
+    def read(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
+        """The box. Raises CheckpointError for a NaN code."""
+        codes = checkpoint.read(self.matrix.codes, box)
+        if ((codes.view(np.uint8) & 0x7F) == 0x7F).any():
+            raise self.matrix.error(checkpoint, self.matrix.codes, "holds a NaN code", "finite numbers")
+        return codes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """The scales of a matrix, [..., O, J]: one for each output and `group` inputs, which no block cuts."""
+
+    matrix: QuantizedMatrix
+    group: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.matrix.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        *lead, outputs, inputs = self.matrix.shape
+        return (*lead, outputs, math.ceil(inputs / self.group)), "float32"
+
+    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E o j"]:
+        """The box. Raises as `QuantizedMatrix.read` does for scales."""
+        groups, inputs = box[-1], self.matrix.shape[-1]
+        columns = slice(groups.start * self.group, min(groups.stop * self.group, inputs))
+        return self.matrix.scales_of(checkpoint, (*box[:-1], columns), step=self.group)
 
 
 def scale_values(scales: Shaped[np.ndarray, "*E j g"]) -> Float[np.ndarray, "*E j g"]:

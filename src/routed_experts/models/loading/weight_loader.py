@@ -151,9 +151,12 @@ class _Loader:
         with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
             for row, read in enumerate(reads):
                 stack[row], starts[row] = self._read(read), read.start
+        cast: np.dtype | None = dtype
+        if stack.dtype == dtype:  # nothing is rounded: the bits are moved
+            stack, cast = stack.view(shards[0].dtype), None
         written: list[jax.Array] = []
         for shard, own_format in zip(shards, formats, strict=True):
-            layout = reads[0].transpose, reads[0].shape, dtype
+            layout = reads[0].transpose, reads[0].shape, cast
             write = pieces_writer(own_format) if isinstance(own_format, Format) else _write_pieces
             filled, written_marker = write(shard, stack, starts, np.int32(len(reads)), *layout)
             written.append(filled)
@@ -187,9 +190,10 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, own_format: Any) -> jax.Arra
 
 
 def _transfer_dtype(dtype: np.dtype, device: Any) -> np.dtype:
-    """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn
-    the whole part into float32 and back for each stack."""
-    return np.dtype(np.uint16) if device.platform == "cpu" and dtype.itemsize == 2 else dtype
+    """The dtype that a large part is filled in: its own, but the bits of half precision and of codes on CPU. There XLA
+    would turn the whole part into float32 and back for each stack."""
+    bits = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+    return bits.get(dtype.itemsize, dtype) if device.platform == "cpu" else dtype
 
 
 def _bitcast_back(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:

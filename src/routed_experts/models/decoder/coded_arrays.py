@@ -1,0 +1,104 @@
+"""Matrices of a layer that stay codes and scales in memory (layers/quantized.py): their arrays, and the tensors that
+fill them.
+
+An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
+and `name_scale` [..., J, O], float32. Both are sharded as the numbers were: outputs as they are, inputs in whole
+groups. Dims: I inputs, O outputs, J groups of inputs."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax.numpy as jnp
+
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3
+from routed_experts.models.base.partitioning import AxisPartition, Segment
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.layer_params import SCALE, ParamSpec
+from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CodedArray:
+    """An array that is kept as codes: its name in the layer, the inputs that share a scale, and the order of the
+    codes. `segments`: the outputs of each of its tensors, which are side by side."""
+
+    name: str
+    group: int
+    segments: tuple[int, ...]
+    format: str = E4M3
+    outputs_first: bool = False
+
+    def num_groups(self, inputs: int) -> int:
+        """J."""
+        return math.ceil(inputs / self.group)
+
+    def segments_of(self, source: WeightSource) -> tuple[int, ...]:
+        """The segments of one tensor: of experts that are stacked in one, several."""
+        ends = list(itertools.accumulate(self.segments))
+        first, last = source.offset, source.offset + source.shape[-2]
+        inside = (size for end, size in zip(ends, self.segments, strict=True) if first < end <= last)
+        return tuple(inside)
+
+
+def coded_specs(specs: Iterable[ParamSpec], coded: Iterable[CodedArray]) -> Iterator[ParamSpec]:
+    """The arrays of a layer, with codes and scales in place of those that are coded."""
+    by_name = {array.name: array for array in coded}
+    for spec in specs:
+        array = by_name.get(spec.name)
+        if array is None:
+            yield spec
+            continue
+        *lead, inputs, outputs = spec.shape
+        codes = (*lead, outputs, inputs) if array.outputs_first else spec.shape
+        partition = _swapped(spec.partition) if array.outputs_first else spec.partition
+        dtype = CODE_DTYPES[array.format]
+        yield dataclasses.replace(spec, shape=codes, dtype=dtype, partition=partition)
+        yield dataclasses.replace(
+            spec,
+            name=f"{spec.name}{SCALE}",
+            shape=(*lead, array.num_groups(inputs), outputs),
+            dtype=jnp.dtype(jnp.float32),
+            fill=1.0,
+            partition=_by_group(spec.partition, array.group),
+        )
+
+
+def coded_sources(sources: Iterable[WeightSource], coded: Mapping[str, CodedArray]) -> Iterator[WeightSource]:
+    """The table of names with codes and scales for the targets that are coded, which are given by dotted path."""
+    for source in sources:
+        array = coded.get(source.target)
+        if array is None:
+            yield source
+            continue
+        assert source.transpose, source
+        if array.outputs_first:
+            yield dataclasses.replace(source, transpose=False, offset_axis=-2)
+        else:
+            yield source
+        yield dataclasses.replace(
+            source,
+            name=f"{source.name}{GROUP_SCALES}",
+            shape=(*source.shape[:-1], array.num_groups(source.shape[-1])),
+            target=f"{source.target}{SCALE}",
+        )
+
+
+def _swapped(partition: AxisPartition | None) -> AxisPartition | None:
+    """The partition of a matrix whose last two axes are swapped."""
+    if partition is None or partition.axis not in (-1, -2):
+        return partition
+    return dataclasses.replace(partition, axis=-3 - partition.axis)
+
+
+def _by_group(partition: AxisPartition | None, group: int) -> AxisPartition | None:
+    """The partition of the scales: inputs are cut between groups."""
+    if partition is None or partition.axis != -2:
+        return partition
+    segments = tuple(_groups(segment, group) for segment in partition.segments)
+    return dataclasses.replace(partition, segments=segments)
+
+
+def _groups(segment: Segment, group: int) -> Segment:
+    return dataclasses.replace(segment, size=math.ceil(segment.size / group))

@@ -1,0 +1,126 @@
+"""Which matrices are codes in memory, and in which groups of inputs.
+
+Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
+its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest. All others are
+dequantised when they are loaded. Of a plain checkpoint all are quantised, where that is asked for. Both arrays of
+experts are codes, or neither."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from routed_experts.layers.quantized import BLOCK, E4M3, GROUPS
+from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.quantization_config import Codes
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.coded_arrays import CodedArray
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, layer_sources
+from routed_experts.models.decoder.layer_params import ParamKind, ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope
+from routed_experts.models.loading.fused_experts import fuse_experts
+from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
+
+_EXPERTS = frozenset({"gate_up", "down"})
+ONE_DEVICE = ParallelConfig(1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSupport:
+    """What an engine's kernels take (`Kernels.code_formats`, `Kernels.outputs_first`), and how the model is sharded.
+    `quantizes`: plain checkpoints, too."""
+
+    formats: frozenset[str] = frozenset()
+    quantizes: bool = False
+    outputs_first: bool = False
+    parallel: ParallelConfig = ONE_DEVICE
+
+
+NO_CODES = CodeSupport()
+
+
+def with_kept_codes(
+    config: FamilyConfig, matrices: Mapping[str, QuantizedMatrix], names: Iterable[str], support: CodeSupport
+) -> FamilyConfig:
+    """The config, whose layers say which of their arrays are codes. `names`: of all tensors of the checkpoint."""
+    if E4M3 not in support.formats or not (matrices or support.quantizes):
+        return config
+    shown = frozenset(names)
+    layers = tuple(
+        dataclasses.replace(layer, coded=_coded(config, index, layer, matrices, shown, support))
+        for index, layer in enumerate(config.layers)
+    )
+    return dataclasses.replace(config, layers=layers)
+
+
+def _coded(
+    config: FamilyConfig,
+    index: int,
+    layer: LayerSpec,
+    matrices: Mapping[str, QuantizedMatrix],
+    names: frozenset[str],
+    support: CodeSupport,
+) -> tuple[CodedArray, ...]:
+    """The arrays of one layer that stay codes."""
+    scope = CheckpointScope(target="", row=0, prefix=f"{config.stem}layers.{index}.")
+    table = tuple(layer_sources(config, layer, scope))
+    plain, stored = _by_array(table), _by_array(fuse_experts(table, names))
+    found: dict[str, CodedArray] = {}
+    for spec in layer.weights(config):
+        if spec.kind not in (ParamKind.MATRIX, ParamKind.EXPERTS) or len(spec.shape) < 2 or not stored[spec.name]:
+            continue
+        group = _shared_group(stored[spec.name], matrices) if matrices else BLOCK
+        group = math.gcd(group, *_cuts(spec, support.parallel)) if group else 0
+        if group >= GROUPS[-1]:
+            segments, order = _segments(plain[spec.name]), support.outputs_first
+            found[spec.name] = CodedArray(name=spec.name, group=group, segments=segments, outputs_first=order)
+    if not found.keys() >= _EXPERTS:
+        return tuple(array for name, array in found.items() if name not in _EXPERTS)
+    return tuple(found.values())
+
+
+def without_codes(config: FamilyConfig) -> FamilyConfig:
+    """The config with plain matrices."""
+    return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, coded=()) for layer in config.layers))
+
+
+def can_keep(array: CodedArray, source: WeightSource, matrices: Mapping[str, QuantizedMatrix]) -> bool:
+    """Whether a tensor of the array has codes that stay as they are."""
+    group = _shared_group((source,), matrices)
+    return group != 0 and group % array.group == 0
+
+
+def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:
+    by_array: dict[str, list[WeightSource]] = defaultdict(list)
+    for source in sources:
+        by_array[source.target.removeprefix(".")].append(source)
+    return by_array
+
+
+def _segments(sources: Sequence[WeightSource]) -> tuple[int, ...]:
+    """The outputs of the tensors that are side by side in one matrix of an array."""
+    own = [source for source in sources if source.index == sources[0].index]
+    return tuple(source.shape[-2] for source in sorted(own, key=lambda source: source.offset))
+
+
+def _shared_group(sources: Iterable[WeightSource], matrices: Mapping[str, QuantizedMatrix]) -> int:
+    """The largest group of inputs that the scales of all tensors of an array allow; 0 where one is no code."""
+    group = GROUPS[0]
+    for source in sources:
+        matrix = matrices.get(source.name)
+        if matrix is None or not source.transpose or not matrix.is_grouped or matrix.storage.codes is not Codes.E4M3:
+            return 0
+        columns = matrix.block[1]
+        group = math.gcd(group, columns) if matrix.grid[-1] > 1 else group
+    return group
+
+
+def _cuts(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The inputs of an array that each device holds, where devices share them."""
+    partition = spec.partition_in(1, by_expert=parallel.expert_parallel)
+    if partition is None or partition.axis != -2:
+        return ()
+    count = parallel.parts(partition)
+    if count == 1:
+        return ()
+    return tuple(end - first for first, end in partition.pieces(0, count))
