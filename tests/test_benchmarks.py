@@ -45,7 +45,10 @@ SMALLEST = {
     "step": ["--small"],
     "structured": ["--small"],
 }
-LONG = ("capture", "cpu_parts", "residency", "speculative", "step")  # 20 s or more, also in their smallest form
+LONG = {  # 10 s or more, also in their smallest form
+    *("capture", "cpu_parts", "draft_models", "expert_offload", "host_work", "launches"),
+    *("residency", "selection", "speculative", "step"),
+}
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",
     "compiled": "compiles for minutes",

@@ -10,6 +10,7 @@ import pytest
 import routed_experts
 from routed_experts import Engine, SpeculativeConfig
 from routed_experts.models.loading.model_source import demo_head_path
+from support.lazy_compile import lazy_compilation
 
 ROOT = Path(routed_experts.__file__).parents[2]
 PROMPTS = [
@@ -31,7 +32,10 @@ def test_the_head_drafts_well_and_changes_no_answer(temperature, floor):
     config = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="demo", num_steps=3, adaptive=False)
     sampling = {"temperature": temperature, "seed": 5, "max_new_tokens": 64, "ignore_eos": True}
     sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(64,))
-    with Engine("demo", **sizes, deterministic=True, enable_return_routed_experts=True, speculative=config) as engine:
+    with (
+        lazy_compilation(),
+        Engine("demo", **sizes, deterministic=True, enable_return_routed_experts=True, speculative=config) as engine,
+    ):
         answers = [
             engine.generate(
                 PROMPTS, {**sampling, "speculative": drafts}, return_routed_experts=True, return_logprob=True

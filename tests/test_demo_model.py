@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import routed_experts
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 FOLDER = Path(routed_experts.__file__).parent / "demo_model"
 TEXT = """The old captain walked along the harbour and looked at the ships. \

@@ -26,6 +26,7 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import Sample, align, forward, merge_turns
 from support.engines import open_engine
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 ORACLE = FullSequence(tiny_config(), tiny_tensors(tiny_config()))
@@ -204,7 +205,7 @@ def test_experts_on_the_host_run_on_weights_that_are_recorded(tmp_path, rollout)
     tokens, record, _ = rollout
     write_tiny_checkpoint(tmp_path)
     experts = ExpertOffloadConfig(kt_num_gpu_experts=8, kt_cpuinfer=1)
-    with open_engine(tmp_path, experts=experts, **WEIGHTS) as engine:
+    with lazy_compilation(), open_engine(tmp_path, experts=experts, **WEIGHTS) as engine:
         out = engine.score(tokens, routed=record).routed_experts
         np.testing.assert_allclose(out.weights[:-1], record.weights, atol=1e-5)
         halved = dataclasses.replace(record, weights=record.weights / 2)
@@ -227,7 +228,7 @@ def test_experts_on_the_host_run_on_weights_that_are_recorded(tmp_path, rollout)
 def test_several_devices_record_them(tmp_path, mesh):
     write_tiny_checkpoint(tmp_path)
     prompts = [random_tokens(length, length) for length in (5, 40, 17, 61)]
-    with open_engine(tmp_path, **WEIGHTS, **mesh) as engine:
+    with lazy_compilation(), open_engine(tmp_path, **WEIGHTS, **mesh) as engine:
         for prompt, answer in zip(
             prompts, engine.generate(input_ids=prompts, sampling_params=SAMPLED, **ASKED), strict=True
         ):
@@ -244,7 +245,8 @@ def test_capacities_that_move_slots_record_the_weights_that_ran(tmp_path):
     placement = PlacementConfig(plan=plan, mode="reroute", capacity_factor=1)
     prompts = [random_tokens(length, length) for length in (30, 5, 17, 1)]
     sizes = {"page_size": 4, "context_length": 96, "max_total_tokens": 512}
-    with open_engine(tmp_path, tp_size=2, ep_size=2, placement=placement, **sizes, **WEIGHTS) as engine:
+    sizes |= {"tp_size": 2, "ep_size": 2}
+    with lazy_compilation(), open_engine(tmp_path, placement=placement, **sizes, **WEIGHTS) as engine:
         greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 10}
         answers = engine.generate(input_ids=prompts, sampling_params=greedy, **ASKED)
         assert sum(answer["meta_info"]["rerouted_slots"] for answer in answers) > 0

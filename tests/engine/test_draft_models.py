@@ -13,10 +13,12 @@ from oracles.predictors import PredictorOracle
 from routed_experts import Engine, SpeculativeConfig
 from routed_experts.core.errors import CheckpointError, ConfigError
 from support.family_folders import VOCAB_SIZE, write_family
+from support.lazy_compile import lazy_compilation
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe", "Qwen3Next", "Qwen3_5Moe")
+IN_EVERY_RUN = ("DeepseekV3", "Glm4Moe", "Qwen3Next")  # each kind of cache; test_predictor.py has the equations of all
 NUM_DRAFTS = 3
 STOPS = list(range(0, VOCAB_SIZE, 7))
 
@@ -56,11 +58,13 @@ def assert_drafts_are(offers, prompts, outputs, expected_of, *, at_least):
     assert checked >= at_least
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
+)
 def test_a_prediction_layer_drafts_what_its_equations_say_and_changes_no_answer(name, written, offers):
     oracle, folder = written(name)
     prompts = prompts_of(VOCAB_SIZE)
-    with Engine(str(folder), **SIZES, **EXACT) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT) as engine:
         plain = {t: answers(engine, prompts, t)[0] for t in (0.0, 1.0)}
     config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
     with Engine(str(folder), **SIZES, **EXACT, chunked_prefill_size=8, speculative=config) as engine:
@@ -139,14 +143,20 @@ def head_drafts(case, model, tokens):
     return drafts
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("EAGLE3 of few tokens", "EAGLE"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("EAGLE3", "EAGLE3 with its own embedding")),
+    ],
+)
 def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, offers, tmp_path):
     folder, model = qwen
     case, prompts = HEADS[name](), prompts_of(V, (5, 17, 9))
-    with Engine(str(folder), **SIZES, **EXACT) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT) as engine:
         plain = {t: answers(engine, prompts, t, new=10)[0] for t in (0.0, 1.0)}
     config = SpeculativeConfig(algorithm=name.split()[0], draft_model_path=str(case.write(tmp_path)), adaptive=False)
-    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
         greedy, _ = answers(engine, prompts, new=10)
         expected = functools.partial(head_drafts, case, model)
         assert_drafts_are(offers, prompts, [output for output, *_ in greedy], expected, at_least=20)
@@ -157,9 +167,19 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
 
 
 @pytest.mark.parametrize("mode", [dict(), dict(deterministic=True)], ids=["default", "deterministic"])
-def test_answers_are_the_same_under_every_schedule(mode, written, is_thorough):
-    """Chunks, choices, prefixes, requests that are sent back for want of pages, seeds, filters and early ends. A
-    thorough run has one engine for each of them."""
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        pytest.param((dict(), dict(max_total_tokens=96)), id="few"),
+        pytest.param(
+            (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True)),
+            id="others",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_answers_are_the_same_under_every_schedule(schedules, mode, written):
+    """Chunks, choices, prefixes, requests that are sent back for want of pages, seeds, filters and early ends."""
     _, folder = written("Glm4Moe")
     common = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20).tolist()
     prompts = [*prompts_of(VOCAB_SIZE, (3, 12, 30)), [*common, 1], [*common, 2, 3]]
@@ -170,16 +190,13 @@ def test_answers_are_the_same_under_every_schedule(mode, written, is_thorough):
             temperature=1.0, top_p=0.8, min_p=0.05, new=17, min_tokens=8, stop_token_ids=list(range(0, VOCAB_SIZE, 7))
         ),
     ]
-    schedules = [dict(), dict(max_total_tokens=96)]
-    if is_thorough:
-        schedules += [dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True)]
     plain = None
     for schedule in schedules:
         speculative = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
         found = []
         for drafts in (None, speculative) if plain is None else (speculative,):
             options = SIZES | dict(enable_return_routed_experts=True) | mode | schedule
-            with Engine(str(folder), **options, speculative=drafts) as engine:
+            with lazy_compilation(), Engine(str(folder), **options, speculative=drafts) as engine:
                 found.append([answers(engine, prompts, **how)[0] for how in map(dict, sampling)])
                 assert not engine.check_integrity()
         plain = found[0] if plain is None else plain
@@ -195,10 +212,10 @@ def test_answers_are_the_same_under_every_schedule(mode, written, is_thorough):
 def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):
     """A policy that drafts in one step of several: drafts of the steps between are not stale ones."""
     _, folder = written("Glm4Moe")
-    with Engine(str(folder), **SIZES, **EXACT) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT) as engine:
         plain, _ = answers(engine, prompts_of(VOCAB_SIZE), new=30)
     config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
-    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
         policy = engine.components.core.speculation.policy
         policy.should_try = lambda step: step % 7 in (3, 4, 5)
         rested, metas = answers(engine, prompts_of(VOCAB_SIZE), new=30)
@@ -210,7 +227,7 @@ def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):
 def test_memory_that_is_released_and_taken_back_serves_drafts_again(written):
     _, folder = written("Glm4Moe")
     config = SpeculativeConfig(algorithm="NEXTN", adaptive=False)
-    with Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, **EXACT, speculative=config) as engine:
         before, _ = answers(engine, prompts_of(VOCAB_SIZE))
         engine.release_memory_occupation(["kv_cache"])
         engine.resume_memory_occupation()
@@ -221,7 +238,7 @@ def test_memory_that_is_released_and_taken_back_serves_drafts_again(written):
 
 def test_the_plan_has_a_line_for_the_draft_model(written):
     _, folder = written("Glm4Moe")
-    with Engine(str(folder), **SIZES, speculative=SpeculativeConfig(algorithm="mtp")) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, speculative=SpeculativeConfig(algorithm="mtp")) as engine:
         plan = engine.components.plan
     assert plan.draft.weights > 0 and plan.draft.bytes_per_token == plan.pool.bytes_per_token // plan.pool.num_layers
     assert [line for line in plan.lines() if line.startswith("draft model")]
@@ -229,7 +246,7 @@ def test_the_plan_has_a_line_for_the_draft_model(written):
 
 
 def engine_lines(folder):
-    with Engine(str(folder), **SIZES) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES) as engine:
         return engine.components.plan.lines()
 
 

@@ -96,7 +96,10 @@ def test_an_engine_of_our_names_tells_nothing(folder, caplog):
 @pytest.mark.parametrize(
     ("keywords", "match"),
     [
-        ({"quantization": "fp8"}, "quantization='fp8' is refused: .*unquantised"),
+        (
+            {"quantization": "fp8"},
+            "quantization='fp8' is refused: quantised checkpoints are recognised by their config",
+        ),
         ({"enable_lora": True}, "enable_lora=True is refused: .*merge the adapter"),
         ({"lora_paths": ["a"]}, "lora_paths=.* is refused"),
         ({"enable_expert_parallel": True}, "give ep_size=tp_size"),

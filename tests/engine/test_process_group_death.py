@@ -83,10 +83,8 @@ REASONS = {
 IN_EVERY_RUN = [
     (1, "SIGKILL"),
     (0, "SIGKILL"),
-    (1, "SIGSTOP"),
     (0, "SIGSTOP"),
     (1, "sleeps in an order"),
-    (0, "sleeps in an order"),
     (1, "fails in an order"),
     (1, "exits in load"),
     (0, "exits in compile"),

@@ -32,7 +32,7 @@ def open_hosts(folder, hosts):
     return open_group(folder, address=address, namespaces=namespaces, watchdog_s=WATCHDOG_S)
 
 
-@pytest.mark.parametrize("fault", ["cut", "one way"])
+@pytest.mark.parametrize("fault", ["cut", pytest.param("one way", marks=pytest.mark.thorough)])
 def test_a_network_that_is_cut_ends_both_hosts(folder, fault):
     with two_hosts() as hosts, open_hosts(folder, hosts) as (leader, follower):
         answer(leader, SHORT)

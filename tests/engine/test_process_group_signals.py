@@ -78,7 +78,8 @@ def repository(folder, tmp_path, monkeypatch):
     return "org/tiny"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+# Process 1 has to tell process 0, which then drains as after a signal of its own.
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_sigterm_of_either_process_drains_the_group(repository, rank):
     """Of a model that both processes find by the id of its repository."""
     address = free_address()

@@ -60,7 +60,9 @@ def run_uninterrupted(testbed, reqs):
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 20))]
+)
 def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room(testbed, seed, chunk):
     pages = int(2.3 * (40 + 24) / 4)
     drive = testbed.drive(pages=pages, chunked_prefill_size=chunk)

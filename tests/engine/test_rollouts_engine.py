@@ -1,5 +1,7 @@
 """An engine that remembers answers: they are drafts of the next epoch, and change no answer; who may see whose text."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from oracles.testbeds import other_weights
 from routed_experts import Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import InvalidRequestError
 from support.engines import open_engine
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 REMEMBERING = SpeculativeConfig(adaptive=False, scope="namespace", remember=True)
@@ -34,8 +37,11 @@ def epoch(engine, *, seed=5, **options):
     return [(out["output_ids"], *rest) for out, *rest in zip(outs, logprobs, rows, strict=True)], metas
 
 
+@contextlib.contextmanager
 def open_remembering(folder, speculative=REMEMBERING):
-    return open_engine(folder, enable_return_routed_experts=True, deterministic=True, speculative=speculative)
+    options = dict(enable_return_routed_experts=True, deterministic=True)
+    with lazy_compilation(), open_engine(folder, **options, speculative=speculative) as engine:
+        yield engine
 
 
 def by_source(engine, what="proposed_by"):
@@ -45,7 +51,7 @@ def by_source(engine, what="proposed_by"):
 @pytest.fixture(scope="module")
 def plain(folder):
     """Answers without drafts: of the weights of the folder, and of others."""
-    with open_engine(folder, enable_return_routed_experts=True, deterministic=True) as engine:
+    with lazy_compilation(), open_engine(folder, enable_return_routed_experts=True, deterministic=True) as engine:
         first, _ = epoch(engine)
         engine.update_weights(other_weights(3), version=1)
         second, _ = epoch(engine)
@@ -147,13 +153,14 @@ def test_answers_may_be_handed_in(folder, plain):
 @pytest.mark.parametrize("speculative", [None, SpeculativeConfig()])
 def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, speculative):
     wanted = pytest.raises(InvalidRequestError, match="speculative_scope='namespace'")
-    with open_engine(folder, speculative=speculative) as engine, wanted:
+    with lazy_compilation(), open_engine(folder, speculative=speculative) as engine, wanted:
         engine.remember_rollouts([1, 2], [3])
 
 
 def test_a_prediction_is_a_draft_of_its_request_alone(folder):
     greedy = {"temperature": 0.0, "ignore_eos": True}
-    with open_engine(folder, speculative=SpeculativeConfig(adaptive=False), deterministic=True) as engine:
+    options = dict(speculative=SpeculativeConfig(adaptive=False), deterministic=True)
+    with lazy_compilation(), open_engine(folder, **options) as engine:
         plain = engine.generate(
             input_ids=PROMPTS[0], max_new_tokens=24, sampling_params=greedy | {"speculative": False}
         )
@@ -171,19 +178,22 @@ def test_a_prediction_is_a_draft_of_its_request_alone(folder):
             assert caught.value.param == "prediction"
         with pytest.raises(InvalidRequestError, match="one prompt"):
             engine.generate(input_ids=PROMPTS, prediction=[1])
-    with open_engine(folder) as engine:
+    with lazy_compilation(), open_engine(folder) as engine:
         out = engine.generate(input_ids=PROMPTS[0], max_new_tokens=4, prediction=[1, 2])
         assert len(out["output_ids"]) == 4
 
 
 def test_the_flat_names_are_those_of_the_config(folder):
     flat = dict(speculative_algorithm="suffix", speculative_scope="namespace", speculative_remember=True)
-    with Engine(
-        str(folder),
-        precompile_bs_paddings=(4,),
-        precompile_token_paddings=(32,),
-        **flat,
-        speculative_store_bytes=1 << 21,
-    ) as engine:
+    with (
+        lazy_compilation(),
+        Engine(
+            str(folder),
+            precompile_bs_paddings=(4,),
+            precompile_token_paddings=(32,),
+            **flat,
+            speculative_store_bytes=1 << 21,
+        ) as engine,
+    ):
         engine.generate(input_ids=PROMPTS[0], max_new_tokens=4)
         assert engine.stats().speculative.store_bytes > 0

@@ -19,6 +19,8 @@ from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
 from support.fast_compile import fast_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
+
 NGRAM = SpeculativeConfig(adaptive=False)
 SMALL = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,))
 
@@ -196,7 +198,7 @@ def test_two_devices_answer_with_drafts_as_without(folder, tmp_path, name, ep_si
         np.testing.assert_array_equal(rows, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "lfm2-moe"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3-next", marks=pytest.mark.thorough), "lfm2-moe"])
 def test_layers_with_states_go_with_shared_answers_and_with_adaptive_drafts(name, tmp_path):
     """SUFFIX finds the first answer in its store when the same prompt comes again."""
     folder, sampling = str(write_family(tmp_path, name)), {"temperature": 0.8, "seed": 3, "max_new_tokens": 30}

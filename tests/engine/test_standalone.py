@@ -13,6 +13,7 @@ from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE
 from routed_experts.models.drafts.vocabularies import check_vocabularies
 from support.family_folders import write_family
+from support.lazy_compile import lazy_compilation
 from support.small_qwen3_moe import CONTEXT, V, write_target
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
@@ -78,7 +79,7 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(target):
     """The answers of an engine without drafts, one list for each of SAMPLINGS."""
-    with Engine(str(target), **SIZES, **EXACT) as engine:
+    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT) as engine:
         return [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
 
 
@@ -116,9 +117,9 @@ def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
 def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_context(target):
     """A policy that drafts in three of seven steps: in the others the draft model is fed, too."""
     prompts = [prompt[:20] for prompt in prompts_of(V, (20, 22, 25, 30))]
-    with Engine(str(target), **SIZES, **EXACT) as engine:
+    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT) as engine:
         expected, _ = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
-    with Engine(str(target), **SIZES, **EXACT, speculative=standalone(target)) as engine:
+    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=standalone(target)) as engine:
         policy = engine.components.core.speculation.policy
         policy.should_try = lambda step: step % 7 in (3, 4, 5)
         found, metas = answers(engine, prompts, temperature=0.0, new=CONTEXT - 20)
@@ -130,7 +131,7 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
 def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
     """Pages of two shapes, and latent rows."""
     folder = write_family(tmp_path, family)
-    with Engine(str(folder), **SIZES, deterministic=True, speculative=standalone(folder)) as engine:
+    with lazy_compilation(), Engine(str(folder), **SIZES, deterministic=True, speculative=standalone(folder)) as engine:
         _, metas = answers_without_rows(engine, temperature=1.0, seed=3, top_p=0.9)
     assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
 
@@ -151,7 +152,10 @@ def test_a_dense_model_drafts_what_transformers_says_and_changes_no_answer(targe
     """Its vocabulary has more padding, and its context ends before that of the target."""
     model = write_dense(tmp_path / "draft")
     speculative = standalone(tmp_path / "draft", num_steps=NUM_DRAFTS)
-    with Engine(str(target), **SIZES, **EXACT, chunked_prefill_size=8, speculative=speculative) as engine:
+    with (
+        lazy_compilation(),
+        Engine(str(target), **SIZES, **EXACT, chunked_prefill_size=8, speculative=speculative) as engine,
+    ):
         found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS[:1]]
         checked, shortened, past = 0, 0, 0
         for index, prompt in enumerate(prompts_of(V)):
@@ -176,7 +180,7 @@ def test_a_model_with_experts_and_other_attention_drafts_and_records_nothing(tar
     """Attention with sinks needs other kernels than the target's; rows are those of the target alone. Prompts may hold
     ids that the draft model has no embedding for."""
     folder = write_family(tmp_path, "gpt-oss", vocab_size=57)
-    with Engine(str(target), **SIZES, **EXACT, speculative=standalone(folder)) as engine:
+    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=standalone(folder)) as engine:
         found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
         totals = engine.stats().speculative.requests
     assert found == plain
@@ -203,7 +207,7 @@ def test_drafts_with_common_noise_are_accepted_as_often_as_the_formula_says(offe
     sampling = {"temperature": 1.0, "seed": 4, "n": 24, "max_new_tokens": 220, "ignore_eos": True}
     speculative = standalone(tmp_path / "draft", num_steps=1)
     options = SIZES | dict(precompile_bs_paddings=(8,))
-    with Engine(str(tmp_path / "target"), **options, speculative=speculative) as engine:
+    with lazy_compilation(), Engine(str(tmp_path / "target"), **options, speculative=speculative) as engine:
         outs = engine.generate(input_ids=[prompt], sampling_params=sampling, rid="call")
     expected, hits = [], []
     for index, out in enumerate(outs):  # choices have noise of their own
@@ -292,7 +296,8 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 
 def test_random_weights_of_the_target_mean_random_weights_of_the_draft(target, tmp_path):
     (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
-    with Engine(str(tmp_path), **SIZES, load_format="dummy", speculative=standalone(tmp_path)) as engine:
+    options = SIZES | dict(load_format="dummy", speculative=standalone(tmp_path))
+    with lazy_compilation(), Engine(str(tmp_path), **options) as engine:
         _, metas = answers_without_rows(engine)
     assert all(meta["spec_accept_rate"] > 0.9 for meta in metas), "the same random weights"
 

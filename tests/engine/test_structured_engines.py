@@ -78,10 +78,15 @@ def assert_alike(one, other):
         assert np.array_equal(ours[2], theirs[2]), number
 
 
-@pytest.mark.parametrize("draft_model", [False, True])
-def test_drafts_are_off_for_structured_requests_and_on_for_the_others(folder, draft_model):
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The answers of an engine without drafts on one device."""
     with build(folder) as engine:
-        plain = answers(engine)
+        return answers(engine)
+
+
+@pytest.mark.parametrize("draft_model", [False, True])
+def test_drafts_are_off_for_structured_requests_and_on_for_the_others(folder, plain, draft_model):
     if draft_model:
         config = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=folder, num_steps=3, adaptive=False)
     else:
@@ -104,10 +109,14 @@ def test_in_deterministic_mode_a_structured_request_is_the_same_alone(folder):
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("sizes", [dict(tp_size=2), dict(dp_size=2, tp_size=2)])
-def test_several_devices_and_data_ranks_give_the_same_answers(folder, sizes):
-    with build(folder) as engine:
-        plain = answers(engine)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(dict(tp_size=2), id="2 devices", marks=pytest.mark.thorough),
+        pytest.param(dict(dp_size=2, tp_size=2), id="2 devices, 2 ranks"),
+    ],
+)
+def test_several_devices_and_data_ranks_give_the_same_answers(folder, plain, sizes):
     with build(folder, **sizes) as engine:
         assert_alike(answers(engine), plain)
         assert_alike(answers(engine), plain)  # prompts from the cache

@@ -9,6 +9,8 @@ from routed_experts.execution.draft_chain import Bias, DraftChain, DraftStep
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.sampling import SamplingBatch
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 PAGE_SIZE, V, K = 4, 10, 4
 POSITIONS = [5, 6, 2, 3]  # of the last token of each request; the last one is padding
 PAGES = [[3, 4, 5], [6, 7, 0], [8, 0, 0], [0, 0, 0]]

@@ -25,7 +25,8 @@ from support.tpu_programs import SMALL, program_name, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
-CHIPS, MIB = ["v5e", "v6e"], 1 << 20
+# Programs of families are compiled for a v6e in every run.
+CHIPS, MIB = ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)], 1 << 20
 KINDS = {"width": False, "experts": True}  # the sharded arrays of the experts
 # One kv head a chip, or two where two chips are a data rank: pages of 150 MiB on each, more than its VMEM.
 POOLS = {

@@ -130,7 +130,10 @@ def test_a_decode_step_of_a_family_runs_the_kernels_of_its_path_in_place(archite
 DRAFTS = 3
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "BailingHybridForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3NextForCausalLM", pytest.param("BailingHybridForCausalLM", marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("name", ["forward target_verify", "commit target_verify"])
 def test_a_verify_step_leaves_states_in_place_and_a_program_after_it_writes_them_there(architecture, name):
     own = world(architecture)

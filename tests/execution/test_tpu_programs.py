@@ -118,7 +118,7 @@ def test_programs_after_the_forward_pass_are_the_same_with_and_without_capture(n
     ("chip", "name"),
     [
         ("v5e", "forward decode"),
-        ("v5e", "forward extend"),
+        pytest.param("v5e", "forward extend", marks=pytest.mark.thorough),
         pytest.param("v6e", "forward decode", marks=pytest.mark.thorough),
     ],
 )

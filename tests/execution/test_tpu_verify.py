@@ -28,7 +28,7 @@ def test_the_table_has_a_forward_pass_and_a_sampler_of_each_mode():
     }
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
 def test_the_kv_pool_is_updated_in_place(chip):
     program = compiled(chip, FORWARD, capture=True, world=WORLD)
     assert_in_place(program, WORLD.pool, max_temp_bytes=4 * MIB)

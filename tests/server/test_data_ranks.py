@@ -5,6 +5,7 @@ import pytest
 
 from support.engines import open_engine
 from support.http_server import parse_error, running
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.devices(2)
@@ -21,7 +22,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_to
 def server(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     sizes = {"tp_size": 2, "dp_size": 2, "enable_return_routed_experts": True}
-    with open_engine(folder, **sizes) as engine, running(engine) as server:
+    with lazy_compilation(), open_engine(folder, **sizes) as engine, running(engine) as server:
         yield server
 
 

@@ -29,6 +29,8 @@ from routed_experts.models.decoder.latent_attention import LatentAttention
 from routed_experts.models.decoder.short_convolution import ShortConvolution
 from support.model_steps import PAGES, drifted_rows, packed, run_steps, tiny_model
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 
 
@@ -100,7 +102,6 @@ LATENT_LAYERS = [
 ]
 
 
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("name", ["GPT-OSS", "DeepSeek"])
 def test_attention_of_a_family_equals_plain_code(name):
     """Layer by layer: windows and sinks; latent rows, of queries with a rank and without."""
@@ -122,7 +123,6 @@ GPU = gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)
 FUSED = ("GPT-OSS", "GLM-4.5", "HunYuan", "MiniMax-M2", "Qwen2-MoE")
 
 
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("name", FUSED)
 def test_layers_of_a_family_in_few_kernels_equal_plain_code(name):
     model = build_model(name, "float32")
@@ -140,8 +140,7 @@ def test_layers_of_a_family_in_few_kernels_equal_plain_code(name):
         )
 
 
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize("name", ["GPT-OSS", "GLM-4.5"])
+@pytest.mark.parametrize("name", [pytest.param("GPT-OSS", marks=pytest.mark.thorough), "GLM-4.5"])
 def test_bfloat16_in_few_kernels_errs_as_little_as_in_plain_code(name):
     """Against float32 on the same weights, all rows on the ids that the kernels chose: bfloat16 may decide a near tie
     otherwise. The kernels round in other places, so their error may be twice that of plain code."""
@@ -171,7 +170,7 @@ def as_given(rows, config):
     return ids, np.arange(16) < len(rows)
 
 
-@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.thorough
 def test_rows_that_are_given_run_in_a_pattern_of_layers():
     model = build_model("GPT-OSS", "float32")
     rng = np.random.default_rng(4)
@@ -210,9 +209,14 @@ MIXERS_IN_PIECES = {
 }
 
 
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize("name", MIXERS_IN_PIECES)
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize(
+    ("replayed", "name"),
+    [
+        *((False, name) for name in MIXERS_IN_PIECES),
+        (True, "a convolution"),
+        *(pytest.param(True, name, marks=pytest.mark.thorough) for name in ("latent rows", "states")),
+    ],
+)
 def test_few_kernels_behind_a_mixer_in_pieces_equal_plain_code(name, replayed):
     model, traced, fused = MIXERS_IN_PIECES[name](), [], GPU[0].fused_layer
 
@@ -238,7 +242,6 @@ def test_few_kernels_behind_a_mixer_in_pieces_equal_plain_code(name, replayed):
             np.testing.assert_allclose(states[:, 1:3], plain_states[:, 1:3], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.usefixtures("fast_compilation")
 def test_several_layers_in_the_body_of_the_loop_and_those_left_over_equal_plain_code():
     model = random_model([MOE] * 3, "float32")
     kernels = dataclasses.replace(GPU[0], fused_layer=dataclasses.replace(GPU[0].fused_layer, unrolled=2))
@@ -251,7 +254,6 @@ def test_several_layers_in_the_body_of_the_loop_and_those_left_over_equal_plain_
         np.testing.assert_allclose(hidden, plain_hidden, atol=BOUNDS["float32"])
 
 
-@pytest.mark.usefixtures("fast_compilation")
 def test_a_step_of_one_token_equals_plain_code():
     """Its router's product is part of the kernel that adds the attention's output."""
     model = build_model("GPT-OSS", "float32")
