@@ -10,6 +10,7 @@ scale of its output, so no weight is rounded:
 The last group may be short. Dims: R matrices of a stack, I inputs, O outputs, J = ceil(I / group) groups."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -80,27 +81,64 @@ class QuantizedWeight:
 
 Weight = Float[Array, "R I O"] | QuantizedWeight
 LARGEST_E4M3 = 448.0
+_AT_ONCE = 1 << 26  # numbers that are quantised at once
 BLOCK = 128  # inputs and outputs that share a scale where plain numbers are quantised
 
 
+@functools.partial(jax.jit, static_argnames=("segments", "group", "outputs_first"))
 def quantize_blocks(
-    numbers: Float[Array, "R I O"], segments: tuple[int, ...], *, group: int, outputs_first: bool = False
+    numbers: Float[Array, "R I O"], *, segments: tuple[int, ...], group: int, outputs_first: bool = False
 ) -> tuple[Float[Array, "R I O"] | Float[Array, "R O I"], Float[Array, "R J O"]]:
     """Codes of e4m3, and scales for groups of inputs, of blocks of 128 x 128: a block's scale is its largest absolute
     value over 448, or 1 for a block of zeros, and a code the number over the scale, rounded to nearest even. Blocks of
     each of the `segments` of the outputs begin anew, and the last ones are cut short. All in float32: the result does
-    not depend on the device."""
-    inputs, wide = numbers.shape[1], numbers.astype(jnp.float32)
-    rows = jnp.arange(inputs) // BLOCK
-    peaks = jax.ops.segment_max(jnp.swapaxes(jnp.abs(wide), 0, 1), rows, num_segments=math.ceil(inputs / BLOCK))
-    columns = jnp.asarray(block_of_outputs(segments))
-    count = sum(math.ceil(size / BLOCK) for size in segments)
-    peaks = jax.ops.segment_max(jnp.moveaxis(peaks, -1, 0), columns, num_segments=count)  # [blocks of O, blocks of I, R]
-    scales = jnp.where(peaks > 0, peaks / LARGEST_E4M3, 1.0)
-    scales = jnp.moveaxis(jnp.take(scales, columns, axis=0), (0, 1, 2), (2, 1, 0))  # [R, blocks of I, O]
-    codes = _rounded(wide / jnp.repeat(scales, BLOCK, axis=1)[:, :inputs]).astype(jnp.float8_e4m3fn)
-    groups = jnp.arange(math.ceil(inputs / group)) * group // BLOCK
-    return jnp.swapaxes(codes, 1, 2) if outputs_first else codes, jnp.take(scales, groups, axis=1)
+    not depend on the device. Some matrices at a time: temporaries stay near 256 MiB."""
+    quantize = functools.partial(_quantize_matrix, segments=segments, group=group, outputs_first=outputs_first)
+    return lax.map(quantize, numbers, batch_size=max(1, _AT_ONCE // math.prod(numbers.shape[1:])))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def through_grid(numbers: Float[Array, "R I O"], segments: tuple[int, ...]) -> Float[Array, "R I O"]:
+    """The numbers that `quantize_blocks` keeps, in the dtype of those given. The gradient is that of the identity
+    (straight-through estimator; Bengio et al. 2013)."""
+    codes, scales = quantize_blocks(numbers, segments=segments, group=BLOCK)
+    return QuantizedWeight.create(codes, scales).dequantize().astype(numbers.dtype)
+
+
+def _through_grid_forward(
+    numbers: Float[Array, "R I O"], segments: tuple[int, ...]
+) -> tuple[Float[Array, "R I O"], None]:
+    return through_grid(numbers, segments), None
+
+
+def _through_grid_backward(
+    segments: tuple[int, ...], residual: None, gradient: Float[Array, "R I O"]
+) -> tuple[Float[Array, "R I O"]]:
+    return (gradient,)
+
+
+through_grid.defvjp(_through_grid_forward, _through_grid_backward)
+
+
+def _quantize_matrix(
+    numbers: Float[Array, "I O"], *, segments: tuple[int, ...], group: int, outputs_first: bool
+) -> tuple[Float[Array, "I O"] | Float[Array, "O I"], Float[Array, "J O"]]:
+    wide, inputs = numbers.astype(jnp.float32), numbers.shape[0]
+    parts = jnp.split(jnp.abs(wide), np.cumsum(segments)[:-1].tolist(), axis=1)
+    peaks = jnp.concatenate([_block_peaks(part) for part in parts], axis=1)  # [blocks of I, O]
+    # By no constant: XLA would multiply by its inverse, which rounds otherwise.
+    scales = jnp.where(peaks > 0, peaks, 1.0) / jnp.where(peaks > 0, LARGEST_E4M3, 1.0)
+    codes = _rounded(wide / jnp.repeat(scales, BLOCK, axis=0)[:inputs]).astype(jnp.float8_e4m3fn)
+    groups = np.arange(math.ceil(inputs / group)) * group // BLOCK
+    return codes.T if outputs_first else codes, jnp.take(scales, groups, axis=0)
+
+
+def _block_peaks(sizes: Float[Array, "I O"]) -> Float[Array, "blocks O"]:
+    """The largest number of the block of each output."""
+    inputs, outputs = sizes.shape
+    padded = jnp.pad(sizes, ((0, -inputs % BLOCK), (0, -outputs % BLOCK)))
+    peaks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK).max((1, 3))
+    return jnp.repeat(peaks, BLOCK, axis=1)[:, :outputs]
 
 
 def block_of_outputs(segments: tuple[int, ...]) -> Int[np.ndarray, " O"]:
@@ -110,7 +148,7 @@ def block_of_outputs(segments: tuple[int, ...]) -> Int[np.ndarray, " O"]:
     return np.concatenate([first + np.arange(size) // BLOCK for first, size in zip(firsts, segments, strict=False)])
 
 
-def _rounded(x: Float[Array, "R I O"]) -> Float[Array, "R I O"]:
+def _rounded(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """To the nearest number of e4m3, ties to even: four bits from 2^-6 on, else multiples of 2^-9. By integers, because
     a conversion of XLA may round twice."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)

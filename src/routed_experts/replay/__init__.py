@@ -8,6 +8,7 @@ from routed_experts.replay.balance import RouterBalance, balance_loss
 from routed_experts.replay.batch import RoutedBatch
 from routed_experts.replay.forward import ForwardOutput, forward
 from routed_experts.replay.metrics import CanaryGate, MismatchReport, canary, mismatch_report
+from routed_experts.replay.quantised import quantised
 from routed_experts.replay.turns import merge_turns
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "forward",
     "merge_turns",
     "mismatch_report",
+    "quantised",
     "replay_topk",
     "zigzag_order",
 ]

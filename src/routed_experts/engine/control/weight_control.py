@@ -26,7 +26,7 @@ from routed_experts.core.errors import (
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.control.context import EngineContext, PreparedWeights
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import Weights, load_ready, load_state, to_copies, to_state
+from routed_experts.engine.control.weights import Weights, delete_quantized, load_ready, load_state, to_copies, to_state
 from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.execution.orders import OrderKind
 from routed_experts.memory.hugepages import advise_hugepages_beside
@@ -90,10 +90,17 @@ class WeightControl:
         with self._only_update(), self._context.exclusive_weights():  # this swap deletes weights donated before
             self._context.check_not_prepared("update_weights")
             served, new = self._context.served_model, self._next(label)
+            check = to_copies if copy else to_state
+
+            def load() -> nnx.State[Any, Any]:
+                arrays = check(state, served.arrays, served.coded)
+                arrays = self._device_put(served, arrays, donate=donate or copy)
+                if donate:
+                    delete_quantized(state, jax.block_until_ready(arrays), served.coded)
+                return arrays
+
             self._swap(
-                lambda: self._device_put(
-                    served, (to_copies if copy else to_state)(state, served.arrays), donate=donate or copy
-                ),
+                load,
                 version=new,
                 cache=cache,
                 donate=donate or copy,

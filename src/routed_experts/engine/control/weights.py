@@ -9,6 +9,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,31 +23,41 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
+from routed_experts.layers.quantized import quantize_blocks
+from routed_experts.models.decoder.coded_arrays import CodedArray
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.layer_params import SCALE
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.kept_codes import without_codes
 from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
 _SHOWN = 4
+PLAIN_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+NOTHING_CODED: Mapping[str, CodedArray] = MappingProxyType({})
 _BLOCK = 1 << 17  # numbers of half precision that are checked at once
 
 
-def to_state(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def to_state(
+    new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray] = NOTHING_CODED
+) -> nnx.State[Any, Any]:
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
+    Plain arrays of those that are served as codes are quantised.
 
     Raises WeightsMismatchError with the first paths that differ, or that hold NaN or infinity."""
-    inputs, expected = _matched(new, served, any_dtype=False)
+    inputs, expected = _matched(_quantized(new, coded), served, any_dtype=False)
     _check_finite(inputs, param="state")
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
     )
 
 
-def to_copies(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def to_copies(
+    new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray] = NOTHING_CODED
+) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
     copies, casts and looks for NaN and infinity. Raises as `to_state`, but for dtypes that can be cast."""
-    inputs, expected = _matched(new, served, any_dtype=True)
+    inputs, expected = _matched(_quantized(new, coded), served, any_dtype=True)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
         by_devices[frozenset(array.devices()) if isinstance(array, jax.Array) else frozenset()].append(name)
@@ -60,6 +71,39 @@ def to_copies(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         finite |= {} if flags is None else dict(zip(names, np.asarray(flags).tolist(), strict=True))
     _refuse_broken([name for name, copy in copies.items() if not _known_finite(finite, name, copy)], param="state")
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
+
+
+def _quantized(new: Weights, coded: Mapping[str, CodedArray]) -> Weights:
+    """The arrays of `new` with codes and scales in place of plain arrays of numbers that are served as codes."""
+    if not coded:
+        return new
+    arrays = dict(_leaves(new))
+    for name, array in coded.items():
+        numbers, sizes = _to_array(arrays.get(name)), sum(array.segments)
+        if f"{name}{SCALE}" in arrays or not _is_numbers(numbers) or numbers.shape[-1] != sizes:
+            continue  # codes already, or no match, which is told with all others
+        codes, scales = quantize_blocks(
+            numbers, segments=array.segments, group=array.group, outputs_first=array.outputs_first
+        )
+        arrays |= {name: codes, f"{name}{SCALE}": scales}
+    return arrays
+
+
+def delete_quantized(new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray]) -> None:
+    """Delete the plain arrays of `new` in whose place `served` has codes."""
+    arrays = dict(_leaves(new))
+    kept = {id(_to_array(leaf)) for leaf in jax.tree.leaves(served)}
+    for name in coded:
+        numbers = _to_array(arrays.get(name))
+        if isinstance(numbers, jax.Array) and id(numbers) not in kept and not numbers.is_deleted():
+            numbers.delete()
+
+
+def _is_numbers(array: object) -> bool:
+    """Whether it is a stack of matrices of plain numbers, which can be read."""
+    if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, Tracer) or array.ndim != 3:
+        return False
+    return array.dtype in PLAIN_DTYPES and not (isinstance(array, jax.Array) and array.is_deleted())
 
 
 def _matched(
@@ -189,6 +233,8 @@ def _is_finite_on_host(array: np.ndarray) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(np.add.reduce(array, axis=None)):
                 return True
+    if array.dtype == jnp.float8_e4m3fn:  # NaN alone has all bits but the sign
+        return not bool(((array.view(np.uint8) & 0x7F) == 0x7F).any())
     if array.dtype not in (jnp.bfloat16, np.float16) or not array.flags.c_contiguous:
         return bool(np.isfinite(array).all())
     least = int(np.array(np.inf, array.dtype).view(np.uint16))  # an exponent of ones: infinity, or NaN above it

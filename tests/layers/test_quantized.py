@@ -1,0 +1,179 @@
+"""Codes and scales: the law of numbers, products by array code, and blocks that are quantised, against NumPy in float64
+that is written apart."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall
+from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks, through_grid
+
+E4M3 = ml_dtypes.float8_e4m3fn
+GRID = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float64)
+GRID = np.unique(GRID[np.isfinite(GRID)])  # sorted, without a second zero
+
+
+def drawn(rng, stack, inputs, outputs, group):
+    """Codes, scales and their numbers by a loop."""
+    codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (stack, inputs, outputs)).astype(np.uint8).view(E4M3)
+    scales = rng.uniform(1e-3, 1e-1, (stack, math.ceil(inputs / group), outputs)).astype(np.float32)
+    numbers = np.empty((stack, inputs, outputs))
+    for i in range(inputs):
+        numbers[:, i] = codes[:, i].astype(np.float64) * scales[:, i // group].astype(np.float64)
+    return codes, scales, numbers
+
+
+def weight(codes, scales, *, outputs_first=False):
+    codes = jnp.asarray(np.ascontiguousarray(codes.swapaxes(1, 2)) if outputs_first else codes)
+    return QuantizedWeight.create(codes, jnp.asarray(scales), outputs_first=outputs_first)
+
+
+FEW = settings(max_examples=8)  # each shape compiles
+
+
+@FEW
+@given(
+    inputs=st.integers(1, 300),
+    outputs=st.integers(1, 40),
+    group=st.sampled_from((128, 64, 32, 16)),
+    outputs_first=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_numbers_are_codes_times_scales_rounded_once(inputs, outputs, group, outputs_first, seed):
+    codes, scales, numbers = drawn(np.random.default_rng(seed), 3, inputs, outputs, group)
+    stack = weight(codes, scales, outputs_first=outputs_first)
+    assert stack.shape == (3, inputs, outputs) and (stack.group == group or scales.shape[1] == 1)
+    expected = numbers.astype(np.float32)
+    assert np.array_equal(stack.dequantize(), expected)
+    assert np.array_equal(stack.slice(1, 2).dequantize(), expected[1:])
+    assert np.array_equal(stack.take(jnp.array([2, 0, 2])).dequantize(), expected[[2, 0, 2]])
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_a_projection_by_codes_is_that_by_their_numbers(outputs_first):
+    rng = np.random.default_rng(0)
+    codes, scales, numbers = drawn(rng, 2, 200, 24, 64)
+    x = rng.standard_normal((5, 200)).astype(np.float32)
+    stack = weight(codes, scales, outputs_first=outputs_first)
+    y = jax.jit(lambda x: reference_linear(x, stack, jnp.int32(1), jnp.float32))(x)
+    exact = x.astype(np.float64) @ numbers[1]
+    assert np.abs(y - exact).max() <= 200 * 2**-24 * (np.abs(x.astype(np.float64)) @ np.abs(numbers[1])).max()
+    assert reference_linear(x.astype(ml_dtypes.bfloat16), stack, 1, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("backend", MOE_BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_codes_are_those_of_their_numbers(backend, dtype):
+    rng, experts, (tokens, hidden, width) = np.random.default_rng(1), 6, (9, 96, 40)
+    gate_up, down = drawn(rng, 2 * experts, hidden, 2 * width, 32), drawn(rng, 2 * experts, width, hidden, 16)
+    stacked = MOE_BACKENDS[backend].takes_stacked
+    own = slice(None) if stacked else slice(experts, None)
+
+    def call(up, below, dtype):
+        return ExpertCall(
+            x=jnp.asarray(np.random.default_rng(2).standard_normal((tokens, hidden)), dtype),
+            ids=jnp.asarray(rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :2]),
+            weights=jnp.full((tokens, 2), 0.5, jnp.float32),
+            valid=jnp.arange(tokens) < tokens - 1,
+            gate_up=up,
+            down=below,
+            first_expert=jnp.int32(experts if stacked else 0),
+            num_experts=experts,
+        )
+
+    rng = np.random.default_rng(3)
+    coded = MOE_BACKENDS[backend].run(
+        call(weight(gate_up[0][own], gate_up[1][own]), weight(down[0][own], down[1][own]), dtype)
+    )
+    rng = np.random.default_rng(3)
+    plain = call(*(jnp.asarray(part[2][own], jnp.float32) for part in (gate_up, down)), dtype)
+    expected = MOE_BACKENDS[backend].run(
+        ExpertCall(**{**plain.__dict__, "x": plain.x.astype(jnp.float32)})
+    )
+    assert coded.dtype == jnp.dtype(dtype)
+    assert np.array_equal(coded, expected.astype(dtype))
+
+
+def nearest(values):
+    """The nearest number of e4m3 to each value, ties to the even code, by a search; values within the grid's range."""
+    right = np.clip(np.searchsorted(GRID, values), 1, len(GRID) - 1)
+    low, high = GRID[right - 1], GRID[right]
+    even = (high.astype(E4M3).view(np.uint8) & 1) == 0
+    up = (high - values < values - low) | ((high - values == values - low) & even)
+    return np.where(up, high, low)
+
+
+def blocks(numbers, segments):
+    """Codes and the scale of each number, block by block."""
+    codes, scales = np.empty_like(numbers), np.empty_like(numbers)
+    edges = [0, *np.cumsum(segments)]
+    for first, last in zip(edges, edges[1:], strict=False):
+        for o in range(first, last, 128):
+            for i in range(0, len(numbers), 128):
+                part = (slice(i, i + 128), slice(o, min(o + 128, last)))
+                peak = np.abs(numbers[part]).max()
+                scale = np.float32(peak) / np.float32(448) if peak else np.float32(1)
+                scales[part] = scale
+                ratio = (numbers[part].astype(np.float32) / scale).astype(np.float64)
+                codes[part] = nearest(np.clip(ratio, -448, 448))
+    return codes, scales
+
+
+@pytest.mark.parametrize(
+    ("inputs", "segments", "group", "outputs_first", "dtype"),
+    [
+        (128, (128,), 128, False, "float32"),
+        (1, (1,), 16, True, "float32"),
+        (300, (130, 7), 64, True, "bfloat16"),
+        (192, (160, 160), 32, False, "bfloat16"),
+        (257, (5, 129, 128), 128, True, "float16"),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_blocks_are_quantised_as_a_loop_does(inputs, segments, group, outputs_first, dtype, seed):
+    rng = np.random.default_rng(seed)
+    numbers = rng.standard_normal((2, inputs, sum(segments))) * np.exp2(rng.integers(-12, 4, (2, inputs, 1)))
+    numbers[:, rng.random(inputs) < 0.2] = 0
+    numbers = numbers.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    codes, scales = quantize_blocks(
+        jnp.asarray(numbers), segments=segments, group=group, outputs_first=outputs_first
+    )
+    codes = np.asarray(codes).swapaxes(1, 2) if outputs_first else np.asarray(codes)
+    for matrix in range(2):
+        expected, by_number = blocks(numbers[matrix].astype(np.float64), segments)
+        assert np.array_equal(codes[matrix].astype(np.float64), expected)
+        assert np.array_equal(np.repeat(scales[matrix], group, axis=0)[:inputs], by_number.astype(np.float32))
+
+
+def test_quantised_numbers_are_a_fixed_point():
+    """Where a block's largest number is 448 of its scale, quantising it again changes nothing."""
+    rng = np.random.default_rng(4)
+    codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (1, 256, 192)).astype(np.uint8).view(E4M3)
+    codes[:, ::128, [0, 128]] = 448
+    scales = np.repeat(np.exp2(rng.integers(-9, 3, (1, 2, 2))), 128, axis=2)[..., :192].astype(np.float32)
+    numbers = QuantizedWeight.create(jnp.asarray(codes), jnp.asarray(scales)).dequantize()
+    again, same = quantize_blocks(numbers, segments=(192,), group=128)
+    assert np.array_equal(same, scales) and np.array_equal(np.asarray(again) + 0, codes + 0)
+
+
+def test_one_large_number_leaves_the_others_of_its_block_what_the_grid_can_hold():
+    numbers = np.full((1, 128, 128), 9e-4, np.float32)
+    numbers[0, 5, 7] = 448.0
+    kept = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
+    assert kept[0, 5, 7] == 448.0 and set(np.unique(kept[numbers < 1])) == {0.0}  # below half of the least code, 2^-9
+    numbers[0, 5, 7] = 4.48
+    kept = np.asarray(through_grid(jnp.asarray(numbers), (128,)))
+    assert np.allclose(kept[numbers < 1], 9e-4, rtol=2**-4)
+
+
+def test_gradients_pass_the_grid_as_they_are():
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((1, 130, 20)), jnp.float32)
+    slope = jax.grad(lambda x: (through_grid(x, (12, 8)) * jnp.arange(20.0)).sum())(x)
+    assert np.array_equal(slope, np.broadcast_to(np.arange(20.0, dtype=np.float32), x.shape))
