@@ -3,9 +3,7 @@ rows equal to the bit; transformers judges the copy. Widths of 576, 320, 192 and
 
 transformers itself is no oracle of blocks that are cut short: it stretches them."""
 
-import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from oracles.families import CASES, VOCAB_SIZE, Oracle
-from routed_experts import Engine, extract_routed_experts_from_meta_info
+from oracles.families import CASES, Oracle
+from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
@@ -25,7 +23,6 @@ from routed_experts.models.loading import weight_loader
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
 from support.quantized_checkpoints import (
-    PROJECTIONS,
     compressed_config,
     forms,
     fp8,
@@ -34,74 +31,11 @@ from support.quantized_checkpoints import (
     read_tensors,
     write_folder,
 )
+from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-EXPERTS = re.compile(r".*\.experts\.\d+\..*_proj\.weight")  # all that Kimi-K2 quantises
-SMALL = dict(num_hidden_layers=2, hidden_size=192)
-FAMILIES = {  # by name: the case, its sizes, the form
-    "DeepSeek-V3": (
-        "DeepseekV3",
-        dict(
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            moe_intermediate_size=160,
-            intermediate_size=320,
-            first_k_dense_replace=1,
-        ),
-        "fp8 blocks",
-    ),
-    "Qwen3-MoE": ("Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0]), "fp8 ue8m0"),
-    "MiniMax-M2": ("MiniMaxM2", dict(hidden_size=160, intermediate_size=192), "fp8 blocks"),
-    "GLM-4": ("Glm4Moe", dict(moe_intermediate_size=160), "float channel"),
-    "Kimi-K2": (
-        "DeepseekV3",
-        dict(moe_intermediate_size=160, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=32),
-        "int4",
-    ),
-}
-PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 20), (1, 7))]
-ENGINE = dict(
-    skip_tokenizer_init=True,
-    precompile_bs_paddings=(4,),
-    precompile_token_paddings=(32,),
-    page_size=8,
-    max_total_tokens=256,
-    context_length=64,
-    enable_return_routed_experts=True,
-)
-ASK = dict(
-    sampling_params={"temperature": 0.0, "max_tokens": 6, "ignore_eos": True},
-    return_logprob=True,
-    return_routed_experts=True,
-)
 MARGIN = 1e-4
-
-
-def sized_case(name, sizes):
-    case = CASES[name]
-    layer_ids = (0, 1) if name == "MiniMaxM2" else (1,)
-    return dataclasses.replace(case, config=case.config | SMALL | sizes, layer_ids=layer_ids)
-
-
-@dataclasses.dataclass
-class Written:
-    """Folders of one model: the quantised one and its copy."""
-
-    oracle: Oracle
-    quantized: object
-    copy: object
-    names: list
-
-
-def write(folder, family, form=None):
-    name, sizes, own = FAMILIES[family]
-    oracle = Oracle(sized_case(name, sizes), folder / "plain")
-    chosen = EXPERTS if family == "Kimi-K2" else PROJECTIONS
-    names = quantize_folder(
-        folder / "plain", folder / "small", folder / "copy", forms()[form or own], chosen=chosen.fullmatch
-    )
-    return Written(oracle, folder / "small", folder / "copy", names)
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +50,6 @@ def states(folder, dtype="float32"):
 
 def same_states(left, right):
     return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)
-
-
-def answers(engine):
-    """What an engine says to the prompts, to the bit."""
-    results = [engine.generate(input_ids=prompt, **ASK) for prompt in PROMPTS]
-    return [
-        (
-            result["output_ids"],
-            result["meta_info"]["output_token_logprobs"],
-            extract_routed_experts_from_meta_info(result).tobytes(),
-        )
-        for result in results
-    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

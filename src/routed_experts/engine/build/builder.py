@@ -66,7 +66,6 @@ from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
 from routed_experts.models.decoder.replica_maps import moe_groups
-from routed_experts.models.kept_codes import NO_CODES
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
@@ -262,7 +261,7 @@ def _build_runner(
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     _check_batch_invariant_states(args, config, attention)
-    codes = NO_CODES if offload is not None else code_support(args, kernels)
+    codes = code_support(args, kernels, offloads_experts=offload is not None)
     source, config, shards = with_kept_codes(args, source, config, shards, codes, placement)
     chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
     if isinstance(config, FamilyConfig) and offload is None:
@@ -272,7 +271,7 @@ def _build_runner(
     plan_memory = functools.partial(
         _plan_memory, clock, args, source, config, num_drafts=num_drafts, draft=draft, group=group
     )
-    planned = None if offload is not None else plan_memory(abstract_arrays(source, args.dtype), shards)
+    planned = None if offload is not None else plan_memory(abstract_arrays(source, config, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
     jax.block_until_ready(state)
     loaded_draft: LoadedDraft | None = None

@@ -17,6 +17,8 @@ from routed_experts.execution.memory_demand import NO_DRAFT_MODEL, DraftDemand
 from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.decoder.decoder import decoder_shapes
+from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
 
@@ -77,9 +79,14 @@ def with_checkpoint_form(memory: MemoryPlan, source: ModelFolder | Decoder, dtyp
     return dataclasses.replace(memory, checkpoint_bytes=num_bytes, checkpoint_form=form)
 
 
-def abstract_arrays(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
-    """Names, shapes and dtypes of a model's arrays, of a folder's as they will be loaded."""
-    return source.shapes(source.dtype(dtype)) if isinstance(source, ModelFolder) else abstract_state(nnx.state(source))
+def abstract_arrays(source: ModelFolder | Decoder, config: DecoderConfig, dtype: str) -> nnx.State[Any, Any]:
+    """Names, shapes and dtypes of a model's arrays as they will be served, with `config`."""
+    if isinstance(source, ModelFolder):
+        return source.shapes(source.dtype(dtype))
+    state = abstract_state(nnx.state(source))
+    if not isinstance(config, FamilyConfig) or config == source.config:
+        return state
+    return decoder_shapes(config, jnp.dtype(common_dtype(state)))
 
 
 def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:

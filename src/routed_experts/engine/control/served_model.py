@@ -19,10 +19,12 @@ from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_format import placed
-from routed_experts.models.decoder.coded_arrays import CodedArray
+from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.kept_codes import NO_CODES, CodeSupport
+from routed_experts.models.kept_codes import with_kept_codes as keep_codes
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
 
@@ -124,9 +126,12 @@ def create_sharding(
     )
 
 
-def code_support(args: ServerArgs, kernels: Kernels) -> CodeSupport:
+def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool = False) -> CodeSupport:
     """Which codes the engine keeps. Raises ConfigError for a quantization that the kernels do not take."""
-    if args.quantization == "none":
+    if args.quantization == "fp8_block" and offloads_experts:
+        text = "quantization='fp8_block' with experts on the host, whose kernels take no codes"
+        raise ConfigError(f"{text}; leave quantization out, or kt_num_gpu_experts")
+    if args.quantization == "none" or offloads_experts:
         return NO_CODES
     if args.quantization == "fp8_block" and E4M3 not in kernels.code_formats:
         text = f"quantization='fp8_block', but moe_backend={kernels.moe.name!r} takes no codes of 8 bits"
@@ -148,13 +153,21 @@ def with_kept_codes(
     codes: CodeSupport,
     placement: PlacementConfig | None,
 ) -> tuple[ModelFolder | Decoder, DecoderConfig, ModelSharding | None]:
-    """A folder, its config and sharding, with the matrices that stay codes; others as they are."""
-    if not isinstance(source, ModelFolder):
-        return source, config, shards
-    source = source.with_codes(codes)
-    if source.config == config:
-        return source, config, shards
-    return source, source.config, create_sharding(args, source.config, placement)
+    """A model, its config and sharding, with the matrices that are codes; a decoder as it is, with the config that it
+    is to be served with. Raises ConfigError where codes are asked for and none can be had."""
+    coded = config
+    if isinstance(source, ModelFolder):
+        source = source.with_codes(codes)
+        coded = source.config
+    elif isinstance(config, FamilyConfig):
+        coded = keep_codes(config, {}, (), codes)
+    if coded != config:
+        return source, coded, create_sharding(args, coded, placement)
+    if args.quantization == "fp8_block":
+        stored = f" ({source.quantization})" if isinstance(source, ModelFolder) and source.quantization else ""
+        text = f"quantization='fp8_block', but no matrix of this model{stored} can be codes of 8 bits with these devices"
+        raise ConfigError(f"{text}; leave quantization out")
+    return source, config, shards
 
 
 def check_processes(group: AnyGroup | None) -> None:
@@ -178,6 +191,8 @@ def load_model(
     `ModelFolder.load` raises."""
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
+        if isinstance(config, FamilyConfig) and config != source.config:
+            graphdef, state = _quantized(config, state)
         served = ServedModel.create(config, graphdef, abstract_state(state), shards)
         return served, jax.tree.map(placed, state) if shards is None else served.device_put(state)
     computed = source.dtype(dtype)
@@ -185,6 +200,16 @@ def load_model(
     arrays = abstract_state(state) if shards is None else source.shapes(computed)
     state = state if shards is None else with_replica_maps(state, shards.put_maps())
     return ServedModel.create(config, graphdef, arrays, shards), state
+
+
+def _quantized(config: FamilyConfig, state: nnx.State[Any, Any]) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
+    """A plain decoder with the codes of `config`."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    dtype = leaves["embed"].dtype
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    arrays = quantized_arrays({name: leaf.get_raw_value() for name, leaf in leaves.items()}, config.coded_arrays)
+    flat = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(shapes)]
+    return graphdef, nnx.from_flat_state(flat)
 
 
 def abstract_state(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:

@@ -23,8 +23,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import quantize_blocks
-from routed_experts.models.decoder.coded_arrays import CodedArray
+from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.layer_params import SCALE
 from routed_experts.models.decoder.replica_maps import with_replica_maps
@@ -78,15 +77,13 @@ def _quantized(new: Weights, coded: Mapping[str, CodedArray]) -> Weights:
     if not coded:
         return new
     arrays = dict(_leaves(new))
-    for name, array in coded.items():
-        numbers, sizes = _to_array(arrays.get(name)), sum(array.segments)
-        if f"{name}{SCALE}" in arrays or not _is_numbers(numbers) or numbers.shape[-1] != sizes:
-            continue  # codes already, or no match, which is told with all others
-        codes, scales = quantize_blocks(
-            numbers, segments=array.segments, group=array.group, outputs_first=array.outputs_first
-        )
-        arrays |= {name: codes, f"{name}{SCALE}": scales}
-    return arrays
+    plain = {name: _to_array(arrays.get(name)) for name in coded if f"{name}{SCALE}" not in arrays}
+    matching = {  # the others are told with all that differ
+        name: numbers
+        for name, numbers in plain.items()
+        if _is_numbers(numbers) and numbers.shape[-1] == sum(coded[name].segments)
+    }
+    return arrays | quantized_arrays(matching, coded)
 
 
 def delete_quantized(new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray]) -> None:

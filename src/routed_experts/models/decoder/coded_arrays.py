@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, quantize_blocks
 from routed_experts.models.base.partitioning import AxisPartition, Segment
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import SCALE, ParamSpec
@@ -83,6 +84,17 @@ def coded_sources(sources: Iterable[WeightSource], coded: Mapping[str, CodedArra
             shape=(*source.shape[:-1], array.num_groups(source.shape[-1])),
             target=f"{source.target}{SCALE}",
         )
+
+
+def quantized_arrays(arrays: Mapping[str, Array], coded: Mapping[str, CodedArray]) -> dict[str, Array]:
+    """Codes and scales of plain arrays [..., I, O], all by dotted path. Arrays that are not coded stay as they are."""
+    found = dict(arrays)
+    for name in arrays.keys() & coded.keys():
+        array = coded[name]
+        found[name], found[f"{name}{SCALE}"] = quantize_blocks(
+            arrays[name], segments=array.segments, group=array.group, outputs_first=array.outputs_first
+        )
+    return found
 
 
 def _swapped(partition: AxisPartition | None) -> AxisPartition | None:

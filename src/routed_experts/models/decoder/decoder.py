@@ -171,6 +171,11 @@ class FamilyDecoder(nnx.Module):
         return body
 
 
+def decoder_shapes(config: FamilyConfig, dtype: jnp.dtype) -> nnx.State[Any, Any]:
+    """Names, shapes and dtypes of a decoder's arrays."""
+    return nnx.state(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
 def _tapped_places(block: LayerBlock, tapped: tuple[int, ...]) -> Int[Array, "R P"]:
     """Where the output of each layer of a block goes among those of the tapped layers; behind them if it is none."""
     layers = range(block.first, block.first + block.num_layers)

@@ -1,0 +1,232 @@
+"""Engines whose matrices are codes and scales, by array code in float32: they answer as engines with the dequantised
+numbers, up to the order of sums, and alike to the bit wherever the codes come from."""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from oracles.families import Oracle
+from routed_experts import ConfigError, Engine, ExpertPlacement, WeightsMismatchError, replay
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.inspection import inspect_model
+from routed_experts.execution.compile_count import CompileCount
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.placement import rebalance
+from support.engines import assert_idle
+from support.quantized_checkpoints import forms, quantize_folder, read_tensors, write_folder
+from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+ARRAY_CODE = dict(dtype="float32", moe_backend="tiled", attention_backend="paged", **ENGINE)
+ORDER_OF_SUMS = 2e-5  # of logprobs
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("qwen"), "Qwen3-MoE", "fp8 blocks")
+
+
+@pytest.fixture(scope="module")
+def codes(qwen):
+    """What an engine with the codes of the checkpoint answers."""
+    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
+        return answers(engine)
+
+
+def assert_near(own, expected):
+    """The same tokens and rows, and logprobs up to the order of sums."""
+    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
+        assert tokens == other_tokens and rows == other_rows
+        pairs = zip(logprobs, other_logprobs, strict=True)
+        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < ORDER_OF_SUMS
+
+
+def of_codes(engine):
+    """Names of the arrays that are codes."""
+    leaves = nnx.to_flat_state(engine.components.served.arrays)
+    return {".".join(map(str, path)) for path, leaf in leaves if leaf.dtype == jnp.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Kimi-K2"])
+def test_codes_answer_as_their_numbers(tmp_path, family):
+    written = write(tmp_path, family)
+    with Engine(str(written.quantized), quantization="none", **ARRAY_CODE) as engine:
+        expected = answers(engine)
+        assert not of_codes(engine)
+    with Engine(str(written.quantized), **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) >= 4
+        assert_near(answers(engine), expected)
+        live = engine.score(PROMPTS[0])
+        again = engine.score(PROMPTS[0], routed=live.routed_experts)
+        assert np.array_equal(again.logprobs, live.logprobs)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("form", forms())
+def test_every_form_of_e4m3_stays_codes_and_no_other(tmp_path, form):
+    written = write(tmp_path, "Qwen3-MoE", form)
+    model = inspect_model(ServerArgs(model_path=str(written.quantized), dtype="float32", moe_backend="tiled"))
+    is_coded = form.startswith(("fp8", "float"))
+    assert ("served as codes" in model.memory_plan[0]) == is_coded, model.memory_plan[0]
+
+
+def test_weights_take_the_bytes_of_codes(qwen):
+    args = dict(model_path=str(qwen.quantized), moe_backend="tiled", dtype="bfloat16")
+    codes, numbers = (inspect_model(ServerArgs(quantization=how, **args)) for how in ("auto", "none"))
+    assert codes.num_parameters == codes.num_parameters
+    assert "59 tensors served as codes, products in bfloat16" in codes.memory_plan[0]
+    with Engine(str(qwen.quantized), moe_backend="tiled", **ENGINE | {"enable_return_routed_experts": False}) as engine:
+        for name in of_codes(engine):
+            at = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(engine.components.served.arrays)}
+            assert at[name].dtype.itemsize == 1 and at[f"{name}_scale"].dtype == jnp.float32
+
+
+def test_a_layer_of_plain_matrices_stays_plain(qwen, tmp_path):
+    """As by `modules_to_not_convert`: the layers differ, and each is served as it is stored."""
+    tensors, copy = read_tensors(qwen.quantized), read_tensors(qwen.copy)
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.0.")}
+    tensors |= {name: tensor for name, tensor in copy.items() if name.startswith("model.layers.0.")}
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0"]
+    folder = write_folder(tmp_path / "mixed", config, tensors)
+    with Engine(str(qwen.copy), **ARRAY_CODE) as engine:
+        expected = answers(engine)
+    with Engine(str(folder), **ARRAY_CODE) as engine:
+        assert of_codes(engine) == {f"blocks.1.0.{name}" for name in ("qkv", "out", "gate_up", "down")}
+        assert_near(answers(engine), expected)
+
+
+def test_updates_from_disk_of_codes_and_of_numbers_serve_their_own(qwen, codes, tmp_path):
+    """New codes as they are; plain numbers are quantised as an engine with quantization="fp8_block" does it."""
+    quantize_folder(qwen.copy, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
+        engine.update_weights_from_disk(qwen.oracle.folder)  # of which qwen.quantized was made
+        assert answers(engine) == codes
+        engine.update_weights_from_disk(tmp_path / "small")
+        expected = answers(engine)
+        engine.update_weights_from_disk(qwen.quantized)
+        assert answers(engine) == codes
+    with Engine(str(tmp_path / "small"), **ARRAY_CODE) as engine:
+        assert answers(engine) == expected
+
+
+def test_plain_weights_are_quantised_as_the_script_does(qwen, codes):
+    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) == 8
+        assert answers(engine) == codes
+
+
+def test_pushes_are_quantised_compile_nothing_and_free_what_is_donated(qwen, codes):
+    folder = ModelFolder.open(qwen.oracle.folder)
+    plain = nnx.state(folder.load(jnp.dtype("float32")))
+    other = jax.tree.map(lambda leaf: leaf * 1.25, plain)
+    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        engine.update_weights(other)
+        assert answers(engine) != codes
+        engine.update_weights(plain, copy=True)
+        assert answers(engine) == codes
+        with contextlib.closing(CompileCount()) as count:
+            for push in range(10):
+                engine.update_weights(other if push % 2 == 0 else plain)
+            assert count.startup == 0 and count.is_complete
+        assert answers(engine) == codes
+        given = jax.tree.map(jnp.copy, plain)
+        engine.update_weights(given, donate=True)
+        leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(given)}
+        assert all(leaves[name].get_raw_value().is_deleted() for name in of_codes(engine))
+        assert answers(engine) == codes
+
+
+def test_a_push_of_nan_changes_nothing(qwen, codes):
+    plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
+    broken = dict(nnx.to_pure_dict(plain))
+    broken = jax.tree.map(lambda leaf: leaf, broken)
+    experts = broken["blocks"][1][0]
+    experts["gate_up"] = experts["gate_up"].at[3, 5, 7].set(jnp.nan)
+    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
+        with pytest.raises(WeightsMismatchError, match=r"hold NaN or infinity: blocks\.1\.0\.gate_up"):
+            engine.update_weights(broken)
+        wrong = dict(broken, embed=broken["embed"][:-1])
+        with pytest.raises(WeightsMismatchError, match="embed"):
+            engine.update_weights(wrong)
+        assert answers(engine) == codes
+
+
+def test_a_given_module_is_quantised(qwen, codes):
+    model = ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32"))
+    with Engine(model=model, quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) == 8 and answers(engine) == codes
+
+
+def test_a_trainer_through_the_grid_has_the_numbers_that_are_served(qwen):
+    folder = ModelFolder.open(qwen.oracle.folder)
+    model = folder.load(jnp.dtype("float32"))
+    graphdef, state = nnx.split(model)
+    kept = {".".join(map(str, p)): leaf for p, leaf in nnx.to_flat_state(replay.quantised(state, model.config))}
+    copy = nnx.state(ModelFolder.open(qwen.copy).load(jnp.dtype("float32")))
+    assert all(np.array_equal(kept[".".join(map(str, p))][...], leaf[...]) for p, leaf in nnx.to_flat_state(copy))
+
+    def loss(state):
+        module: FamilyDecoder = nnx.merge(graphdef, replay.quantised(state, model.config))
+        return sum(jnp.sum(leaf[...].astype(jnp.float32)) for leaf in jax.tree.leaves(nnx.state(module), is_leaf=None))
+
+    slopes = jax.grad(loss)(state)
+    assert all(np.array_equal(leaf, np.ones_like(leaf)) for leaf in jax.tree.leaves(slopes))
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 4)])
+def test_shards_of_codes_answer_as_shards_of_numbers(tmp_path, tp_size, ep_size):
+    """Width 320 over 4 devices is 80 each, in groups of 16; 192 is 48."""
+    case = sized_case("Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0], num_key_value_heads=4))
+    oracle = Oracle(case, tmp_path / "plain")
+    quantize_folder(oracle.folder, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    sizes = dict(tp_size=tp_size, ep_size=ep_size, **ARRAY_CODE)
+    with Engine(str(tmp_path / "copy"), **sizes) as engine:
+        expected = answers(engine)
+    with Engine(str(tmp_path / "small"), **sizes) as engine:
+        assert len(of_codes(engine)) == 8
+        of_checkpoint = answers(engine)
+        assert_near(of_checkpoint, expected)
+        engine.update_weights(nnx.state(ModelFolder.open(oracle.folder).load(jnp.dtype("float32"))))
+        assert answers(engine) == of_checkpoint
+
+
+@pytest.mark.devices(2)
+def test_placed_experts_of_codes_move_and_change_no_value(qwen, codes):
+    identity = ExpertPlacement.identity(1, 16, 2)
+    moved = rebalance(np.random.default_rng(5).gamma(0.5, size=(1, 16)), num_instances=16, num_devices=2)
+    assert not np.array_equal(moved.physical_to_logical_map, identity.physical_to_logical_map)
+    with Engine(str(qwen.quantized), tp_size=2, ep_size=2, placement=identity, **ARRAY_CODE) as engine:
+        expected = answers(engine)
+        engine.apply_placement(moved)
+        assert_near(answers(engine), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(quantization="fp4"), "quantization='fp4' is unknown; choose one of auto, none, fp8_block"),
+        (
+            dict(quantization="fp8_block", experts=ExpertOffloadConfig(kt_num_gpu_experts=4)),
+            "experts on the host, whose kernels take no codes",
+        ),
+    ],
+)
+def test_what_codes_cannot_do_is_refused(qwen, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(str(qwen.quantized), **options, **ARRAY_CODE)
+
+
+def test_codes_of_4_bits_are_no_codes_of_8(tmp_path):
+    written = write(tmp_path, "Kimi-K2")
+    with pytest.raises(ConfigError, match=r"no matrix of this model \(int4 .*\) can be codes of 8 bits"):
+        Engine(str(written.quantized), quantization="fp8_block", **ARRAY_CODE)
