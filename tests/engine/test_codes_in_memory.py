@@ -81,7 +81,7 @@ def test_every_form_of_e4m3_stays_codes_and_no_other(tmp_path, form):
 def test_weights_take_the_bytes_of_codes(qwen):
     args = dict(model_path=str(qwen.quantized), moe_backend="tiled", dtype="bfloat16")
     codes, numbers = (inspect_model(ServerArgs(quantization=how, **args)) for how in ("auto", "none"))
-    assert codes.num_parameters == codes.num_parameters
+    assert codes.num_parameters == numbers.num_parameters
     assert "59 tensors served as codes, products in bfloat16" in codes.memory_plan[0]
     with Engine(str(qwen.quantized), moe_backend="tiled", **ENGINE | {"enable_return_routed_experts": False}) as engine:
         for name in of_codes(engine):
@@ -186,7 +186,9 @@ def test_a_trainer_through_the_grid_has_the_numbers_that_are_served(qwen):
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 4)])
 def test_shards_of_codes_answer_as_shards_of_numbers(tmp_path, tp_size, ep_size):
     """Width 320 over 4 devices is 80 each, in groups of 16; 192 is 48."""
-    case = sized_case("Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0], num_key_value_heads=4))
+    case = sized_case(
+        "Qwen3Moe", dict(moe_intermediate_size=320, intermediate_size=320, mlp_only_layers=[0], num_key_value_heads=4)
+    )
     oracle = Oracle(case, tmp_path / "plain")
     quantize_folder(oracle.folder, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
     sizes = dict(tp_size=tp_size, ep_size=ep_size, **ARRAY_CODE)

@@ -1,6 +1,7 @@
 """Codes and scales: the law of numbers, products by array code, and blocks that are quantised, against NumPy in float64
 that is written apart."""
 
+import itertools
 import math
 
 import jax
@@ -94,9 +95,7 @@ def test_experts_of_codes_are_those_of_their_numbers(backend, dtype):
     )
     rng = np.random.default_rng(3)
     plain = call(*(jnp.asarray(part[2][own], jnp.float32) for part in (gate_up, down)), dtype)
-    expected = MOE_BACKENDS[backend].run(
-        ExpertCall(**{**plain.__dict__, "x": plain.x.astype(jnp.float32)})
-    )
+    expected = MOE_BACKENDS[backend].run(ExpertCall(**{**plain.__dict__, "x": plain.x.astype(jnp.float32)}))
     assert coded.dtype == jnp.dtype(dtype)
     assert np.array_equal(coded, expected.astype(dtype))
 
@@ -114,7 +113,7 @@ def blocks(numbers, segments):
     """Codes and the scale of each number, block by block."""
     codes, scales = np.empty_like(numbers), np.empty_like(numbers)
     edges = [0, *np.cumsum(segments)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         for o in range(first, last, 128):
             for i in range(0, len(numbers), 128):
                 part = (slice(i, i + 128), slice(o, min(o + 128, last)))
@@ -142,9 +141,7 @@ def test_blocks_are_quantised_as_a_loop_does(inputs, segments, group, outputs_fi
     numbers = rng.standard_normal((2, inputs, sum(segments))) * np.exp2(rng.integers(-12, 4, (2, inputs, 1)))
     numbers[:, rng.random(inputs) < 0.2] = 0
     numbers = numbers.astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
-    codes, scales = quantize_blocks(
-        jnp.asarray(numbers), segments=segments, group=group, outputs_first=outputs_first
-    )
+    codes, scales = quantize_blocks(jnp.asarray(numbers), segments=segments, group=group, outputs_first=outputs_first)
     codes = np.asarray(codes).swapaxes(1, 2) if outputs_first else np.asarray(codes)
     for matrix in range(2):
         expected, by_number = blocks(numbers[matrix].astype(np.float64), segments)

@@ -141,8 +141,8 @@ def plan_memory(
 
 def common_dtype(state: nnx.State[Any, Any]) -> np.dtype[Any]:
     """The dtype of all weights. Variables with metadata "wide", numbers that choose experts, may be float32 beside the
-    others; codes and their scales (metadata "quantized") do not count. A checkpoint's tensors are cast as they are loaded; a module is not: raises ConfigError where dtypes differ,
-    or where kernels do not compute in theirs."""
+    others; codes and their scales (metadata "quantized") do not count. A checkpoint's tensors are cast as they are
+    loaded; a module is not: raises ConfigError where dtypes differ, or where kernels do not compute in theirs."""
     names_by_dtype: dict[str, list[str]] = {}
     for path, leaf in nnx.to_flat_state(state):
         dtype = np.dtype(leaf.dtype).name

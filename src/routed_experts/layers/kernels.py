@@ -149,8 +149,8 @@ class Kernels:
     embeddings in place; None: with its transpose. `rows`: norms and gates of a layer that runs in pieces. `group`: the
     devices that share the layers' work; `ranks`: the data ranks that share the experts.
 
-    `code_formats`: of the weights that all of its matrix kernels take as codes and scales, which have `outputs_first` as
-    here; others are dequantised when they are loaded.
+    `code_formats`: of the weights that all of its matrix kernels take as codes and scales, in the order of
+    `outputs_first`; others are dequantised when they are loaded.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers

@@ -17,10 +17,10 @@ from routed_experts.layers.quantized import QuantizedWeight, Weight
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearBackend:
-    """A matrix product: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32. Weights
-    are codes and scales where `Kernels.code_formats` has their format.
-    `takes_stacked`: it takes the weights of the whole run; otherwise it takes one layer's [1 D O] and layer 0.
-    `batch_invariant`: a row's bits do not depend on the number of rows, nor on the others."""
+    """A matrix product: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32. The
+    weights are numbers, or codes of `Kernels.code_formats`. `takes_stacked`: it takes the weights of the whole run;
+    otherwise it takes one layer's [1 D O] and layer 0. `batch_invariant`: a row's bits do not depend on the number of
+    rows, nor on the others."""
 
     name: str
     run: Callable[[Float[Array, "N D"], Weight, Int[Array, ""] | int, Any], Float[Array, "N O"]]

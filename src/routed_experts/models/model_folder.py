@@ -22,9 +22,9 @@ from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray, coded_sources
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.decoder.kept_codes import CodeSupport, can_keep, with_kept_codes
 from routed_experts.models.drafts.predictor import Predictor
 from routed_experts.models.drafts.predictor_loader import check_predictor, load_predictor
-from routed_experts.models.kept_codes import CodeSupport, can_keep, with_kept_codes
 from routed_experts.models.loading.block_quantization import BlockCodes, BlockScales
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
@@ -144,9 +144,7 @@ class ModelFolder:
                 quantized |= {source.name: BlockCodes(source.name, segments), f"{source.name}{GROUP_SCALES}": scales}
         if quantized:
             checkpoint = VirtualCheckpoint(checkpoint, quantized)
-        return dataclasses.replace(
-            folder, checkpoint=checkpoint, sources=tuple(coded_sources(folder.sources, coded))
-        )
+        return dataclasses.replace(folder, checkpoint=checkpoint, sources=tuple(coded_sources(folder.sources, coded)))
 
     def _kept_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
         """The quantised tensors that stay codes, and the inputs that share a scale there."""

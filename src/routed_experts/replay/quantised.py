@@ -10,7 +10,7 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.layers.quantized import E4M3, through_grid
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.kept_codes import CodeSupport, with_kept_codes
+from routed_experts.models.decoder.kept_codes import CodeSupport, with_kept_codes
 
 
 def quantised(state: nnx.State[Any, Any], config: FamilyConfig) -> nnx.State[Any, Any]:

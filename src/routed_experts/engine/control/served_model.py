@@ -22,9 +22,9 @@ from routed_experts.models.base.weight_format import placed
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.kept_codes import NO_CODES, CodeSupport
+from routed_experts.models.decoder.kept_codes import with_kept_codes as keep_codes
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
-from routed_experts.models.kept_codes import NO_CODES, CodeSupport
-from routed_experts.models.kept_codes import with_kept_codes as keep_codes
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
 
@@ -53,9 +53,7 @@ class ServedModel:
             _, run, kind, last = name.split(".")
             module.blocks[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(table.shape, table.dtype))
         graphdef = nnx.split(module)[0]
-        return ServedModel(
-            config=config, arrays=arrays, graphdef=graphdef, part=module.config, shards=shards
-        )
+        return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=module.config, shards=shards)
 
     @property
     def coded(self) -> Mapping[str, CodedArray]:
@@ -165,7 +163,7 @@ def with_kept_codes(
         return source, coded, create_sharding(args, coded, placement)
     if args.quantization == "fp8_block":
         stored = f" ({source.quantization})" if isinstance(source, ModelFolder) and source.quantization else ""
-        text = f"quantization='fp8_block', but no matrix of this model{stored} can be codes of 8 bits with these devices"
+        text = f"quantization='fp8_block', but no matrix of this model{stored} can be codes of 8 bits on this machine"
         raise ConfigError(f"{text}; leave quantization out")
     return source, config, shards
 

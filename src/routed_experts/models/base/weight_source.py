@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its size there], and with `first`,
-    a tensor of several stacked ones, target[first : first + its first axis, ...]."""
+    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its size], and with `first`, a
+    tensor of several stacked ones, target[first : first + its first axis, ...]."""
 
     name: str
     shape: tuple[int, ...]  # as in the checkpoint

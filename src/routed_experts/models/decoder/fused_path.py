@@ -27,11 +27,11 @@ from routed_experts.models.decoder.layer_params import weight_stack
 from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.decoder.step_record import to_block, with_block
 
-_ARRAYS = frozenset(
+_MATRICES = frozenset(("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "dense_gate_up", "dense_down"))
+_ARRAYS = _MATRICES | frozenset(
     {
-        *("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "qkv_bias", "out", "out_bias", "sinks"),
-        *("router", "router_bias", "selection_bias", "gate_up", "down", "gate_up_bias", "down_bias"),
-        *("shared_gate_up", "shared_down", "shared_gate"),
+        *("input_norm", "post_norm", "q_norm", "k_norm", "qkv_bias", "out_bias", "sinks"),
+        *("router", "router_bias", "selection_bias", "gate_up_bias", "down_bias", "shared_gate"),
     }
 )
 _DENSE = {"dense_gate_up": "shared_gate_up", "dense_down": "shared_down"}  # a dense network is an expert of all tokens
@@ -156,9 +156,9 @@ def _stack_weights(
     activation = feed.activation if isinstance(feed, Sparse) else "silu"
     return StackWeights(
         **{
-            _DENSE.get(name, name): weight_stack(arrays, name, kernels)
+            _DENSE.get(name, name): weight_stack(arrays, name, kernels) if name in _MATRICES else arrays[name][...]
             for name in arrays
-            if name in _ARRAYS | _DENSE.keys()
+            if name in _ARRAYS
         },
         next_norm=next_norm,
         eps=config.norm_eps,

@@ -102,9 +102,7 @@ def scanned_params(
     }
 
 
-def weight_stack(
-    arrays: Mapping[str, nnx.Param[Array]] | Mapping[str, Array], name: str, kernels: Kernels
-) -> Weight:
+def weight_stack(arrays: Mapping[str, nnx.Param[Array]] | Mapping[str, Array], name: str, kernels: Kernels) -> Weight:
     """The matrices of that name, with their scales where they are codes."""
     if f"{name}{SCALE}" not in arrays:
         return arrays[name][...]
@@ -163,4 +161,3 @@ class LayerParams:
         gate_up, down = (weight_stack(arrays, name, self.kernels) for name in ("gate_up", "down"))
         biases = (arrays[name][...] if name in arrays else None for name in ("gate_up_bias", "down_bias"))
         return ExpertWeights(gate_up, down, first, *biases)
-
