@@ -26,13 +26,15 @@ CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.flo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, 128, 64, 32 or 16. `outputs_first`: the last two axes of
-    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case."""
+    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. `dtype`: of the
+    model, which weights have that are not codes; kernels may round rows to it, as they would for such a weight."""
 
     codes: Float[Array, "R I O"] | Float[Array, "R O I"]
     scales: Float[Array, "R J O"]  # float32
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int, int]:
