@@ -30,13 +30,15 @@ CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.flo
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
-    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case."""
+    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. `dtype`: of the
+    model, which weights have that are no codes; kernels may round rows to it, as they would for such a weight."""
 
     codes: Float[Array, "R I O"] | Float[Array, "R O I"]
     scales: Float[Array, "R J O"]  # float32
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32), metadata={"static": True})
 
     @staticmethod
     def create(
@@ -44,13 +46,16 @@ class QuantizedWeight:
         scales: Float[Array, "R J O"],
         *,
         outputs_first: bool = False,
+        dtype: jnp.dtype = jnp.dtype(jnp.float32),
     ) -> "QuantizedWeight":
         """From its arrays, whose shapes tell the group."""
         inputs = codes.shape[-1 if outputs_first else -2]
         group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
         format = next((name for name, dtype in CODE_DTYPES.items() if dtype == codes.dtype), None)
         assert group is not None and format is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
-        return QuantizedWeight(codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first)
+        return QuantizedWeight(
+            codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first, dtype=dtype
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:

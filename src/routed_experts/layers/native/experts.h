@@ -87,12 +87,12 @@ inline void gate(Activation activation, const float* gate, const float* up, cons
   gate_by([](vf g, vf u) { return silu(g, u); }, gate, up, gate_bias, up_bias, width, hidden);
 }
 
-// R: what rows and hidden values are rounded to before they are multiplied.
-template <class R, class X, class T>
+// R: what rows and hidden values are rounded to before they are multiplied. Stack: of matrices, a pointer or Codes.
+template <class R, class X, class Stack, class T>
 struct ExpertRun {
   const ExpertShape& s;
   const X* x;
-  const T *gate_up, *down;
+  Stack gate_up, down;
   ExpertBiases<T> biases;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
@@ -118,7 +118,7 @@ struct ExpertRun {
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
     R* inner = hidden_scratch.take<R>(count * s.width);
     float* both = both_scratch.floats(count * step);
-    gemm(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
+    gemm(count, rows(piece), s.hidden, matrix_of(gate_up, s.first + piece.expert, s.hidden, wide), wide, s.hidden, wide, both, step, true);
     for (int64_t i = 0; i < count; i++) activate(piece, both + i * step, both + i * step + s.width, 0, s.width, inner + i * s.width);
     down_part(piece, inner, 0, s.hidden);
   }
@@ -129,7 +129,7 @@ struct ExpertRun {
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
     const R* from = rows(piece);
-    const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
+    const Stack weights = matrix_of(gate_up, s.first + piece.expert, s.hidden, wide) + begin;
     gemm(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
     gemm(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
     for (int64_t i = 0; i < count; i++)
@@ -140,7 +140,7 @@ struct ExpertRun {
   void down_part(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;
-    const T* weights = down + (s.first + piece.expert) * s.width * s.hidden + begin;
+    const Stack weights = matrix_of(down, s.first + piece.expert, s.width, s.hidden) + begin;
     gemm(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step(), true);
   }
 };
@@ -176,11 +176,12 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* slot_row, const int
   }
 }
 
-template <class R, class X, class T>
-void run_pieces(Team& team, ExpertRun<R, X, T> run, const std::vector<Piece>& pieces, int64_t slots) {
+template <class Run>
+void run_pieces(Team& team, Run run, const std::vector<Piece>& pieces, int64_t slots) {
   thread_local Scratch scratch;
   const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size());
   if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.run_whole(pieces[i]); });
+  using R = std::remove_pointer_t<decltype(run.hidden)>;
   run.hidden = scratch.take<R>(slots * run.s.width);
   const int64_t items = pieces.size() * parts;
   team.each(items, [&](int64_t i) {
@@ -193,10 +194,11 @@ void run_pieces(Team& team, ExpertRun<R, X, T> run, const std::vector<Piece>& pi
   });
 }
 
-// With weights of bfloat16 rows and hidden values are rounded to that and multiplied as pairs, where they fit.
-template <class X, class T, class Y>
+// T: the dtype of the model, which weights have that are not codes. In bfloat16 rows and hidden values are rounded to that and multiplied as
+// pairs, where they fit.
+template <class X, class Stack, class Y, class T>
 bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
-             const T* gate_up, const T* down, Y* y, ExpertBiases<T> biases = {}) {
+             Stack gate_up, Stack down, Y* y, ExpertBiases<T> biases) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
@@ -205,7 +207,7 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   thread_local Scratch scratch;
   float* outputs = scratch.floats(order.size() * s.out_step());
   auto run = [&](auto kind) {
-    run_pieces(team, ExpertRun<decltype(kind), X, T>{s, x, gate_up, down, biases, order.data(), outputs, nullptr}, pieces, order.size());
+    run_pieces(team, ExpertRun<decltype(kind), X, Stack, T>{s, x, gate_up, down, biases, order.data(), outputs, nullptr}, pieces, order.size());
   };
   bool pairs = false;
   if constexpr (std::is_same_v<T, bf16>) {

@@ -3,6 +3,8 @@
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers throughout, while a panel of w streams from the second-level cache and
 // the next panel is prefetched from memory.
 // Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
+// A matrix of codes has a scale for each output and each group of inputs: products of a group are added alone, and their sum is multiplied
+// by the scale once, as it is added to out.
 // All paths add the same products in the same order: a row's result is bitwise independent of the other rows of the call.
 #pragma once
 #include <algorithm>
@@ -16,7 +18,8 @@ constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
 static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
-constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
+template <class W>
+constexpr int kStreamDepth = kRegisters / (sizeof(W) > 1 ? 4 : 8);  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 constexpr int kPrefetchRows = 3;      // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
 template <class U>
@@ -25,6 +28,24 @@ constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
 constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
+
+// A matrix of codes, or some of its columns. `group`: a multiple of 16.
+struct Codes {
+  const e4m3* codes;
+  const float* scales;  // [ceil(depth / group)], each a row as long as those of codes
+  int64_t group;
+};
+inline Codes operator+(Codes w, int64_t cols) { return {w.codes + cols, w.scales + cols, w.group}; }
+
+// A matrix of a stack.
+template <class W>
+inline const W* matrix_of(const W* stack, int64_t index, int64_t depth, int64_t cols) {
+  return stack + index * depth * cols;
+}
+inline Codes matrix_of(Codes stack, int64_t index, int64_t depth, int64_t cols) {
+  const int64_t groups = (depth + stack.group - 1) / stack.group;
+  return {stack.codes + index * depth * cols, stack.scales + index * groups * cols, stack.group};
+}
 
 // Prefetches rows of a matrix one by one, while other work goes on.
 template <class W>
@@ -38,11 +59,33 @@ struct Prefetcher {
   }
 };
 
-// A vector of w as U's.
-template <class U, class W>
-inline auto take(const W* w, int64_t ldw) {
-  if constexpr (std::is_same_v<U, pair>) return zip(w, w + ldw);
-  else return load(w);
+// Vectors of w as U's.
+template <class U>
+using Line = decltype(load(static_cast<const U*>(nullptr)));
+template <class U, int Vectors, class W>
+[[gnu::always_inline]] inline void take(const W* w, int64_t ldw, Line<U> (&line)[Vectors]) {
+  if constexpr (std::is_same_v<U, pair>) {
+    zip(w, w + ldw, line);
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) line[v] = load(w + v * kLanes);
+  }
+}
+
+// The scales of a tile's columns, from its first group on; `group` and depth count U's.
+struct Scales {
+  const float* first;
+  int64_t ld, group;
+};
+// Of a matrix that has none, depth is one group, whose sum continues what is in out.
+struct NoScales {};
+inline int64_t group_end(NoScales, int64_t, int64_t depth) { return depth; }
+inline int64_t group_end(const Scales& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
+inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{} : load(out); }
+inline vf first_sum(const Scales&, bool, const float*) { return vf{}; }
+inline vf total(NoScales, int64_t, int, bool, const float*, vf sum) { return sum; }
+inline vf total(const Scales& scales, int64_t begin, int v, bool fresh, const float* out, vf sum) {
+  return add_products(fresh && begin == 0 ? vf{} : load(out), load(scales.first + begin / scales.group * scales.ld + v * kLanes), sum);
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
@@ -52,7 +95,10 @@ struct Packed {
   int64_t ld;
   Prefetcher<W>& prefetcher;
   void prefetch_next() const { prefetcher.advance(); }
-  auto column(int64_t d, int v) const { return load(panel + d * ld + v * kLanes); }
+  template <int Vectors>
+  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
+    for (int v = 0; v < Vectors; v++) line[v] = load(panel + d * ld + v * kLanes);
+  }
 };
 
 // Or from w itself, and fills the panel: the copy hides behind waiting for memory.
@@ -63,32 +109,38 @@ struct Packing {
   U* panel;
   int64_t ld;
   void prefetch_next() const {}
-  auto column(int64_t d, int v) const {
-    const W* from = w + d * kRowsOf<U> * ldw + v * kLanes;
-    for (int row = 0; row < kRowsOf<U>; row++) prefetch(from + (kPackAhead + row) * ldw, kLanes);
-    const auto line = take<U>(from, ldw);
-    store(panel + d * ld + v * kLanes, line);
-    return line;
+  template <int Vectors>
+  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
+    const W* from = w + d * kRowsOf<U> * ldw;
+    for (int row = 0; row < kRowsOf<U>; row++) prefetch(from + (kPackAhead + row) * ldw, Vectors * kLanes);
+    take<U>(from, ldw, line);
+    for (int v = 0; v < Vectors; v++) store(panel + d * ld + v * kLanes, line[v]);
   }
 };
 
 // U: float or pair; `depth` and `ldx` count them.
-template <int Rows, int Vectors, class U, class Source>
-inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, int64_t depth, float* out, int64_t ldo) {
-  vf sums[Rows][Vectors];
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
-  for (int64_t begin = 0; begin < depth; begin += kPrefetchEvery) {
-    source.prefetch_next();
-    for (int64_t d = begin, end = std::min(depth, begin + kPrefetchEvery); d < end; d++) {
-      decltype(source.column(d, 0)) column[Vectors];
-      for (int v = 0; v < Vectors; v++) column[v] = source.column(d, v);
-      for (int r = 0; r < Rows; r++)
-        for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, column[v]);
+template <int Rows, int Vectors, class U, class Source, class ScalesOf>
+inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
+  for (int64_t first = 0, last = 0; first < depth; first = last) {
+    last = group_end(scales, first, depth);
+    vf sums[Rows][Vectors];
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) sums[r][v] = first_sum(scales, fresh, out + r * ldo + v * kLanes);
+    for (int64_t begin = first; begin < last; begin += kPrefetchEvery) {
+      source.prefetch_next();
+      for (int64_t d = begin, end = std::min(last, begin + kPrefetchEvery); d < end; d++) {
+        Line<U> line[Vectors];
+        source.take_line(d, line);
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, line[v]);
+      }
     }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) {
+        float* to = out + r * ldo + v * kLanes;
+        store(to, total(scales, first, v, fresh, to, sums[r][v]));
+      }
   }
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[r][v]);
 }
 
 template <int Vectors, int Most = kTileRows, class... Rest>
@@ -100,9 +152,9 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
 }
 
 // Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is kTileVectors, 2 or 1 vectors.
-template <class U, class W>
-inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld, int64_t depth,
-                  float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
+template <class U, class W, class ScalesOf>
+inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld,
+                  const ScalesOf& scales, int64_t depth, float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
   const int64_t left = rows - first, tiles = (left + kTileRows - 1) / kTileRows;
   const Packed<U, W> source{panel, ld, prefetcher};
   for (int64_t t = 0, r = first, end = 0; t < tiles; t++, r = end) {
@@ -110,11 +162,11 @@ inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const 
     const U* from = x + r * ldx;
     float* to = out + r * ldo;
     if (width == kTileVectors * kLanes) {
-      tile_rows<kTileVectors>(end - r, fresh, from, ldx, source, depth, to, ldo);
+      tile_rows<kTileVectors>(end - r, fresh, from, ldx, source, scales, depth, to, ldo);
     } else if (width == 2 * kLanes) {
-      tile_rows<2>(end - r, fresh, from, ldx, source, depth, to, ldo);
+      tile_rows<2>(end - r, fresh, from, ldx, source, scales, depth, to, ldo);
     } else {
-      tile_rows<1>(end - r, fresh, from, ldx, source, depth, to, ldo);
+      tile_rows<1>(end - r, fresh, from, ldx, source, scales, depth, to, ldo);
     }
   }
 }
@@ -134,30 +186,42 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
     store(out + r * ldo, sums, count);
   }
 }
+inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int count, float* out, int64_t ldo) {
+  for (int64_t r = 0; r < rows; r++) {
+    vf whole = load(out + r * ldo, count);
+    for (int64_t begin = 0; begin < depth; begin += w.group) {
+      vf sums = {};
+      for (int64_t d = begin; d < std::min(depth, begin + w.group); d++)
+        sums = add_product(sums, x + r * ldx + d, load(w.codes + d * ldw, count));
+      whole = add_products(whole, load(w.scales + begin / w.group * ldw, count), sums);
+    }
+    store(out + r * ldo, whole, count);
+  }
+}
 
 // out[0..Rows-1] += x times lines of w, in registers; loops are unrolled by order, or the lines would be put on the stack.
-template <int Rows, int Depth, int Vectors, class U, class Line>
-[[gnu::always_inline]] inline void add_lines(const U* x, int64_t ldx, const Line (&lines)[Depth][Vectors], float* out, int64_t ldo) {
+template <int Rows, int Depth, int Vectors, class U>
+[[gnu::always_inline]] inline void add_lines(const U* x, int64_t ldx, const Line<U> (&lines)[Depth][Vectors], float* out, int64_t ldo) {
   vf sums[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) sums[r][v] = load(out + r * ldo + v * kLanes);
 #pragma GCC unroll 8
   for (int d = 0; d < Depth; d++)
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, lines[d][v]);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[r][v]);
 }
 
 // The last rows, fewer than twice Group: by halves of them.
-template <int Group, int Depth, int Vectors, class U, class Line>
-[[gnu::always_inline]] inline void add_rest(int64_t rows, const U* x, int64_t ldx, const Line (&lines)[Depth][Vectors], float* out,
+template <int Group, int Depth, int Vectors, class U>
+[[gnu::always_inline]] inline void add_rest(int64_t rows, const U* x, int64_t ldx, const Line<U> (&lines)[Depth][Vectors], float* out,
                                             int64_t ldo) {
   if (rows & Group) {
     add_lines<Group>(x, ldx, lines, out, ldo);
@@ -170,11 +234,9 @@ template <int Group, int Depth, int Vectors, class U, class Line>
 template <int Depth, int Vectors, class U, class W>
 [[gnu::always_inline]] inline void stream_columns(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
   constexpr int kRows = Depth * kRowsOf<U>;
-  decltype(take<U>(w, ldw)) lines[Depth][Vectors];
+  Line<U> lines[Depth][Vectors];
 #pragma GCC unroll 8
-  for (int d = 0; d < Depth; d++)
-#pragma GCC unroll 2
-    for (int v = 0; v < Vectors; v++) lines[d][v] = take<U>(w + d * kRowsOf<U> * ldw + v * kLanes, ldw);
+  for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U> * ldw, ldw, lines[d]);
   if (rows >= kPrefetchRows)
 #pragma GCC unroll 16
     for (int d = 0; d < kRows; d++) prefetch(w + (d + kRows) * ldw, Vectors * kLanes);
@@ -194,55 +256,112 @@ inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ld
   } else {
     for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(rows, x, ldx, w + c, ldw, out + c, ldo);
   }
-  if (c + kLanes <= cols) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// x in blocks of kStreamDepth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
-template <class U>
+// x in blocks of Depth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
+template <int Depth, class U>
 inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, U* blocks) {
-  for (int64_t d = 0; d < depth; d += kStreamDepth)
-    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(U));
+  for (int64_t d = 0; d < depth; d += Depth)
+    for (int64_t r = 0; r < rows; r++, blocks += Depth) std::memcpy(blocks, x + r * ldx + d, Depth * sizeof(U));
 }
+
+// Few rows of x, whose columns are walked in sequence.
+template <class U, class W>
+struct Streamed {
+  static constexpr int kDepth = kStreamDepth<W>;
+  int64_t rows, depth;
+  const U *x, *blocks;
+  int64_t ldx;
+  int64_t deep() const { return depth - depth % kDepth; }
+
+  Streamed(Scratch& scratch, int64_t rows, const U* x, int64_t ldx, int64_t depth) : rows(rows), depth(depth), x(x), ldx(ldx) {
+    U* to = scratch.take<U>(rows * deep());
+    block_rows<kDepth>(rows, x, ldx, deep(), to);
+    blocks = to;
+  }
+  // The widest piece of out that stays in the first cache.
+  int64_t most_columns() const { return kStreamFloats / rows / 64 * 64; }
+  // out += columns begin..end-1 of x times rows of w; begin is a multiple of kDepth.
+  void add(int64_t begin, int64_t end, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) const {
+    const int64_t step = kRowsOf<U> * ldw;
+    int64_t d = begin;
+    for (; d + kDepth <= end; d += kDepth) stream<kDepth>(rows, blocks + d * rows, kDepth, w + d * step, ldw, cols, out, ldo);
+    for (; d < end; d++) stream<1>(rows, x + d, ldx, w + d * step, ldw, cols, out, ldo);
+  }
+};
 
 template <class U, class W>
 void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   thread_local Scratch scratch;
-  const int64_t deep = depth - depth % kStreamDepth, most = kStreamFloats / rows / 64 * 64, step = kRowsOf<U> * ldw;
-  U* blocks = scratch.take<U>(rows * deep);
-  block_rows(rows, x, ldx, deep, blocks);
+  const Streamed<U, W> few(scratch, rows, x, ldx, depth);
   for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = std::min(cols - c, most);
-    for (int64_t d = 0; d < deep; d += kStreamDepth)
-      stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * step + c, ldw, width, out + c, ldo);
-    for (int64_t d = deep; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * step + c, ldw, width, out + c, ldo);
+    width = std::min(cols - c, few.most_columns());
+    few.add(0, depth, w + c, ldw, width, out + c, ldo);
   }
+}
+
+// The sums of a group are added up in scratch.
+template <class U>
+void streamed(int64_t rows, const U* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  thread_local Scratch scratch, sums_scratch;
+  const Streamed<U, e4m3> few(scratch, rows, x, ldx, depth);
+  const int64_t group = w.group / kRowsOf<U>;
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, few.most_columns());
+    const int64_t step = width + kPad;
+    for (int64_t begin = 0; begin < depth; begin += group) {
+      float* sums = sums_scratch.zeros(rows * step);
+      few.add(begin, std::min(depth, begin + group), w.codes + c, ldw, width, sums, step);
+      const float* scales = w.scales + begin / group * ldw + c;
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < width; i += kLanes) {
+          float* to = out + r * ldo + c + i;
+          store(to, add_products(load(to), load(scales + i), load(sums + r * step + i)));
+        }
+    }
+  }
+}
+
+// Numbers of a matrix, and the scales of its rows from d on, which counts U's.
+template <class W>
+inline const W* numbers(const W* w) { return w; }
+inline const e4m3* numbers(Codes w) { return w.codes; }
+template <class U, class W>
+inline NoScales scales_from(const W*, int64_t, int64_t) { return {}; }
+template <class U>
+inline Scales scales_from(Codes w, int64_t ldw, int64_t d) {
+  const int64_t group = w.group / kRowsOf<U>;
+  return {w.scales + d / group * ldw, ldw, group};
 }
 
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
 // is filled by the first tile: in w itself, its rows would push one another out of the cache.
-template <class U, class W>
-void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
+template <class U, class Matrix>
+void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
            bool fresh) {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
   thread_local Scratch scratch;
   U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
   for (int64_t d = 0, deep = 0; d < depth; d += deep) {
     deep = std::min(kPanelDepth, depth - d);
-    const W* from = w + d * kRowsOf<U> * ldw;
+    const W* from = numbers(w) + d * kRowsOf<U> * ldw;
     const bool anew = fresh && d == 0;
     for (int64_t c = 0, width = 0; c < full_cols; c += width) {
       width = panel_width(c, full_cols);
       const int64_t next = c + width;
+      const auto scales = scales_from<U>(w + c, ldw, d);
       const Packing<U, W> source{from + c, ldw, panel, width};
       if (width == kTileVectors * kLanes) {
-        tile<kTileRows, kTileVectors>(anew, x + d, ldx, source, deep, out + c, ldo);
+        tile<kTileRows, kTileVectors>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       } else if (width == 2 * kLanes) {
-        tile<kTileRows, 2>(anew, x + d, ldx, source, deep, out + c, ldo);
+        tile<kTileRows, 2>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       } else {
-        tile<kTileRows, 1>(anew, x + d, ldx, source, deep, out + c, ldo);
+        tile<kTileRows, 1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       }
       Prefetcher<W> prefetcher;
       if (next < full_cols) prefetcher = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, full_cols)};
-      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, deep, out + c, ldo, prefetcher);
+      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
     }
   }
 }
@@ -254,24 +373,24 @@ inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float
   Prefetcher<float> no_prefetch;
   for (int64_t c = 0, width = 0; c < full_cols; c += width) {
     width = panel_width(c, full_cols);
-    sweep(0, rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, no_prefetch);
+    sweep(0, rows, width, fresh, x, ldx, w + c, ldw, NoScales{}, depth, out + c, ldo, no_prefetch);
   }
   if (full_cols == cols) return;
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + full_cols, out + r * ldo + cols, 0.0f);
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
-// Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it.
-template <class U, class W>
-void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
+// Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it. Matrix: a pointer, or Codes.
+template <class U, class Matrix>
+void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
                    bool fresh) {
   if (rows > kStreamRows) return tiled(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + full_cols, 0.0f);
   streamed(rows, x, ldx, w, ldw, depth, full_cols, out, ldo);
 }
 
-template <class W>
-void gemm(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+template <class Matrix>
+void gemm(int64_t rows, const float* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
              bool fresh = false) {
   const int64_t full_cols = cols - cols % kLanes;
   gemm_whole_vectors(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
@@ -283,13 +402,13 @@ void gemm(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, in
 // Whether this processor multiplies pairs faster than floats. Set once, before the first product (pairs_gain.h).
 inline bool pairs_are_faster = true;
 
-// Whether rows are multiplied with a matrix of bfloat16 as pairs: where no row or column is left over. The matrix alone decides: a row's sums
+// Whether rows are multiplied with a matrix of bfloat16, or of codes, as pairs: where no row or column is left over. The matrix alone decides: a row's sums
 // must not depend on how many rows there are, nor on which part of the columns is requested.
 inline bool pairs_fit(int64_t depth, int64_t cols) { return pairs_are_faster && depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
-inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
-                    bool fresh) {
+template <class Matrix>
+void gemm(int64_t rows, const bf16* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
   gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "vec.h"
+#include "gemm.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -21,12 +21,35 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
 // Nothing is converted on the way in: what a handler reads as one type must have it.
 inline ffi::Error mismatch(const std::string& what) { return ffi::Error::InvalidArgument("dtypes or shapes differ: " + what); }
 
+// A stack of matrices as handlers take it: numbers [R, I, O], or codes and their scales; scales are [0] beside numbers.
+struct Matrices {
+  ffi::AnyBuffer numbers, scales;
+  int64_t group;  // 0 beside numbers
+  bool coded() const { return numbers.element_type() == ffi::F8E4M3FN; }
+  int64_t dim(int axis) const { return numbers.dimensions()[axis]; }
+  template <class T>
+  const T* plain() { return numbers.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(numbers.untyped_data()); }
+  Codes codes() { return {static_cast<const e4m3*>(numbers.untyped_data()), static_cast<const float*>(scales.untyped_data()), group}; }
+};
+
 // "[2, 64]".
 template <class Dims>
 std::string shape_text(const Dims& dims) {
   std::string text = "[";
   for (const int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
   return text + "]";
+}
+
+// What is wrong with the scales of a stack, of this name; "" if nothing is.
+inline std::string scales_fault(const Matrices& w, const std::string& name) {
+  if (!w.coded()) return w.group == 0 && w.scales.element_count() == 0 ? "" : name + " are not codes, but have scales";
+  if (w.group != 16 && w.group != 32 && w.group != 64 && w.group != 128)
+    return "a group of " + name + " is " + std::to_string(w.group) + " inputs, not 16, 32, 64 or 128";
+  if (w.scales.element_type() != ffi::F32) return "scales of " + name + " are float32";
+  const int64_t dims[] = {w.dim(0), (w.dim(1) + w.group - 1) / w.group, w.dim(2)};
+  const auto have = w.scales.dimensions();
+  if (have.size() == 3 && std::equal(have.begin(), have.end(), dims)) return "";
+  return "scales of " + name + " are " + shape_text(have) + ", not " + shape_text(dims);
 }
 
 // Call `body` with a value of the C++ type of `dtype`.

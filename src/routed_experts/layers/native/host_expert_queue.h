@@ -209,7 +209,7 @@ class HostExpertQueue {
         using T = decltype(type);
         const auto* x = reinterpret_cast<const decltype(from)*>(job.x);
         const T *gate_up = static_cast<const T*>(store.gate_up), *down = static_cast<const T*>(store.down);
-        known = experts(team, shape, x, ids, weights, valid.get(), gate_up, down, out);
+        known = experts(team, shape, x, ids, weights, valid.get(), gate_up, down, out, ExpertBiases<T>{});
         return ffi::Error::Success();
       });
     });

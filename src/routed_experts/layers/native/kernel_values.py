@@ -1,9 +1,12 @@
-"""Static values of layers as the native kernels take them: numbers and attributes."""
+"""Static values of layers as the native kernels take them: numbers and attributes; and the arrays of matrices."""
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 from routed_experts.layers.routing import SCORING_FUNCS, RouterSpec
 
 ACTIVATION_ORDER = ("silu", "clamped swiglu", "tanh gelu")  # of Activation in experts.h
@@ -23,3 +26,16 @@ def router_law(spec: RouterSpec) -> dict[str, Any]:
         | {name: np.float32(value) for name, value in numbers.items()}
         | {name: np.int64(value) for name, value in counts.items()}
     )
+
+
+def weight_arrays(weight: Weight) -> tuple[Array, Float[Array, "..."]]:
+    """Numbers or codes, and scales, [0] beside numbers."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight, jnp.zeros(0, jnp.float32)
+    assert weight.format == E4M3 and not weight.outputs_first, (weight.format, weight.outputs_first)
+    return weight.codes, weight.scales
+
+
+def scale_group(weight: Weight | None) -> int:
+    """Inputs that share a scale; 0 where there are no scales."""
+    return weight.group if isinstance(weight, QuantizedWeight) else 0

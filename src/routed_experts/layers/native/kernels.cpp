@@ -16,50 +16,58 @@
 namespace rex {
 
 ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights,
-                       ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::Buffer<ffi::S32> first,
-                       ffi::AnyBuffer gate_up_bias, ffi::AnyBuffer down_bias, ffi::Result<ffi::AnyBuffer> y, int64_t num_experts,
-                       int64_t activation) {
-  const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down.dimensions();
+                       ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up_numbers, ffi::AnyBuffer gate_up_scales, ffi::AnyBuffer down_numbers,
+                       ffi::AnyBuffer down_scales, ffi::Buffer<ffi::S32> first, ffi::AnyBuffer gate_up_bias, ffi::AnyBuffer down_bias,
+                       ffi::Result<ffi::AnyBuffer> y, int64_t num_experts, int64_t activation, int64_t gate_up_group, int64_t down_group) {
+  Matrices gate_up{gate_up_numbers, gate_up_scales, gate_up_group}, down{down_numbers, down_scales, down_group};
+  const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down_numbers.dimensions(), wide = gate_up_numbers.dimensions();
   const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0], false, Activation(activation)};
   const int64_t biases[] = {int64_t(gate_up_bias.element_count()), int64_t(down_bias.element_count())};
-  const auto wide = gate_up.dimensions();
-  if (down.element_type() != gate_up.element_type() || y->element_type() != x.element_type())
+  const ffi::DataType dtype = gate_up_bias.element_type();  // of the model
+  if (down_numbers.element_type() != gate_up_numbers.element_type() || y->element_type() != x.element_type())
     return mismatch("gate_up and down have one dtype, and x and y");
   if (wide[0] != second[0] || wide[1] != shape.hidden || wide[2] != 2 * shape.width || second[2] != shape.hidden)
     return mismatch("gate_up is [RE, D, 2F] and down [RE, F, D]");
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
     return mismatch("ids and weights are [N, K] and valid [N]");
   if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
-  if (gate_up_bias.element_type() != gate_up.element_type() || down_bias.element_type() != gate_up.element_type() ||
+  for (const auto& [stack, name] : {std::pair(gate_up, "gate_up"), std::pair(down, "down")})
+    if (const std::string fault = scales_fault(stack, name); !fault.empty()) return mismatch(fault);
+  if (down_bias.element_type() != dtype || (!gate_up.coded() && gate_up_numbers.element_type() != dtype) ||
       (biases[0] != 0 && biases[0] != second[0] * 2 * shape.width) || (biases[1] != 0 && biases[1] != second[0] * shape.hidden))
-    return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the experts");
+    return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the model, which experts have that are not codes");
   if (activation < 0 || activation > int64_t(Activation::kTanhGelu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
-  return dispatch_rows(x.element_type(), gate_up.element_type(), [&](auto row, auto type) {
+  return dispatch_rows(x.element_type(), dtype, [&](auto row, auto type) {
     using X = decltype(row);
     using T = decltype(type);
-    const bool known = experts(team, shape, at<X>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up), at<T>(down),
-                               at<X>(y), ExpertBiases<T>{biases[0] ? at<T>(gate_up_bias) : nullptr, biases[1] ? at<T>(down_bias) : nullptr});
+    auto run = [&](auto first_stack, auto second_stack) {
+      return experts(team, shape, at<X>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), first_stack, second_stack, at<X>(y),
+                     ExpertBiases<T>{biases[0] ? at<T>(gate_up_bias) : nullptr, biases[1] ? at<T>(down_bias) : nullptr});
+    };
+    const bool known = gate_up.coded() ? run(gate_up.codes(), down.codes()) : run(gate_up.plain<T>(), down.plain<T>());
     return known ? ffi::Error::Success() : ffi::Error::InvalidArgument("an expert id is outside 0..num_experts-1");
   });
 }
 
-// `exact`: rows are not rounded to the dtype of the weights.
-ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::Buffer<ffi::S32> layer,
-                      ffi::Result<ffi::AnyBuffer> y, bool exact) {
-  const auto rows = x.dimensions(), stack = weights.dimensions();
+// `exact`: rows are not rounded to bfloat16, as weights of bfloat16 have them rounded, and codes of a model of that dtype.
+ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales, ffi::Buffer<ffi::S32> layer,
+                      ffi::Result<ffi::AnyBuffer> y, bool exact, int64_t group) {
+  Matrices weights{numbers, scales, group};
+  const auto rows = x.dimensions(), stack = numbers.dimensions();
   const int64_t index = layer.typed_data()[0];
   if (rows[1] != stack[1]) return mismatch("x is [N, D] and weights are [R, D, O]");
   if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
+  if (const std::string fault = scales_fault(weights, "weights"); !fault.empty()) return mismatch(fault);
   Team team(pool);
-  return dispatch_rows(x.element_type(), weights.element_type(), [&](auto row, auto type) {
-    using T = decltype(type);
-    const T* matrix = at<T>(weights) + index * stack[1] * stack[2];
+  auto run = [&](auto row, auto stacked) {
     return dispatch_dtype(y->element_type(), [&](auto out) {
-      linear(team, rows[0], rows[1], stack[2], at<decltype(row)>(x), matrix, at<decltype(out)>(y), exact);
+      linear(team, rows[0], rows[1], stack[2], at<decltype(row)>(x), matrix_of(stacked, index, stack[1], stack[2]), at<decltype(out)>(y), exact);
       return ffi::Error::Success();
     });
-  });
+  };
+  if (weights.coded()) return dispatch_dtype(x.element_type(), [&](auto row) { return run(row, weights.codes()); });
+  return dispatch_rows(x.element_type(), numbers.element_type(), [&](auto row, auto type) { return run(row, weights.plain<decltype(type)>()); });
 }
 
 // `cache` is returned as `written`, the same memory.
@@ -129,21 +137,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("num_experts")
-                                  .Attr<int64_t>("activation"));
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gate_up_group")
+                                  .Attr<int64_t>("down_group"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLinear, rex::run_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("exact"));
+                                  .Attr<bool>("exact")
+                                  .Attr<int64_t>("group"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
                               ffi::Ffi::Bind()

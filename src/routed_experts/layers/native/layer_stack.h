@@ -38,11 +38,22 @@ struct LayerTraits {
   int64_t shared_width;      // of the experts that every token runs, 0 for none; of the dense network
 };
 
+// Matrices of all repeats: numbers, or codes where numbers are null.
+template <class T>
+struct Stack {
+  const T* numbers;
+  Codes codes;
+  template <class Body>
+  void with(const Body& body) const {
+    if (numbers != nullptr) body(numbers); else body(codes);
+  }
+};
+
 // Arrays of a layer of the pattern, of all repeats.
 template <class T>
 struct LayerArrays {
-  const T *input_norm, *post_norm, *q_norm, *k_norm, *qkv, *qkv_bias, *out, *out_bias, *router_bias, *gate_up, *down, *gate_up_bias,
-      *down_bias, *shared_gate_up, *shared_down, *shared_gate;
+  const T *input_norm, *post_norm, *q_norm, *k_norm, *qkv_bias, *out_bias, *router_bias, *gate_up_bias, *down_bias, *shared_gate;
+  Stack<T> qkv, out, gate_up, down, shared_gate_up, shared_down;
   const void* router;
   const float *sinks, *selection_bias;
 };
@@ -136,6 +147,12 @@ void add_and_norm(Team& team, const StackShape& s, float* x, Addend<T> add, cons
   });
 }
 
+// The product with a matrix of a repeat. Rows are rounded to bfloat16 where that is the dtype of the model.
+template <class T>
+void project(Team& team, int64_t rows, int64_t depth, int64_t cols, const float* x, const Stack<T>& w, int64_t repeat, float* y) {
+  w.with([&](auto stack) { linear(team, rows, depth, cols, x, matrix_of(stack, repeat, depth, cols), y, !std::is_same_v<T, bf16>); });
+}
+
 // Attention of a layer, from the normalised stream to y.
 template <class T, class P>
 void stack_attention(Team& team, const StackShape& s, const LayerTraits& traits, const LayerArrays<T>& w, int64_t repeat, int64_t layer,
@@ -148,11 +165,11 @@ void stack_attention(Team& team, const StackShape& s, const LayerTraits& traits,
   const QkArrays<T> arrays{of_repeat(w.q_norm, repeat, (whole ? s.heads : 1) * s.dim), of_repeat(w.k_norm, repeat, (whole ? s.groups : 1) * s.dim),
                            of_repeat(w.qkv_bias, repeat, projected)};
   const QkNormRopeInputs<float, T> rows{a.qkv, nullptr, nullptr, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
-  linear(team, s.tokens, s.hidden, projected, a.normed, w.qkv + repeat * s.hidden * projected, a.qkv);
+  project(team, s.tokens, s.hidden, projected, a.normed, w.qkv, repeat, a.qkv);
   qk_prepare(team, prepared, traits.qk, arrays, rows, a.queries, cache);
   attention(team, shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
   if (traits.qk.gated) gate_heads(team, prepared, a.qkv, arrays.bias, a.mixed);
-  linear(team, s.tokens, s.mixed(), s.hidden, a.mixed, w.out + repeat * s.mixed() * s.hidden, a.y);
+  project(team, s.tokens, s.mixed(), s.hidden, a.mixed, w.out, repeat, a.y);
 }
 
 // Router logits of a layer.
@@ -175,13 +192,13 @@ void add_shared(Team& team, const StackShape& s, const LayerTraits& traits, cons
   const int64_t width = traits.shared_width;
   if (width == 0) return;
   const T* gates = of_repeat(w.shared_gate, repeat, s.hidden);
-  linear(team, s.tokens, s.hidden, 2 * width, a.normed, w.shared_gate_up + repeat * s.hidden * 2 * width, a.both);
+  project(team, s.tokens, s.hidden, 2 * width, a.normed, w.shared_gate_up, repeat, a.both);
   each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
     const T* no_bias = nullptr;
     for (int64_t n = begin; n < end; n++)
       gate(Activation::kSilu, a.both + n * 2 * width, a.both + (n * 2 + 1) * width, no_bias, no_bias, width, a.hidden + n * width);
   });
-  linear(team, s.tokens, width, s.hidden, a.hidden, w.shared_down + repeat * width * s.hidden, traits.sparse ? a.shared : a.y);
+  project(team, s.tokens, width, s.hidden, a.hidden, w.shared_down, repeat, traits.sparse ? a.shared : a.y);
   if (!traits.sparse) return;
   each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) {
@@ -211,8 +228,9 @@ void stack_experts(Team& team, const StackShape& s, const LayerTraits& traits, c
   const ReplayRows mine{replay.ids == nullptr ? nullptr : replay.ids + index * stride * s.top_k, replay.valid};
   route(team, router_shape, a.logits, mine, {a.ids, nullptr, a.weights, ids, weights});
   const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, repeat * s.experts, false, traits.activation};
-  experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y,
-          ExpertBiases<T>{w.gate_up_bias, w.down_bias});  // ids of `route` are in range
+  const ExpertBiases<T> biases{w.gate_up_bias, w.down_bias};
+  auto run = [&](auto gate_up, auto down) { experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, gate_up, down, a.y, biases); };
+  if (w.gate_up.numbers != nullptr) run(w.gate_up.numbers, w.down.numbers); else run(w.gate_up.codes, w.down.codes);  // ids of `route` are in range
 }
 
 // `a.stream` [N, D] is updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;

@@ -14,10 +14,10 @@ from routed_experts.layers.layer_stack import (
     StepInputs,
 )
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
-from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
+from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law, scale_group, weight_arrays
 from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.quantized import Weight
 from routed_experts.layers.routing import RouterSpec, RoutingBlock
-from routed_experts.layers.stack_traits import StackTraits
 
 _STREAM, _POOL, _LAYERS = 0, 11, 12  # places of what is updated in place, and of the layers, among the arguments
 _QK_NORMS = ("", "head", "whole")  # in the order of QkNorm in qk_prepare.h
@@ -74,7 +74,7 @@ def native_layer_stack(
         step.cos,
         step.sin,
         *positions,
-        jnp.asarray([_traits(layer.traits) for layer in pattern], jnp.int32),
+        jnp.asarray([_traits(layer) for layer in pattern], jnp.int32),
         jnp.asarray([(layer.traits.scale, layer.traits.qk_norm_offset) for layer in pattern], jnp.float32),
         pool,
         *layers,
@@ -95,42 +95,55 @@ def native_layer_stack(
 
 def _layer_arrays(layer: StackWeights) -> list[Array]:
     """The arrays of one layer of the pattern, in the order of LayerArg in layer_stack_handler.h; [0] in place of what
-    it has not. Sinks and selection biases are float32 for every dtype of the weights."""
-    dtype = layer.qkv.dtype
+    it has not. Sinks and selection biases are float32 for every dtype of the weights. Scales of matrices are last."""
+    dtype = layer.next_norm.dtype
 
     def given(array: Array | None, *, wide: bool = False) -> Array:
         if array is None:
             return jnp.zeros(0, jnp.float32 if wide else dtype)
         return array.astype(jnp.float32) if wide else array
 
+    absent = jnp.zeros(0, dtype)
+    matrices, scales = zip(
+        *(weight_arrays(absent if matrix is None else matrix) for matrix in _matrices(layer)), strict=True
+    )
+    qkv, out, gate_up, down, shared_gate_up, shared_down = matrices
     return [
         layer.input_norm,
         layer.post_norm,
         given(layer.q_norm),
         given(layer.k_norm),
-        layer.qkv,
+        qkv,
         given(layer.qkv_bias),
-        layer.out,
+        out,
         given(layer.out_bias),
         given(layer.sinks, wide=True),
         given(layer.router),
         given(layer.router_bias),
         given(layer.selection_bias, wide=True),
-        given(layer.gate_up),
-        given(layer.down),
+        gate_up,
+        down,
         given(layer.gate_up_bias),
         given(layer.down_bias),
-        given(layer.shared_gate_up),
-        given(layer.shared_down),
+        shared_gate_up,
+        shared_down,
         given(layer.shared_gate),
+        *scales,
     ]
 
 
-def _traits(traits: StackTraits) -> tuple[int, ...]:
-    """In the order of LayerTrait in layer_stack_handler.h."""
+def _matrices(layer: StackWeights) -> tuple[Weight | None, ...]:
+    """Those that may be codes, in the order of kMatrices in layer_stack_handler.h."""
+    return (layer.qkv, layer.out, layer.gate_up, layer.down, layer.shared_gate_up, layer.shared_down)
+
+
+def _traits(layer: StackWeights) -> tuple[int, ...]:
+    """In the order of LayerTrait in layer_stack_handler.h, and the groups of the matrices."""
+    traits = layer.traits
     flags = (traits.rotary, traits.interleaved, traits.gated, traits.norm_after_rope)
     numbers = (traits.window, traits.chunk, ACTIVATION_ORDER.index(traits.activation))
-    return (_QK_NORMS.index(traits.qk_norm), *(int(flag) for flag in flags), *numbers)
+    groups = (scale_group(matrix) for matrix in _matrices(layer))
+    return (_QK_NORMS.index(traits.qk_norm), *(int(flag) for flag in flags), *numbers, *groups)
 
 
 NATIVE_LAYER_STACK = LayerStackKernel(

@@ -1,6 +1,7 @@
 // The handler of a stack of layers: names its arrays and checks their dtypes and shapes.
 #pragma once
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -13,15 +14,19 @@ namespace rex {
 
 // Arguments and results in order: those of the step, those of each layer of the pattern, and where rows are recorded a block of ids and
 // perhaps one of combine weights, which are last on both sides; rows to replay come after them. An array that the layers do not have is [0].
+// Scales of the matrices that may be codes are last in a layer, in the order of kMatrices; their groups are last among its traits.
 enum StackArg { kX, kNextNorm, kCos, kSin, kPositions, kTokenRows, kValid, kQueryStarts, kPageTable, kTraits, kNumbers, kCache, kLayers };
 enum LayerArg { kInputNorm, kPostNorm, kQNorm, kKNorm, kQkv, kQkvBias, kOut, kOutBias, kSinks, kRouter, kRouterBias, kSelectionBias, kGateUp,
-                kDown, kGateUpBias, kDownBias, kSharedGateUp, kSharedDown, kSharedGate, kLayerArgs };
+                kDown, kGateUpBias, kDownBias, kSharedGateUp, kSharedDown, kSharedGate, kScales };
 constexpr const char* kStackArgNames[] = {"x", "next_norm", "cos", "sin", "positions", "token_rows", "valid", "query_starts", "page_table"};
 constexpr const char* kLayerArgNames[] = {"input_norm", "post_norm", "q_norm", "k_norm", "qkv", "qkv_bias", "out", "out_bias", "sinks", "router",
                                           "router_bias", "selection_bias", "gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up",
                                           "shared_down", "shared_gate"};
+constexpr LayerArg kMatrices[] = {kQkv, kOut, kGateUp, kDown, kSharedGateUp, kSharedDown};
+constexpr int kNumMatrices = std::size(kMatrices), kLayerArgs = kScales + kNumMatrices;
 enum StackResult { kStream, kNormed, kWritten, kIdsWritten, kWeightsWritten };
-enum LayerTrait { kQkNorm, kRotary, kInterleaved, kGated, kNormAfterRope, kWindow, kChunk, kActivation, kNumTraits };  // of layers/stack_traits.py
+enum LayerTrait { kQkNorm, kRotary, kInterleaved, kGated, kNormAfterRope, kWindow, kChunk, kActivation, kGroups };  // of layers/stack_traits.py
+constexpr int kNumTraits = kGroups + kNumMatrices;
 enum LayerNumber { kScoreScale, kQkNormOffset, kNumNumbers };
 
 struct StackBuffers {
@@ -90,14 +95,24 @@ struct StackBuffers {
     return traits;
   }
 
+  // One of kMatrices, of a layer of the pattern.
+  Matrices matrices(int64_t position, int index) const {
+    const int64_t group = static_cast<const int32_t*>(args[kTraits].untyped_data())[position * kNumTraits + kGroups + index];
+    return {args[layer(position, kMatrices[index])], args[layer(position, kScales + index)], group};
+  }
+
   template <class T>
   LayerArrays<T> arrays(int64_t position) {
     auto of = [&](int arg) { return in<T>(layer(position, arg)); };
+    auto stack = [&](LayerArg arg) {
+      Matrices all = matrices(position, std::find(kMatrices, std::end(kMatrices), arg) - kMatrices);
+      return all.coded() ? Stack<T>{nullptr, all.codes()} : Stack<T>{all.plain<T>(), {}};
+    };
     LayerArrays<T> w{};
-    w.input_norm = of(kInputNorm), w.post_norm = of(kPostNorm), w.q_norm = of(kQNorm), w.k_norm = of(kKNorm), w.qkv = of(kQkv);
-    w.qkv_bias = of(kQkvBias), w.out = of(kOut), w.out_bias = of(kOutBias), w.router_bias = of(kRouterBias), w.gate_up = of(kGateUp);
-    w.down = of(kDown), w.gate_up_bias = of(kGateUpBias), w.down_bias = of(kDownBias), w.shared_gate_up = of(kSharedGateUp);
-    w.shared_down = of(kSharedDown), w.shared_gate = of(kSharedGate), w.router = in<void>(layer(position, kRouter));
+    w.input_norm = of(kInputNorm), w.post_norm = of(kPostNorm), w.q_norm = of(kQNorm), w.k_norm = of(kKNorm), w.qkv = stack(kQkv);
+    w.qkv_bias = of(kQkvBias), w.out = stack(kOut), w.out_bias = of(kOutBias), w.router_bias = of(kRouterBias), w.gate_up = stack(kGateUp);
+    w.down = stack(kDown), w.gate_up_bias = of(kGateUpBias), w.down_bias = of(kDownBias), w.shared_gate_up = stack(kSharedGateUp);
+    w.shared_down = stack(kSharedDown), w.shared_gate = of(kSharedGate), w.router = in<void>(layer(position, kRouter));
     w.sinks = in<float>(layer(position, kSinks)), w.selection_bias = in<float>(layer(position, kSelectionBias));
     return w;
   }
@@ -135,7 +150,17 @@ struct StackBuffers {
     if (traits.qk.norm != QkNorm::kNone) all.insert(all.end(), {{kQNorm, {r, q}}, {kKNorm, {r, k}}});
     if (width != 0) all.insert(all.end(), {{kSharedGateUp, {r, d, 2 * width}}, {kSharedDown, {r, width, d}}, {kSharedGate, {r, d, 1}, true}});
     else all.insert(all.end(), {{kSharedDown, {traits.sparse ? 0 : 1}}, {kSharedGate, {0}}});  // [1]: a dense layer has one
-    return misfit(all, layer(position, 0), kLayerArgNames, " of layer " + std::to_string(position) + " of the pattern");
+    return misfit(all, layer(position, 0), kLayerArgNames, of_position(position));
+  }
+
+  std::string of_position(int64_t position) const { return " of layer " + std::to_string(position) + " of the pattern"; }
+
+  // The first matrix of a layer of the pattern that is codes whose scales do not fit, or has scales and is not codes.
+  std::string scales_misfit(int64_t position) const {
+    for (int index = 0; index < kNumMatrices; index++)
+      if (const std::string fault = scales_fault(matrices(position, index), kLayerArgNames[kMatrices[index]] + of_position(position)); !fault.empty())
+        return fault;
+    return "";
   }
 
   // The first array of the step that has not the shape that the others ask for.
@@ -148,18 +173,21 @@ struct StackBuffers {
 
   bool layer_dtypes_fit(int64_t position) const {
     const ffi::DataType own = args[kNextNorm].element_type();
-    for (int arg = 0; arg < kLayerArgs; arg++) {
+    for (int arg = 0; arg < kScales; arg++) {
       const ffi::DataType type = args[layer(position, arg)].element_type();
-      if (arg == kSinks || arg == kSelectionBias ? type != ffi::F32 : type != own && !(arg == kRouter && type == ffi::F32)) return false;
+      const bool may_be_codes = std::find(kMatrices, std::end(kMatrices), arg) != std::end(kMatrices);
+      if (arg == kSinks || arg == kSelectionBias ? type != ffi::F32
+                                                 : type != own && !(arg == kRouter && type == ffi::F32) && !(may_be_codes && type == ffi::F8E4M3FN))
+        return false;
     }
-    return true;
+    return args[layer(position, kGateUp)].element_type() == args[layer(position, kDown)].element_type();
   }
 
   // The first mismatch of dtypes or shapes; "" if there is none.
   std::string fault(const StackShape& s, const std::vector<LayerTraits>& traits) const {
     const ffi::DataType stream = args[kX].element_type();
     for (int64_t position = 0; position < pattern; position++)
-      if (!layer_dtypes_fit(position)) return "the weights of a stack have one dtype";
+      if (!layer_dtypes_fit(position)) return "the weights of a stack have one dtype; its matrices may be codes, gate_up and down both";
     if (stream != ffi::F32 && stream != args[kNextNorm].element_type()) return "the stream is float32, or has the dtype of the weights";
     if (rets[kNormed].element_type() != args[kNextNorm].element_type()) return "the norm of the stream has the dtype of the weights";
     for (int arg : {kPositions, kTokenRows, kQueryStarts, kPageTable})
@@ -168,6 +196,7 @@ struct StackBuffers {
     const int64_t n = s.tokens;
     std::string misfits = step_misfit(s);
     for (int64_t position = 0; position < pattern && misfits.empty(); position++) misfits = layer_misfit(s, position, traits[position]);
+    for (int64_t position = 0; position < pattern && misfits.empty(); position++) misfits = scales_misfit(position);
     if (!misfits.empty()) return misfits;
     if (s.angles != s.dim && 2 * s.angles > s.dim) return "angles are of a head, or of half of it at most";
     if (s.heads % s.groups != 0) return "kv heads divide heads";

@@ -1,4 +1,4 @@
-// y[N, O] = x[N, D] * weights[layer][D, O], read in place.
+// y[N, O] = x[N, D] * weights[D, O], read in place: a pointer, or Codes.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -37,8 +37,8 @@ inline const bf16* as_halves(Team& team, Scratch& scratch, const T* x, int64_t r
 
 // Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not push one
 // another out of the cache.
-template <class From, class T, class Out>
-void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, const T* weights, Out* y) {
+template <class From, class Matrix, class Out>
+void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, Matrix weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
     if (height > kStreamRows) return gemm(height, x, depth, weights, cols, depth, width, y, cols, true);
@@ -49,9 +49,9 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
-// With weights of bfloat16 x is rounded to that and multiplied as pairs, where they fit, unless it is to be `exact`.
-template <class X, class T, class Out>
-void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y, bool exact = false) {
+// With weights of bfloat16, or codes, x is rounded to bfloat16 and multiplied as pairs, where they fit, unless it is to be `exact`.
+template <class X, class Matrix, class Out>
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, Matrix weights, Out* y, bool exact = false) {
   thread_local Scratch scratch;
   const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
@@ -62,7 +62,7 @@ void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, c
       linear_piece(end - r, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
     });
   };
-  if constexpr (std::is_same_v<T, bf16>) {
+  if constexpr (std::is_same_v<Matrix, const bf16*> || std::is_same_v<Matrix, Codes>) {
     if (!exact && pairs_fit(depth, cols)) return run(as_halves(team, scratch, x, rows, depth));
   }
   run(as_floats(scratch, x, rows * depth));

@@ -16,14 +16,15 @@ from routed_experts.layers.kernels import FusedRouter, Kernels, RowKernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
-from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law
+from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law, scale_group, weight_arrays
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
+from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32.
-    Rows are float32, or have the dtype of the experts, which biases have."""
+    Rows are float32, or have the dtype of the experts, which biases have; with codes that of the model."""
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
     ids, weights, first = (
@@ -31,44 +32,54 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
         call.weights.astype(jnp.float32),
         call.first_expert.astype(jnp.int32),
     )
+    dtype = _model_dtype(call.x, call.gate_up)
     biases = (
-        jnp.zeros(0, call.gate_up.dtype) if bias is None else bias.astype(call.gate_up.dtype)
-        for bias in (call.gate_up_bias, call.down_bias)
+        jnp.zeros(0, dtype) if bias is None else bias.astype(dtype) for bias in (call.gate_up_bias, call.down_bias)
     )
     return run(
         call.x,
         ids,
         weights,
         call.valid,
-        call.gate_up,
-        call.down,
+        *weight_arrays(call.gate_up),
+        *weight_arrays(call.down),
         first.reshape(1),
         *biases,
         num_experts=np.int64(call.num_experts),
         activation=np.int64(ACTIVATION_ORDER.index(call.activation)),
+        gate_up_group=np.int64(scale_group(call.gate_up)),
+        down_group=np.int64(scale_group(call.down)),
     )
 
 
+def _model_dtype(x: Float[Array, "N D"], weights: Weight) -> jnp.dtype:
+    """The dtype of weights that are not codes. Rows of half precision have it, too."""
+    codes = isinstance(weights, QuantizedWeight)
+    return x.dtype if codes and x.dtype != jnp.float32 else weights.dtype
+
+
 def native_linear(
-    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
+    x: Float[Array, "N D"], weights: Weight, layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
-    """Columns are divided among the cores. Rows are float32, or have the dtype of the weights."""
+    """Columns are divided among the cores. Rows are float32, or have the dtype of the weights; with codes, any."""
     return _native_linear(x, weights, layer, dtype, exact=False)
 
 
 def native_exact_linear(
-    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
+    x: Float[Array, "N D"], weights: Weight, layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
     """The same of rows as they are, which are not rounded to bfloat16 where the weights are: for routers and gates."""
     return _native_linear(x, weights, layer, dtype, exact=True)
 
 
 def _native_linear(
-    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any, *, exact: bool
+    x: Float[Array, "N D"], weights: Weight, layer: Int[Array, ""] | int, dtype: Any, *, exact: bool
 ) -> Float[Array, "N O"]:
     assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
-    return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1), exact=exact)
+    exact = exact or _model_dtype(x, weights) != jnp.bfloat16
+    index = jnp.asarray(layer, jnp.int32).reshape(1)
+    return run(x, *weight_arrays(weights), index, exact=exact, group=np.int64(scale_group(weights)))
 
 
 def native_attention(
@@ -331,6 +342,7 @@ NATIVE_KERNELS = Kernels(
     argmax=native_argmax,
     logprobs=native_logprobs,
     tied_linear=native_tied_linear,
+    code_formats=frozenset({E4M3}),
     stream_dtype=jnp.dtype(jnp.float32),
 )
 NATIVE_ATTENTION = AttentionBackend(

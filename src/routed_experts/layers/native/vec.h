@@ -10,7 +10,7 @@
 #include <new>
 #include <utility>
 #include <vector>
-#if defined(__AVX512BF16__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -26,6 +26,7 @@ typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
 typedef _Float16 vx __attribute__((vector_size(2 * kLanes)));
 
 struct bf16 {
@@ -33,6 +34,9 @@ struct bf16 {
 };
 struct f16 {
   _Float16 value;
+};
+struct e4m3 {  // a code of 8 bits: sign, exponent less 7, three bits behind the point; no infinity
+  uint8_t bits;
 };
 
 struct [[gnu::may_alias]] pair {  // two neighbours of bfloat16, the first in the lower half
@@ -49,6 +53,10 @@ inline Vector read(const T* p) {
 inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
 inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
+inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subnormal numbers too
+  const vh code = __builtin_convertvector(read<vb>(p), vh), half = (code & 0x7f) << 7 | (code & 0x80) << 8;
+  return __builtin_convertvector((vx)half, vf) * 256.0f;
+}
 
 inline vu load(const pair* p) { return read<vu>(p); }
 inline vu zip(const bf16* first, const bf16* second) {  // pairs of one number of each
@@ -60,6 +68,53 @@ inline vu zip(const bf16* first, const bf16* second) {  // pairs of one number o
   return (vu)__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
 #endif
 }
+
+inline vu zip(const e4m3* first, const e4m3* second) {  // bfloat16 has all of their numbers
+  return (vu)load(first) >> 16 | ((vu)load(second) & 0xffff0000u);
+}
+
+// Neighbouring vectors of pairs.
+template <int Vectors, class W>
+[[gnu::always_inline]] inline void zip(const W* first, const W* second, vu (&pairs)[Vectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; v++) pairs[v] = zip(first + v * kLanes, second + v * kLanes);
+}
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+// The upper and the lower bytes of the bfloat16 numbers of codes 0..127.
+struct CodeTable {
+  uint8_t upper[128], lower[128];
+};
+constexpr CodeTable code_table() {
+  CodeTable table{};
+  for (int code = 0; code < 128; code++) {
+    int exponent = (code >> 3) + 120, rest = code & 7;  // of bfloat16, and three bits behind the point
+    if (code < 8) {  // subnormal: shift until a one stands before the point
+      exponent = 121;
+      while (rest != 0 && rest < 8) rest *= 2, exponent--;
+      rest &= 7;
+      if (code == 0) exponent = 0;
+    }
+    table.upper[code] = exponent >> 1, table.lower[code] = (exponent & 1) << 7 | rest << 4;
+  }
+  return table;
+}
+alignas(64) inline constexpr CodeTable kCodeTable = code_table();
+
+// A line of the cache of codes: looks both bytes of each number up. Interleaving works within quarters of a register, so quarters are put
+// where the four vectors take them from.
+[[gnu::always_inline]] inline void zip(const e4m3* first, const e4m3* second, vu (&pairs)[4]) {
+  const __m512i quarters = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sign = _mm512_set1_epi8(char(0x80));
+  const __m512i a = _mm512_permutexvar_epi32(quarters, _mm512_loadu_si512(first)), b = _mm512_permutexvar_epi32(quarters, _mm512_loadu_si512(second));
+  const __m512i both[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(kCodeTable.upper), both[half], _mm512_load_si512(kCodeTable.upper + 64));
+    const __m512i upper = _mm512_ternarylogic_epi32(magnitude, both[half], sign, 0xf8);  // magnitude | (both & sign)
+    const __m512i lower = _mm512_permutex2var_epi8(_mm512_load_si512(kCodeTable.lower), both[half], _mm512_load_si512(kCodeTable.lower + 64));
+    pairs[2 * half] = (vu)_mm512_unpacklo_epi8(lower, upper), pairs[2 * half + 1] = (vu)_mm512_unpackhi_epi8(lower, upper);
+  }
+}
+#endif
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 inline void store(pair* p, vu v) { std::memcpy(p, &v, sizeof(v)); }
@@ -118,10 +173,11 @@ inline void store_upto(T* p, vf v, int64_t count) {
 
 // sums + a * b, of floats or of pairs, both products of which are added in float32: by one instruction, where the processor has it
 // (which takes subnormal numbers for 0).
-#if defined(__FMA__) && !defined(__AVX512F__)
-inline vf add_products(vf sums, vf a, vf b) {  // by name: GCC would multiply and add apart in some loops, and round twice
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
-}
+// By name: GCC would multiply and add apart in some loops, and round twice.
+#if defined(__AVX512F__)
+inline vf add_products(vf sums, vf a, vf b) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums); }
+#elif defined(__FMA__)
+inline vf add_products(vf sums, vf a, vf b) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums); }
 #else
 inline vf add_products(vf sums, vf a, vf b) { return sums + a * b; }
 #endif

@@ -1,0 +1,351 @@
+"""The native kernels with matrices of codes and scales: products against loops in float64, bits that do not depend on
+the other rows, each code by itself, runs of layers with any mix of plain matrices and codes, and what is refused."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layers.test_moe import biased_loop, oracle, random_call, with_rows
+from layers.test_native_batch_invariance import bits
+from layers.test_native_layer_stack import build_case
+from routed_experts.layers.attention import FusedQKV
+from routed_experts.layers.native.ops import (
+    NATIVE_KERNELS,
+    native_exact_linear,
+    native_experts,
+    native_fused_attention,
+    native_gated,
+    native_linear,
+    native_rms_norm,
+    native_router,
+)
+from routed_experts.layers.quantized import E4M3, QuantizedWeight
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+DTYPES = "float32", "bfloat16", "float16"
+GROUPS = 16, 32, 64, 128
+COUNTS = 1, 2, 5, 7, 24, 25, 31, 70
+ROUNDING = {
+    "float32": 2.0**-17,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}  # relative to the sum of sizes: of sums, of rows
+EXPERTS = jax.jit(native_experts)
+LINEAR = jax.jit(native_linear, static_argnames="dtype")
+EXACT_LINEAR = jax.jit(native_exact_linear, static_argnames="dtype")
+FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+
+
+def as_codes(array):
+    return jnp.asarray(array.view(jnp.float8_e4m3fn.dtype))
+
+
+def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None):
+    """Random finite codes, and scales; of matrices that are not `own` the scales are NaN."""
+    scales = rng.uniform(0.5, 1.5, (stack, math.ceil(depth / group), cols)) * size / 120
+    if own is not None:
+        scales[[index for index in range(stack) if index not in own]] = np.nan
+    codes = as_codes(rng.choice(FINITE, (stack, depth, cols)))
+    return QuantizedWeight(codes=codes, scales=jnp.asarray(scales, jnp.float32), group=group, dtype=jnp.dtype(dtype))
+
+
+def looped(x, weight, index):
+    """One group and one matrix at a time; and the sum of the sizes of what is added."""
+    codes, scales = (np.asarray(array[index], np.float64) for array in (weight.codes, weight.scales))
+    y = size = 0.0
+    for j, scale in enumerate(scales):
+        inputs = slice(j * weight.group, (j + 1) * weight.group)
+        y = y + scale * (x[:, inputs] @ codes[inputs])
+        size = size + scale * (np.abs(x[:, inputs]) @ np.abs(codes[inputs]))
+    return y, size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("depth", "cols"), [(64, 64), (7, 5), (130, 200), (33, 17), (1040, 48), (200, 112), (17, 96), (258, 320)]
+)
+def test_products_equal_the_loop(dtype, depth, cols):
+    rng = np.random.default_rng(1)
+    for group, fed in itertools.product(GROUPS, sorted({"float32", dtype})):
+        weight = coded(rng, 3, depth, cols, group, dtype, own=[1])
+        x = jnp.asarray(rng.standard_normal((70, depth)), fed)
+        expected, size = looped(np.asarray(x, np.float64), weight, 1)
+        for rows in (1, 3, 70):
+            got = np.asarray(LINEAR(x[:rows], weight, 1, dtype=jnp.float32), np.float64)
+            exact = np.asarray(EXACT_LINEAR(x[:rows], weight, 1, dtype=jnp.float32), np.float64)
+            rounding = ROUNDING["bfloat16" if dtype == "bfloat16" and fed == "float32" else "float32"]
+            assert np.all(np.abs(got - expected[:rows]) <= rounding * size[:rows])
+            assert np.all(np.abs(exact - expected[:rows]) <= ROUNDING["float32"] * size[:rows])
+        half = LINEAR(x, weight, 1, dtype=dtype)
+        assert half.dtype == dtype
+        np.testing.assert_array_equal(half, LINEAR(x, weight, 1, dtype=jnp.float32).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "cols"), [(96, 320), (1040, 48), (33, 48), (72, 40)])
+def test_a_row_of_a_product_is_its_own(dtype, depth, cols):
+    rng = np.random.default_rng(2)
+    for group in GROUPS:
+        weight, x = coded(rng, 1, depth, cols, group, dtype), jnp.asarray(rng.standard_normal((70, depth)), dtype)
+        expected = bits(LINEAR(x, weight, 0, dtype=jnp.float32))
+        for count in COUNTS:
+            rows = rng.permutation(70)[:count]
+            np.testing.assert_array_equal(bits(LINEAR(x[rows], weight, 0, dtype=jnp.float32)), expected[rows])
+
+
+@given(
+    depth=st.integers(1, 150),
+    cols=st.integers(1, 150),
+    rows=st.integers(1, 40),
+    group=st.sampled_from(GROUPS),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=40)
+def test_any_product_equals_the_loop_and_its_rows_are_their_own(depth, cols, rows, group, dtype, seed):
+    rng = np.random.default_rng(seed)
+    weight = coded(rng, 2, depth, cols, group, dtype, own=[1])
+    x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
+    got = native_linear(x, weight, 1, jnp.float32)
+    expected, size = looped(np.asarray(x, np.float64), weight, 1)
+    assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= ROUNDING["float32"] * size)
+    np.testing.assert_array_equal(bits(native_linear(x[-1:], weight, 1, jnp.float32)), bits(got)[-1:])
+
+
+def test_every_code_is_decoded_exactly():
+    """Rows of an identity select each; in pairs and in floats, for few rows and for many."""
+    shifted = np.stack([np.roll(FINITE, -shift) for shift in range(64)], axis=1)  # [254, 64]: each code in every column
+    for dtype, count in itertools.product(DTYPES, (254, 9, 1)):
+        ones = jnp.ones((1, math.ceil(254 / 16), 64), jnp.float32)
+        weight = QuantizedWeight(codes=as_codes(shifted[None]), scales=ones, group=16, dtype=jnp.dtype(dtype))
+        values = np.asarray(weight.codes[0], np.float32)
+        for start in range(0, 254, 61):
+            rows = (start + np.arange(count)) % 254
+            got = LINEAR(jnp.eye(254, dtype=dtype)[rows], weight, 0, dtype=jnp.float32)
+            np.testing.assert_array_equal(got, values[rows])
+
+
+def expert_call(dtype, shape, group, *, layers=1, layer=0):
+    call, rng = random_call(3, shape, layers=layers, layer=layer), np.random.default_rng(4)
+    (_, _, count, dim, width), own = shape, range(layer * shape[2], (layer + 1) * shape[2])
+    stacks = {
+        "gate_up": coded(rng, layers * count, dim, 2 * width, group, dtype, dim**-0.5, own),
+        "down": coded(rng, layers * count, width, dim, group, dtype, width**-0.5, own),
+    }
+    return dataclasses.replace(call, x=call.x.astype(dtype), **stacks)
+
+
+def dequantized(call):
+    return dataclasses.replace(call, gate_up=call.gate_up.dequantize(), down=call.down.dequantize())
+
+
+BOUNDS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1.2e-1}  # of values around 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (300, 4, 8, 64, 48), (150, 1, 1, 130, 20)])
+def test_experts_equal_the_loop(dtype, group, shape):
+    call = expert_call(dtype, shape, group, layers=2, layer=1)
+    out = EXPERTS(call)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("activation", ["clamped swiglu", "tanh gelu"])
+def test_biased_experts_with_another_activation_equal_the_loop(activation):
+    call, rng = expert_call("float32", (19, 3, 6, 80, 48), 32, layers=3, layer=1), np.random.default_rng(8)
+    biases = [jnp.asarray(rng.standard_normal((18, size)), jnp.float32) for size in (96, 80)]
+    call = dataclasses.replace(call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation=activation)
+    np.testing.assert_allclose(EXPERTS(call), biased_loop(dequantized(call)), atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(256, 272), (64, 48), (40, 24)])  # D, F: parts, whole experts, no pairs
+def test_a_row_of_experts_is_its_own(dtype, shape):
+    call = dataclasses.replace(expert_call(dtype, (64, 2, 4, *shape), 32), valid=jnp.ones(64, bool))
+    expected, rng = bits(EXPERTS(call)), np.random.default_rng(5)
+    for count in (1, 2, 3, 8, 25, 40):
+        order, rows = rng.permutation(64), rng.permutation(64)[:count]
+        arrays = {name: np.asarray(vars(call)[name])[rng.permutation(64)] for name in ("x", "ids", "weights")}
+        for name, array in arrays.items():
+            array[order[:count]] = np.asarray(vars(call)[name])[rows]
+        out = EXPERTS(with_rows(call, **arrays, valid=np.isin(np.arange(64), order[:count])))
+        np.testing.assert_array_equal(bits(out)[order[:count]], expected[rows])
+
+
+def test_an_id_that_no_expert_has_is_an_error():
+    call = dataclasses.replace(expert_call("float32", (4, 2, 3, 16, 8), 16), valid=jnp.ones(4, bool))
+    for wrong in (-1, 3, 2**30):
+        ids = np.array(call.ids)
+        ids[2, 1] = wrong
+        with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id is outside"):
+            jax.block_until_ready(EXPERTS(with_rows(call, ids=ids)))
+
+
+def scaled_rows(weight, rows):
+    return dataclasses.replace(weight, scales=weight.scales[:, :rows])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: dataclasses.replace(w, group=24), "a group of weights is 24 inputs, not 16, 32, 64 or 128"),
+        (lambda w: dataclasses.replace(w, group=64), r"scales of weights are \[2, 3, 32\], not \[2, 2, 32\]"),
+        (lambda w: scaled_rows(w, 2), r"scales of weights are \[2, 2, 32\], not \[2, 3, 32\]"),
+        (lambda w: dataclasses.replace(w, scales=w.scales[..., :16]), r"scales of weights are \[2, 3, 16\], not"),
+        (lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.bfloat16)), "scales of weights are float32"),
+        (lambda w: dataclasses.replace(w, codes=w.codes.astype(jnp.float32)), "weights are not codes, but have scales"),
+        (
+            lambda w: dataclasses.replace(w, codes=w.codes.astype(jnp.float8_e5m2)),
+            "weights are not codes, but have scales",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error(change, message):
+    weight = coded(np.random.default_rng(6), 2, 70, 32, 32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(native_linear(jnp.ones((3, 70)), change(weight), 0, jnp.float32))
+
+
+def test_experts_that_do_not_fit_are_an_error():
+    call = expert_call("float32", (4, 2, 3, 48, 16), 16)
+    for changes, message in (
+        ({"down": call.down.dequantize()}, "gate_up and down have one dtype"),
+        ({"gate_up": scaled_rows(call.gate_up, 1)}, r"scales of gate_up are \[3, 1, 32\], not \[3, 3, 32\]"),
+        ({"down": dataclasses.replace(call.down, group=8)}, "a group of down is 8 inputs"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(EXPERTS(dataclasses.replace(call, **changes)))
+    half = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16), gate_up_bias=jnp.zeros(5))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="biases are"):
+        jax.block_until_ready(EXPERTS(half))
+
+
+def test_codes_of_another_form_are_refused():
+    weight = coded(np.random.default_rng(6), 1, 32, 32, 32)
+    for changes in ({"outputs_first": True}, {"format": "e2m1"}):
+        with pytest.raises(AssertionError):
+            native_linear(jnp.ones((3, 32)), dataclasses.replace(weight, **changes), 0, jnp.float32)
+    assert NATIVE_KERNELS.code_formats == {E4M3} and not NATIVE_KERNELS.outputs_first
+
+
+MATRICES = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down")
+MIXES = [
+    MATRICES,
+    ("qkv",),
+    ("out", "shared_down"),
+    ("gate_up", "down"),
+    ("qkv", "out", "shared_gate_up"),
+    (),
+]
+
+
+def stack_case(mix, dtype, group=32):
+    """A run of two layers with shared experts, of which the named matrices are codes."""
+    case, rng = build_case(dtype=jnp.dtype(dtype), hidden=80, width=48, dim=16), np.random.default_rng(7)
+    shapes = {name: getattr(case.arrays, name).shape for name in MATRICES[:4]}
+    shapes |= {"shared_gate_up": (2, 80, 96), "shared_down": (2, 48, 80)}
+    weights = {name: coded(rng, *shape, group, dtype, shape[1] ** -0.5) for name, shape in shapes.items()}
+    weights = {name: w if name in mix else w.dequantize().astype(dtype) for name, w in weights.items()}
+    return dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **weights))
+
+
+def by_layers(case):
+    """The same run by the kernels of its parts: stream, norm and pool."""
+    arrays, step, batch = case.arrays, case.step, case.attend.batch
+    x, pool = case.x.astype(jnp.float32), case.pool
+    add = jax.jit(native_experts)
+    for layer in range(2):
+        normed = native_rms_norm(x, arrays.input_norm[layer], eps=arrays.eps)
+        projected = FusedQKV(
+            qkv=native_linear(normed, arrays.qkv, layer, jnp.float32),
+            q_norm=arrays.q_norm,
+            k_norm=arrays.k_norm,
+            layer=jnp.int32(layer),
+            cos=step.cos,
+            sin=step.sin,
+            eps=arrays.eps,
+        )
+        mixed, pool = native_fused_attention(projected, pool, jnp.int32(layer), batch, case.attend.num_pages)
+        x = x + native_linear(mixed.reshape(len(x), -1), arrays.out, layer, jnp.float32)
+        normed = native_rms_norm(x, arrays.post_norm[layer], eps=arrays.eps)
+        logits = native_exact_linear(normed, arrays.router, layer, jnp.float32)
+        routing, _ = native_router(logits, None, None, jnp.int32(layer), case.spec)
+        first = jnp.int32(layer * case.spec.num_experts)
+        experts = add_call(normed, routing, step.valid, arrays, first, case.spec.num_experts)
+        shared = native_gated(native_linear(normed, arrays.shared_gate_up, layer, jnp.float32))
+        x = x + add(experts) + native_linear(shared, arrays.shared_down, layer, jnp.float32)
+    return x, native_rms_norm(x, arrays.next_norm, eps=arrays.eps), pool
+
+
+def add_call(x, routing, valid, arrays, first, count):
+    call = random_call(0, (1, 1, 1, 1, 1))
+    return dataclasses.replace(
+        call,
+        x=x,
+        ids=routing.ids,
+        weights=routing.weights,
+        valid=valid,
+        gate_up=arrays.gate_up,
+        down=arrays.down,
+        first_expert=first,
+        num_experts=count,
+    )
+
+
+@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_run_with_any_mix_equals_its_layers(mix, dtype):
+    """They multiply and round alike; what is between, as norms, may differ in the last place of a float32, and now and
+    then a rounding with it."""
+    case = stack_case(mix, dtype)
+    real, (stream, normed, pool) = int(np.sum(case.step.valid)), by_layers(case)
+    got = case.run(x=case.x.astype(jnp.float32))
+    bound = 3e-5 if dtype == "float32" else 2e-2
+    for actual, expected in ((got[0][:real], stream[:real]), (got[2], pool)):
+        difference = np.abs(np.asarray(actual) - np.asarray(expected))
+        assert np.nanmax(difference) < bound and np.nanmean(difference) < 0.05 * bound
+    np.testing.assert_allclose(got[1][:real].astype(np.float32), normed[:real].astype(np.float32), atol=bound)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_of_codes_follows_the_numbers(dtype):
+    """The run of the same numbers, in float32."""
+    case, wide = stack_case(MATRICES, dtype), stack_case((), "float32")
+    real = int(np.sum(case.step.valid))
+    got, expected = (each.run(x=case.x.astype(jnp.float32))[0][:real] for each in (case, wide))
+    difference = np.abs(got - expected)
+    assert np.mean(difference) < (1e-6 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"down": lambda w: w.dequantize()}, "its matrices may be codes, gate_up and down both"),
+        (
+            {"out": lambda w: scaled_rows(w, 1)},
+            r"scales of out of layer 0 of the pattern are \[2, 1, 80\], not \[2, 2, 80\]",
+        ),
+        ({"qkv": lambda w: dataclasses.replace(w, group=20)}, "a group of qkv of layer 0 of the pattern is 20 inputs"),
+        ({"shared_down": lambda w: w.codes.astype(jnp.float16)}, "the weights of a stack have one dtype"),
+        (
+            {"shared_gate_up": lambda w: dataclasses.replace(w, scales=w.scales.astype(jnp.float16))},
+            "scales of shared_gate_up of layer 0 of the pattern are float32",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_whose_codes_do_not_fit_is_an_error(changes, message):
+    case = stack_case(MATRICES, "float32")
+    changed = {name: change(getattr(case.arrays, name)) for name, change in changes.items()}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **changed)).run()
