@@ -138,21 +138,26 @@ def kernel_times(core: EngineCore, prompts: Prompts, batch: int, prompt: int) ->
     while not all(req.is_prefilled for req in reqs):
         core.step()
     steps = 8
+    for _ in range(4):
+        core.step()
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(4):
-            core.step()
         with jax.profiler.trace(folder):
             for _ in range(steps):
                 core.step()
         while not core.is_idle:
             core.step()
-        file = next(Path(folder).rglob("*.xplane.pb"))
-        planes = jax.profiler.ProfileData.from_file(str(file)).planes
-        spent: dict[str, list[float]] = defaultdict(list)
-        for plane in planes:
-            for line in plane.lines if "/device:GPU" in plane.name else ():
-                for event in line.events if line.name.startswith("Stream") else ():
-                    spent[event.name].append(event.duration_ns)
+        return read_kernel_times(Path(folder), steps)
+
+
+def read_kernel_times(folder: Path, steps: int) -> list[dict[str, object]]:
+    """The slowest kernels of a profile of so many steps."""
+    file = next(folder.rglob("*.xplane.pb"))
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    spent: dict[str, list[float]] = defaultdict(list)
+    for plane in planes:
+        for line in plane.lines if "/device:GPU" in plane.name else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                spent[event.name].append(event.duration_ns)
     rows = [
         {
             "kernel": name[:60],

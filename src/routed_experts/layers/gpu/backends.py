@@ -5,12 +5,13 @@ import functools
 from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
-from routed_experts.layers.gpu.moe import choose_tiles, gpu_experts, slot_outputs
+from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
+from routed_experts.layers.quantized import E4M3
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -24,8 +25,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests."""
 
     def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
-        tiles = choose_tiles(call.ids.size, call.num_experts)
-        return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=interpret)
+        return slot_outputs(call, tiles_for(call), shared, stride=call.num_experts, interpret=interpret)
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(
@@ -48,6 +48,8 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
             supports=lambda spec: True,
         ),
         fused_layer=fused,
+        code_formats=frozenset({E4M3}),
+        outputs_first=True,
     )
 
 

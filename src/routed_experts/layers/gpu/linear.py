@@ -1,8 +1,8 @@
 """Projections on a GPU for few rows: a layer's matrix is read in place.
 
 With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times. With many
-rows the library's product is faster and the slice does not count. Dims: N tokens, R layers of the stack, D inputs, O
-outputs, S parts of a sum."""
+rows the library's product is faster and the slice does not count; of codes there is no such product. Dims: N tokens, R
+layers of the stack, D inputs, O outputs, S parts of a sum."""
 
 import dataclasses
 import functools
@@ -15,14 +15,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, scaled_step
+from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
+from routed_experts.layers.gpu.operands import (
+    begin_sums,
+    block_product,
+    check_weights,
+    end_sums,
+    load_block,
+    load_rows,
+    product_step,
+)
+from routed_experts.layers.gpu.scaled_rows import rows_for_codes
 from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.quantized import QuantizedWeight, Weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
     """Blocks of `rows` by `out`, sums cut into `splits` parts and made in steps of `inner`; warps and stages of the
-    Triton compiler."""
+    Triton compiler. `scaled`: rows are float16 where the matrix is codes."""
 
     rows: int
     out: int
@@ -30,6 +41,7 @@ class LinearTile:
     warps: int
     stages: int
     splits: int = 1
+    scaled: bool = False
 
 
 LARGEST = 512  # rows; above it the library's product
@@ -51,27 +63,31 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
     return LinearTile(rows=128, out=128, inner=64, warps=8 if splits == 1 else 4, stages=4, splits=splits)
 
 
-def _splits(inner: int, limit: int) -> int:
-    """The largest number of parts of one length that is not above `limit`, 16 at most."""
-    return next((count for count in (16, 8, 4, 2) if count <= limit and inner % count == 0), 1)
+def choose_codes_tile(num_rows: int, inner: int, outputs: int, group: int) -> LinearTile:
+    """The same for codes, whose parts begin where a group does. Measured best on an H200 with 16 rows times matrices of
+    2048 x 1536; those of more rows are not measured yet."""
+    rows = min(max(16, power_of_two(num_rows)), 128)
+    if rows <= 64:
+        splits = _splits(inner, inner // 512, group)
+        return LinearTile(
+            rows=rows, out=64, inner=128, warps=4 if rows > 16 else 2, stages=4, splits=splits, scaled=True
+        )
+    blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
+    splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), group)
+    return LinearTile(rows=rows, out=128, inner=64, warps=8, stages=4, splits=splits, scaled=True)
 
 
-def _dot(rows: Float[Array, "N D"], matrix: Float[Array, "D O"]) -> Float[Array, "N O"]:
-    """In float32. A wider matrix than the rows (a float32 router) keeps its precision: as three matrices of bfloat16,
-    whose sum it is, because a product of float32 would round it to a shorter format."""
-    if rows.dtype == matrix.dtype:
-        return jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
-    if rows.dtype != jnp.bfloat16:
-        rows = rows.astype(jnp.float32)
-        return jnp.dot(rows, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    total = None
-    for _ in range(3):
-        part = matrix.astype(jnp.bfloat16)
-        matrix = matrix - part.astype(jnp.float32)
-        product = jnp.dot(rows, part, preferred_element_type=jnp.float32)
-        total = product if total is None else total + product
-    assert total is not None
-    return total
+def tile_for(num_rows: int, weights: Weight) -> LinearTile:
+    """The tile for a matrix of this stack."""
+    _, inner, outputs = weights.shape
+    if isinstance(weights, QuantizedWeight):
+        return choose_codes_tile(num_rows, inner, outputs, weights.group)
+    return choose_tile(num_rows, inner, outputs)
+
+
+def _splits(inner: int, limit: int, group: int = 1) -> int:
+    """The largest number of parts of one length, a multiple of `group`, that is not above `limit`, 16 at most."""
+    return next((count for count in (16, 8, 4, 2) if count <= limit and inner % (count * group) == 0), 1)
 
 
 def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:
@@ -84,21 +100,18 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
     split = pl.program_id(2)
     row_mask = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
     column_mask = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
-    layer_id = layer[0]
+    layer_id, size = layer[0], product_step(weights, tile.inner)
 
     def step(index: Array, total: Array) -> Array:
-        offset = index * tile.inner + jnp.arange(tile.inner)
-        deep, depth = None if inner_size % tile.inner == 0 else offset < inner_size, split * inner_size + offset
-        rows_block = load_or_zero(
-            x.at[rows[:, None], depth[None, :]], combine_masks(row_mask, None if deep is None else deep[None, :])
-        )
-        matrix = load_or_zero(
-            weights.at[layer_id, depth[:, None], columns[None, :]],
-            combine_masks(None if deep is None else deep[:, None], column_mask),
-        )
-        return total + _dot(rows_block, matrix)
+        offset = index * size + jnp.arange(size)
+        deep, depth = None if inner_size % size == 0 else offset < inner_size, split * inner_size + offset
+        rows_block = load_rows(x, rows, depth, row_mask, deep)
+        first = split * inner_size + index * size
+        block = load_block(weights, layer_id, first, depth, columns, deep, column_mask, rows_block.dtype)
+        return total + block_product(rows_block, block)
 
-    total = lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, jnp.zeros((tile.rows, tile.out), jnp.float32))
+    total = lax.fori_loop(0, pl.cdiv(inner_size, size), step, begin_sums(weights, tile.rows, tile.out))
+    total = end_sums(total, x, weights, rows, row_mask)
     plgpu.store(
         out.at[split, rows[:, None], columns[None, :]],
         total.astype(out.dtype),
@@ -108,7 +121,7 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
 
 def partial_sums(
     x: Float[Array, "N D"],
-    weights: Float[Array, "R D O"],
+    weights: Weight,
     layer: Int[Array, ""] | int,
     *,
     tile: LinearTile | None = None,
@@ -117,8 +130,13 @@ def partial_sums(
 ) -> Float[Array, "S N O"]:
     """x times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
     num_rows, outputs = x.shape[0], weights.shape[2]
-    tile = tile or choose_tile(num_rows, weights.shape[1], outputs)
-    tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, weights.dtype))
+    tile = tile or tile_for(num_rows, weights)
+    is_coded = isinstance(weights, QuantizedWeight)
+    tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype if is_coded else weights.dtype))
+    if is_coded:
+        check_weights(weights)
+        assert tile.splits == 1 or weights.shape[1] % (tile.splits * weights.group) == 0, (tile, weights.shape)
+    rows = rows_for_codes(x, scaled=tile.scaled, interpret=interpret) if is_coded else x
     return pl.pallas_call(
         functools.partial(_product, tile=tile),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),
@@ -126,12 +144,12 @@ def partial_sums(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="linear",
-    )(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
+    )(rows, weights, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
 def linear_in_place(
     x: Float[Array, "N D"],
-    weights: Float[Array, "R D O"],
+    weights: Weight,
     layer: Int[Array, ""] | int,
     dtype: Any,
     *,
@@ -140,9 +158,9 @@ def linear_in_place(
 ) -> Float[Array, "N O"]:
     """x times the layer's matrix."""
     if tile is None:
-        if x.shape[0] > LARGEST or weights.shape[0] == 1:
+        if not isinstance(weights, QuantizedWeight) and (x.shape[0] > LARGEST or weights.shape[0] == 1):
             return reference_linear(x, weights, layer, dtype)
-        tile = choose_tile(x.shape[0], weights.shape[1], weights.shape[2])
+        tile = tile_for(x.shape[0], weights)
     sum_dtype = dtype if tile.splits == 1 else jnp.float32
     parts = partial_sums(x, weights, layer, tile=tile, dtype=sum_dtype, interpret=interpret)
     return parts[0] if tile.splits == 1 else jnp.sum(parts, axis=0).astype(dtype)

@@ -22,8 +22,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
+from routed_experts.layers.gpu.operands import (
+    begin_sums,
+    block_product,
+    check_weights,
+    end_sums,
+    is_coded,
+    load_block,
+    load_rows,
+    product_step,
+)
+from routed_experts.layers.gpu.scaled_rows import Rows, rows_for_codes
 from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
+from routed_experts.layers.quantized import Weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +51,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
-    """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile."""
+    """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile. `scaled`:
+    rows are float16 where all matrices are codes."""
 
     rows: float
     gate_up: Tile
     down: Tile
     sorted_slots: bool = True
+    scaled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +96,17 @@ TILES = (
     MoeTiles(rows=48, gate_up=_tile(64, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
     MoeTiles(rows=256, gate_up=_tile(128, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
+)
+# For codes. Measured best on an H200 with 16 rows of each of 8, 82 and 126 experts of 2048 x 1536: blocks of 32 to 64
+# columns and two warps. Those of more rows are not measured yet; with fewer warps their registers do not suffice.
+_UNSORTED_CODES = MoeTiles(
+    rows=0, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), sorted_slots=False, scaled=True
+)
+CODE_TILES = (
+    MoeTiles(rows=8, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), scaled=True),
+    MoeTiles(rows=20, gate_up=_tile(32, 32, 128, 2, 4), down=_tile(32, 64, 128, 2, 4), scaled=True),
+    MoeTiles(rows=48, gate_up=_tile(64, 64, 128, 4, 3), down=_tile(64, 64, 128, 4, 3), scaled=True),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(128, 128, 64, 8, 3), scaled=True),
 )
 
 
@@ -211,25 +236,21 @@ def _sums(
     columns: tuple[Array, ...],
     real: Array | None,
     tile: Tile,
-) -> tuple[Array, ...]:
+) -> list[Array]:
     """Rows of x times one matrix, for each of some sets of columns; float32."""
-    inner_size, row_mask = weights.shape[1], mask[:, None]
+    inner_size, row_mask, size = weights.shape[1], mask[:, None], product_step(weights, tile.inner)
 
     def step(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        depth = index * tile.inner + jnp.arange(tile.inner)
-        deep = None if inner_size % tile.inner == 0 else depth < inner_size
-        rows_block = load_or_zero(
-            x.at[rows[:, None], depth[None, :]], combine_masks(row_mask, None if deep is None else deep[None, :])
-        )
-        matrix_mask = combine_masks(None if deep is None else deep[:, None], real)
-        blocks = [load_or_zero(weights.at[matrix, depth[:, None], part[None, :]], matrix_mask) for part in columns]
-        return tuple(
-            total + jnp.dot(rows_block, block, preferred_element_type=jnp.float32)
-            for total, block in zip(sums, blocks, strict=True)
-        )
+        depth = index * size + jnp.arange(size)
+        deep = None if inner_size % size == 0 else depth < inner_size
+        rows_block = load_rows(x, rows, depth, row_mask, deep)
+        start = index * size
+        blocks = [load_block(weights, matrix, start, depth, part, deep, real, rows_block.dtype) for part in columns]
+        return tuple(total + block_product(rows_block, block) for total, block in zip(sums, blocks, strict=True))
 
-    zeros = jnp.zeros((tile.rows, tile.out), jnp.float32)
-    return lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, (zeros,) * len(columns))
+    zeros = begin_sums(weights, tile.rows, tile.out)
+    sums = lax.fori_loop(0, pl.cdiv(inner_size, size), step, (zeros,) * len(columns))
+    return [end_sums(total, x, weights, rows, row_mask) for total in sums]
 
 
 def _gate_up(*refs: Any, static: KernelConfig) -> None:
@@ -299,9 +320,15 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     _with_shared_tile(static, shared_body)
 
 
-def choose_tiles(slots: int, num_experts: int) -> MoeTiles:
-    """The tiles for this many slots of so many experts."""
-    return _UNSORTED if slots <= FEW_SLOTS else next(tiles for tiles in TILES if slots <= tiles.rows * num_experts)
+def choose_tiles(slots: int, num_experts: int, *, coded: bool = False) -> MoeTiles:
+    """The tiles for this many slots of so many experts, whose matrices are numbers or codes."""
+    unsorted, table = (_UNSORTED_CODES, CODE_TILES) if coded else (_UNSORTED, TILES)
+    return unsorted if slots <= FEW_SLOTS else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+
+
+def tiles_for(call: ExpertCall) -> MoeTiles:
+    """The tiles for this call."""
+    return choose_tiles(call.ids.size, call.num_experts, coded=is_coded(call.gate_up, call.down))
 
 
 def slot_outputs(
@@ -319,12 +346,17 @@ def slot_outputs(
     else:
         counts, order = flat, flat  # not read
     first = call.first_expert.reshape(1)
+    matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
+    check_weights(*matrices)
+
+    def prepared(rows: Float[Array, "N D"]) -> Rows:
+        return rows_for_codes(rows, scaled=tiles.scaled and is_coded(*matrices), interpret=interpret)
 
     def product(
         kernel: Callable[..., None],
         name: str,
         tile: Tile,
-        arrays: list[Array | None],
+        arrays: list[Rows | Weight | None],
         shapes: list[tuple[int, int]],
         chunks: int,
     ) -> list[Array]:
@@ -351,20 +383,20 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    gate_up, down = [call.x, call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
+    gate_up, down = [prepared(call.x), call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
     if shared is None:
         (hidden,) = product(_gate_up, "experts_gate_up", tiles.gate_up, gate_up, [(slots, width)], 0)
-        return product(_down, "experts_down", tiles.down, [hidden, *down], [(slots, dim)], 0)[0]
+        return product(_down, "experts_down", tiles.down, [prepared(hidden), *down], [(slots, dim)], 0)[0]
     shared_width, block = shared.down.shape[1], pl.cdiv(width, tiles.gate_up.out) * tiles.gate_up.out
     shapes, chunks = [(slots, width), (num_rows, shared_width)], pl.cdiv(shared_width, block)
     hidden, own = product(_gate_up, "experts_gate_up", tiles.gate_up, [*gate_up, shared.gate_up], shapes, chunks)
-    arrays = [hidden, *down, shared.down, own]
+    arrays = [prepared(hidden), *down, shared.down, prepared(own)]
     return product(_down, "experts_down", tiles.down, arrays, [(slots + num_rows, dim)], 1)[0]
 
 
 def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer."""
     num_rows, top_k = call.ids.shape
-    outputs = slot_outputs(call, choose_tiles(call.ids.size, call.num_experts), interpret=interpret)
+    outputs = slot_outputs(call, tiles_for(call), interpret=interpret)
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

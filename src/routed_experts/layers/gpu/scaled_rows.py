@@ -1,0 +1,84 @@
+"""Rows of bfloat16 as float16, each times a power of two, for products with codes.
+
+A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
+inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its
+largest on are exact, and smaller ones are off by up to 2^-39 of its largest. Rows below 2^-112 are multiplied by 2^126;
+no number of such a row is below 2^-7 then, so all are exact.
+
+Dims: N rows, D numbers of a row."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
+
+_LARGEST = 14  # exponent of a row's largest number
+_BIAS = 127  # of exponents of float32
+_BLOCK = 4096  # numbers of a block of the kernel
+_MOST_ROWS = 16  # of a block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledRows:
+    """Rows in float16, and what their sums are multiplied by."""
+
+    values: Float[Array, "N D"]
+    inverse: Float[Array, " N"]  # float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """N and D."""
+        return self.values.shape
+
+
+Rows = Float[Array, "N D"] | ScaledRows
+
+
+def _exponent(exponent: Array) -> Array:
+    """Two to that power, float32."""
+    return lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
+
+
+def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
+    """Block of `size` rows."""
+    num_rows, dim = x.shape
+    rows, lanes = pl.program_id(0) * size + jnp.arange(size), jnp.arange(power_of_two(dim))
+    inside = None if num_rows % size == 0 else rows < num_rows
+    mask = combine_masks(
+        None if inside is None else inside[:, None], None if lanes.shape[0] == dim else (lanes < dim)[None, :]
+    )
+    at = rows[:, None], lanes[None, :]
+    own = load_or_zero(x.at[at], mask).astype(jnp.float32)
+    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(own), axis=1), jnp.int32) >> 23
+    power = jnp.minimum(_LARGEST + _BIAS - largest, _BIAS - 1)  # 2^-126 is the last inverse with a full exponent
+    plgpu.store(values.at[at], (own * _exponent(power)[:, None]).astype(jnp.float16), mask=mask)
+    plgpu.store(inverse.at[rows], _exponent(-power), mask=inside)
+
+
+def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
+    """The rows for a product with codes. One launch. A row with a number that is not finite has no finite sum."""
+    num_rows, dim = x.shape
+    size = min(max(_BLOCK // power_of_two(dim), 1), _MOST_ROWS, power_of_two(num_rows))
+    values, inverse = pl.pallas_call(
+        lambda *refs: _scale(*refs, size=size),
+        (jax.ShapeDtypeStruct(x.shape, jnp.float16), jax.ShapeDtypeStruct((num_rows,), jnp.float32)),
+        grid=(pl.cdiv(num_rows, size),),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="scale_rows",
+    )(x)
+    return ScaledRows(values, inverse)
+
+
+def rows_for_codes(x: Float[Array, "N D"], *, scaled: bool, interpret: bool) -> Rows:
+    """Scaled if they are bfloat16 and `scaled`, which saves the decoder three of four instructions and adds a launch;
+    float16 and float32 need no scaling."""
+    return scale_rows(x, interpret=interpret) if scaled and x.dtype == jnp.bfloat16 else x

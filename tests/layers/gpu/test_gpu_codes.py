@@ -1,0 +1,493 @@
+"""Products with codes and scales on the GPU's kernels: interpreted against float64 and plain code, and on a GPU at the
+sizes of Qwen3-30B-A3B.
+
+Matrices of other layers are NaN, codes and scales. Dims: N tokens, K experts per token, E experts, D hidden, F expert
+width, I inputs, O outputs, R matrices of a stack."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
+from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs
+from routed_experts.layers.gpu.operands import addressable_matrices
+from routed_experts.layers.gpu.scaled_rows import scale_rows
+from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts, tiled_experts
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.quantized import QuantizedWeight
+from routed_experts.layers.routing import RouterSpec, replay_topk
+from support.gpu_cases import LISTS, SLOTS, distance, random_ids
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+F32, HALF = jnp.float32, jnp.bfloat16
+BOUNDS = {F32: 3e-6, HALF: 2e-2}  # in the 2-norm: activations are rounded to the dtype
+SUMS = 2e-6  # of the sum of |x| |w|: float32 sums of up to 256 exact products
+
+
+def as_codes(numbers) -> jax.Array:
+    """Bytes as codes of e4m3; those of NaN become 0."""
+    return lax.bitcast_convert_type(jnp.where(numbers & 127 == 127, jnp.uint8(0), numbers), jnp.float8_e4m3fn)
+
+
+def random_weight(key, stack, inputs, outputs, group, *, real=None) -> QuantizedWeight:
+    """Matrices with numbers of about 1 / sqrt(I); those of the stack that are not in the slice `real` are NaN."""
+    codes_key, scales_key = jax.random.split(key)
+    codes = as_codes(jax.random.bits(codes_key, (stack, outputs, inputs), jnp.uint8))
+    shape = (stack, -(-inputs // group), outputs)
+    scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (100 * math.sqrt(inputs))
+    if real is not None:
+        exists = jnp.zeros((stack, 1, 1), bool).at[real].set(True)
+        codes, scales = jnp.where(exists, codes, jnp.float8_e4m3fn(jnp.nan)), jnp.where(exists, scales, jnp.nan)
+    return QuantizedWeight(codes=codes, scales=scales, group=group, outputs_first=True)
+
+
+def numbers(weight: QuantizedWeight, index: int) -> np.ndarray:
+    """A matrix [I, O] in float64."""
+    codes = np.asarray(weight.codes[index].astype(F32), np.float64).T
+    scales = np.repeat(np.asarray(weight.scales[index], np.float64), weight.group, axis=0)
+    return codes * scales[: len(codes)]
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(x.astype(F32), np.float64)
+
+
+def relative_errors(actual, x, matrix) -> float:
+    """The largest difference from x times the matrix, over the sum of |x| |w| of the same row and column."""
+    x = wide(x)
+    return float(np.max(np.abs(np.asarray(actual, np.float64) - x @ matrix) / (np.abs(x) @ np.abs(matrix) + 1e-300)))
+
+
+SMALL = LinearTile(rows=16, out=32, inner=128, warps=2, stages=2)
+SCALED = dataclasses.replace(SMALL, scaled=True)
+# rows, inputs, outputs, group, tile (None: that of the table)
+LINEAR = {
+    "group 128, whole blocks": (16, 256, 64, 128, SCALED),
+    "group 128, the last one short": (5, 160, 50, 128, SCALED),
+    "group 64 of 192": (1, 192, 33, 64, SCALED),
+    "group 32 of 160, plain rows": (7, 160, 40, 32, SMALL),
+    "group 16 of 72, the last one short": (19, 72, 23, 16, dataclasses.replace(SCALED, inner=64)),
+    "steps shorter than a group": (3, 256, 32, 128, dataclasses.replace(SCALED, inner=32)),
+    "parts": (40, 256, 40, 64, dataclasses.replace(SCALED, splits=4)),
+    "the table, parts": (5, 1024, 70, 64, None),
+    "the table, many rows": (65, 320, 70, 64, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, F32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR)
+def test_products_with_codes_equal_float64(case, dtype):
+    rows, inputs, outputs, group, tile = case
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x = jax.random.normal(keys[0], (rows, inputs), dtype)
+    weight = random_weight(keys[1], 3, inputs, outputs, group, real=slice(1, 2))
+    parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
+    expected_tile = tile or choose_codes_tile(rows, inputs, outputs, group)
+    assert parts.shape == (expected_tile.splits, rows, outputs)
+    total = jnp.sum(parts, axis=0)
+    assert relative_errors(total, x, numbers(weight, 1)) < SUMS
+    plain = reference_linear(x, weight, 1, F32)
+    reach = np.abs(wide(x)) @ np.abs(numbers(weight, 1))
+    assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
+
+
+def test_a_part_of_a_sum_begins_where_a_group_does():
+    for inputs, group in ((2048, 128), (576, 64), (320, 64), (192, 16), (160, 32), (1100, 128)):
+        for rows in (1, 16, 100, 512):
+            tile = choose_codes_tile(rows, inputs, 5120, group)
+            assert tile.splits == 1 or inputs % (tile.splits * group) == 0
+    assert choose_codes_tile(1, 2048, 5120, 128).splits == 4, "sums are short where rows are few"
+    tile, weight = dataclasses.replace(SMALL, splits=4), random_weight(jax.random.key(0), 1, 160, 16, 64)
+    with pytest.raises(AssertionError, match="splits=4"):
+        partial_sums(jnp.zeros((1, 160), HALF), weight, 0, tile=tile, interpret=True)
+
+
+def test_projections_of_few_and_of_many_rows_have_no_other_path():
+    """A stack of one matrix and rows above the limit of plain matrices."""
+    keys = jax.random.split(jax.random.key(2), 2)
+    x, weight = jax.random.normal(keys[0], (520, 64), HALF), random_weight(keys[1], 1, 64, 48, 64)
+    result = jax.jit(lambda x, w: linear_in_place(x, w, 0, F32, interpret=True))(x, weight)
+    assert relative_errors(result, x, numbers(weight, 0)) < SUMS
+
+
+LEAST_NORMAL = 2.0**-126
+LARGE_ROWS = {
+    "near the largest": lambda row: row / np.abs(row).max() * 3.3e38,
+    "one huge": lambda row: np.where(np.arange(row.size) == 3, 3.0e38, row),
+    "large": lambda row: row * 2.0**60,
+    "plain": lambda row: row,
+}
+SMALL_ROWS = {
+    "zeros": lambda row: 0 * row,
+    "tiny": lambda row: row * 2.0**-115,
+    "one of many is large": lambda row: np.where(np.arange(row.size) == 3, 1.0, row * 2.0**-20),
+    "small": lambda row: row * 2.0**-60,
+}
+
+
+def run_rows_of_any_size(*, interpret):
+    rng, weight = np.random.default_rng(0), random_weight(jax.random.key(3), 1, 96, 40, 32)
+    run = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=SCALED, interpret=interpret)[0])
+    for edits, factor in ((LARGE_ROWS, 1e-3), (SMALL_ROWS, 1e3)):  # no sum overflows, and none is a subnormal number
+        x = jnp.asarray(np.stack([edit(rng.standard_normal(96)) for edit in edits.values()]), HALF)
+        own = dataclasses.replace(weight, scales=weight.scales * factor)
+        rows, matrix, result = wide(x), numbers(own, 0), np.asarray(run(x, own))
+        lost = 2.0**-39 * np.abs(rows).max(axis=1, keepdims=True) * np.abs(matrix).sum(axis=0)
+        allowed = SUMS * np.abs(rows) @ np.abs(matrix) + np.array([[name == "one huge"] for name in edits]) * lost
+        for name, error, most in zip(edits, np.abs(result - rows @ matrix), allowed, strict=True):
+            assert np.isfinite(error).all() and (error <= most).all(), name
+
+
+def test_rows_of_any_size_keep_their_sums():
+    """Up to what float16 loses: 2^-39 of a row's largest number, of each number below 2^-31 of it."""
+    run_rows_of_any_size(interpret=True)
+
+
+def test_scaled_rows_are_exact_from_a_small_part_of_the_largest_on():
+    """Each row's largest is in [2^14, 2^15); numbers from 2^-31 of it on are exact, others are off by 2^-39 of it."""
+    rng = np.random.default_rng(1)
+    powers = rng.integers(-45, 1, (40, 70)) + rng.integers(-60, 80, (40, 1))
+    x = jnp.asarray(rng.choice([-1, 1], powers.shape) * rng.uniform(1, 2, powers.shape) * 2.0**powers, HALF)
+    scaled = jax.jit(functools.partial(scale_rows, interpret=True))(x)
+    largest = np.abs(wide(x)).max(axis=1, keepdims=True)
+    top = np.abs(wide(scaled.values)).max(axis=1)
+    assert scaled.values.dtype == jnp.float16 and (top >= 2**14).all() and (top < 2**15).all()
+    error = np.abs(wide(scaled.values) * np.asarray(scaled.inverse, np.float64)[:, None] - wide(x)) / largest
+    assert not error[np.abs(wide(x)) >= 2.0**-31 * largest].any() and 0 < error.max() <= 2.0**-39
+
+
+def test_scales_of_rows_without_a_largest_number():
+    """Rows of zeros and of the smallest numbers have a finite inverse; a row that is not finite stays so."""
+    rows = np.zeros((4, 20))
+    rows[1], rows[2, 4], rows[3, 5] = LEAST_NORMAL, np.inf, np.nan
+    scaled = jax.jit(functools.partial(scale_rows, interpret=True))(jnp.asarray(rows, HALF))
+    back = wide(scaled.values) * np.asarray(scaled.inverse, np.float64)[:, None]
+    np.testing.assert_array_equal(back[:2], rows[:2])
+    assert np.isfinite(np.asarray(scaled.inverse[:3])).all()
+    assert not np.isfinite(back[2:]).all(axis=1).any()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A call in the second of three layers, and its shared experts: None, or their width and whether they are codes."""
+
+    sizes: tuple[int, int, int, int, int]  # N, K, E, D, F
+    groups: tuple[int, int]  # of gate_up and of down
+    dtype: object
+    kind: str = "spread"
+    activation: str = "silu"
+    biased: bool = False
+    shared_width: int = 0
+    shared_codes: bool = True
+
+    @property
+    def call(self) -> ExpertCall:
+        rows, top_k, experts, dim, width = self.sizes
+        rng, keys = np.random.default_rng(rows), jax.random.split(jax.random.key(rows), 6)
+        own = slice(experts, 2 * experts)
+        layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], self.dtype), experts)[:, None]
+        valid = jnp.asarray(rng.random(rows) < (0.7 if self.kind == "padding" else 2)).at[0].set(True)
+        biases = [
+            layers * jax.random.normal(key, (3 * experts, size), self.dtype)
+            for key, size in zip(keys[:2], (2 * width, dim), strict=True)
+        ]
+        return ExpertCall(
+            x=jax.random.normal(keys[2], (rows, dim), self.dtype),
+            ids=jnp.asarray(random_ids(rng, rows, experts, top_k, self.kind), jnp.int32),
+            weights=jnp.asarray(rng.random((rows, top_k)) + 0.1, F32),
+            valid=valid,
+            gate_up=random_weight(keys[3], 3 * experts, dim, 2 * width, self.groups[0], real=own),
+            down=random_weight(keys[4], 3 * experts, width, dim, self.groups[1], real=own),
+            first_expert=jnp.int32(1),
+            num_experts=experts,
+            gate_up_bias=biases[0] if self.biased else None,
+            down_bias=biases[1] if self.biased else None,
+            activation=self.activation,
+        )
+
+    @property
+    def shared(self) -> SharedExperts | None:
+        if not self.shared_width:
+            return None
+        dim, keys, own = self.sizes[3], jax.random.split(jax.random.key(9), 2), slice(1, 2)
+        gate_up = random_weight(keys[0], 3, dim, 2 * self.shared_width, self.groups[0], real=own)
+        down = random_weight(keys[1], 3, self.shared_width, dim, self.groups[1], real=own)
+        if self.shared_codes:
+            return SharedExperts(gate_up=gate_up, down=down)
+        return SharedExperts(gate_up=gate_up.dequantize().astype(self.dtype), down=down.dequantize().astype(self.dtype))
+
+
+def at_first(call: ExpertCall) -> ExpertCall:
+    """The call as array code takes it: `first_expert` counts experts, and biases are float32 as its products are."""
+    biases = (None if bias is None else bias.astype(F32) for bias in (call.gate_up_bias, call.down_bias))
+    gate_up, down = biases
+    first = call.first_expert * call.num_experts
+    return dataclasses.replace(call, first_expert=first, gate_up_bias=gate_up, down_bias=down)
+
+
+ONES = {
+    "silu": lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+    "clamped swiglu": lambda gate, up: (
+        np.minimum(gate, 7) / (1 + np.exp(-1.702 * np.minimum(gate, 7))) * (np.clip(up, -7, 7) + 1)
+    ),
+    "tanh gelu": lambda gate, up: 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up,
+}
+
+
+def network(x, gate_up, down, activation, biases=(0.0, 0.0)):
+    gate, up = np.split(x @ gate_up + biases[0], 2, axis=-1)
+    return ONES[activation](gate, up) @ down + biases[1]
+
+
+def in_float64(call: ExpertCall) -> np.ndarray:
+    """Each token's experts, one by one."""
+    x, out = wide(call.x), np.zeros(call.x.shape)
+    for row, top_k in enumerate(np.asarray(call.ids)):
+        for k, expert in enumerate(top_k):
+            index = int(call.first_expert) * call.num_experts + int(expert)
+            biases = (0.0, 0.0)
+            if call.gate_up_bias is not None and call.down_bias is not None:
+                biases = (wide(call.gate_up_bias[index]), wide(call.down_bias[index]))
+            value = network(x[row], numbers(call.gate_up, index), numbers(call.down, index), call.activation, biases)
+            out[row] += float(call.weights[row, k]) * value
+    return np.where(np.asarray(call.valid)[:, None], out, 0)
+
+
+SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=True) for tiles in (LISTS, SLOTS))
+EXPERTS = {
+    "lists, short groups": (Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=F32, kind="padding"), SORTED),
+    "slots, biased": (
+        Experts(sizes=(3, 2, 4, 40, 24), groups=(32, 16), dtype=F32, activation="clamped swiglu", biased=True),
+        UNSORTED,
+    ),
+    "lists, biased": (
+        Experts(sizes=(9, 2, 4, 40, 24), groups=(16, 16), dtype=HALF, activation="tanh gelu", biased=True),
+        SORTED,
+    ),
+    "slots": (Experts(sizes=(2, 2, 4, 48, 20), groups=(16, 16), dtype=HALF), UNSORTED),
+    "shared experts, lists": (
+        Experts(sizes=(6, 2, 4, 40, 24), groups=(32, 16), dtype=F32, shared_width=50, kind="padding"),
+        SORTED,
+    ),
+    "shared experts, slots": (Experts(sizes=(2, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50), UNSORTED),
+    "plain shared experts": (
+        Experts(sizes=(6, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50, shared_codes=False),
+        SORTED,
+    ),
+    "the table, few": (Experts(sizes=(2, 2, 4, 160, 48), groups=(128, 32), dtype=HALF), None),
+    "the table, 40 rows": (Experts(sizes=(40, 2, 4, 160, 48), groups=(128, 64), dtype=HALF), None),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_codes_equal_float64_and_plain_code(name):
+    case, tiles = EXPERTS[name]
+    call, shared, (rows, top_k, _, dim, _) = case.call, case.shared, case.sizes
+    tiles = tiles or choose_tiles(call.ids.size, call.num_experts, coded=True)
+
+    def kernel(call, shared):
+        return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=True)
+
+    shared_arrays = None if shared is None else (shared.gate_up, shared.down)
+    run = jax.jit(lambda call, own: kernel(call, own and SharedExperts(gate_up=own[0], down=own[1])))
+    outputs = run(call, shared_arrays)
+    routed = combine(outputs[: rows * top_k].reshape(rows, top_k, dim), call.weights, call.valid)
+    bound = BOUNDS[case.dtype]
+    assert distance(wide(routed), in_float64(call)) < bound
+    assert distance(wide(routed), wide(jax.jit(tiled_experts)(at_first(call)))) < 2 * bound
+    if shared is not None:
+        matrices = [
+            numbers(part, 1) if isinstance(part, QuantizedWeight) else wide(part[1])
+            for part in (shared.gate_up, shared.down)
+        ]
+        assert distance(wide(outputs[rows * top_k :]), network(wide(call.x), *matrices, "silu")) < bound
+
+
+def test_every_activation_has_its_formula_here():
+    assert set(ONES) == set(ACTIVATIONS)
+
+
+def test_the_bundle_takes_codes_as_checkpoints_have_them():
+    kernels = gpu_kernels(interpret=True)
+    assert kernels.code_formats == {"e4m3"} and kernels.outputs_first
+    weight = random_weight(jax.random.key(0), 1, 32, 16, 16)
+    swapped = dataclasses.replace(weight, codes=jnp.swapaxes(weight.codes, 1, 2), outputs_first=False)
+    with pytest.raises(ConfigError, match=r"codes are e4m3 \[R, I, O\]"):
+        kernels.linear.run(jnp.zeros((1, 32), HALF), swapped, 0, HALF)
+
+
+def test_a_stack_that_32_bits_do_not_address_is_refused():
+    """By shape alone: from 2 to 4 GiB of codes; a padded stack is longer than that."""
+    assert addressable_matrices(5 * 128, 2048, 1536) == 5 * 128, "below 2 GiB"
+    assert addressable_matrices(512, 2048, 2048) == 512, "2 GiB"
+    assert addressable_matrices(513, 2048, 2048) == 1025
+    assert addressable_matrices(1024, 2048, 2048) == 1025, "4 GiB still have 32 bits"
+    assert addressable_matrices(48 * 128, 2048, 1536) == 48 * 128, "Qwen3-30B-A3B"
+
+    def stack(count):
+        codes = jax.ShapeDtypeStruct((count, 1536, 2048), jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct((count, 16, 1536), F32)
+        return QuantizedWeight(codes=codes, scales=scales, group=128, outputs_first=True)
+
+    product = functools.partial(partial_sums, interpret=True)
+    x, layer = jax.ShapeDtypeStruct((4, 2048), HALF), jax.ShapeDtypeStruct((), jnp.int32)
+    needed = addressable_matrices(7 * 128, 2048, 1536)
+    with pytest.raises(ConfigError, match=f"pad the stack to {needed} matrices"):
+        jax.eval_shape(product, x, stack(7 * 128), layer)
+    for count in (5 * 128, needed, 48 * 128):
+        assert jax.eval_shape(product, x, stack(count), layer).shape[1:] == (4, 1536)
+
+
+def test_a_layer_in_few_kernels_equals_plain_code():
+    """All that a fused step multiplies by codes: a projection, the output's with the residual stream behind it, the
+    router, which is plain, and the experts."""
+    rows, dim, experts, top_k, dtype = 5, 64, 6, 2, F32
+    case = Experts(sizes=(rows, top_k, experts, dim, 40), groups=(32, 16), dtype=dtype, shared_width=24)
+    call, shared, keys = case.call, case.shared, jax.random.split(jax.random.key(4), 6)
+    assert shared is not None
+    first, last = (random_weight(key, 3, dim, dim, 32, real=slice(1, 2)) for key in keys[:2])
+    stream, router = (
+        jax.random.normal(keys[2], (rows, dim), dtype),
+        jax.random.normal(keys[3], (3, dim, experts), dtype),
+    )
+    scales, layer = jnp.ones((3, dim), dtype), jnp.int32(1)
+    spec, norm = (
+        RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
+        StreamNorm(scales=scales, layer=layer, eps=1e-6),
+    )
+    fused = gpu_kernels(interpret=True).fused_layer
+    assert fused is not None
+
+    @jax.jit
+    def by_kernels(x, first, last, call, gate_up, down):
+        mixed = jnp.sum(fused.product(x, first, layer), axis=0).astype(dtype)
+        x, normed, logits = fused.add_parts(x, fused.product(mixed, last, layer), None, norm, router)
+        routing, _ = fused.route(logits, None, None, layer, spec, RouterBiases(layer=layer))
+        own = SharedExperts(gate_up=gate_up, down=down)
+        call = dataclasses.replace(call, x=normed, ids=routing.ids, weights=routing.weights)
+        slots = fused.slots(call, own)
+        outputs = SlotOutputs(slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, shared=own)
+        return *fused.add_slots(x, outputs, norm), routing.ids
+
+    @jax.jit
+    def by_array_code(x, first, last, call, gate_up, down):
+        mixed = reference_linear(x, first, 1, F32).astype(dtype)
+        x = x + reference_linear(mixed, last, 1, F32).astype(dtype)
+        normed = rms_norm(x, scales[1], eps=1e-6)
+        routing = replay_topk(jnp.dot(normed, router[1], preferred_element_type=F32), None, spec=spec)
+        call = dataclasses.replace(call, x=normed, ids=routing.ids, weights=routing.weights)
+        hidden = gated(reference_linear(normed, gate_up, 1, F32).astype(dtype))
+        own = reference_linear(hidden, down, 1, F32).astype(dtype)
+        x = x + (reference_experts(at_first(call)) + own)
+        return x, rms_norm(x, scales[1], eps=1e-6), routing.ids
+
+    args = (stream, first, last, call, shared.gate_up, shared.down)
+    actual, expected = by_kernels(*args), by_array_code(*args)
+    np.testing.assert_array_equal(actual[2], expected[2])
+    for left, right in zip(actual[:2], expected[:2], strict=True):
+        assert distance(wide(left), wide(right)) < BOUNDS[dtype]
+
+
+# On a GPU. Array code in full precision is the oracle there: float32 numbers of codes are exact products.
+
+
+def in_full_precision(function, *args):
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(function)(*args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [True, False], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 16, 33, 256, 3000])
+@pytest.mark.parametrize(("inputs", "outputs", "group"), [(2048, 5120, 128), (4096, 2048, 128), (576, 1000, 64)])
+def test_compiled_products_with_codes(rows, inputs, outputs, group, scaled):
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x, weight = jax.random.normal(keys[0], (rows, inputs), HALF), random_weight(keys[1], 3, inputs, outputs, group)
+    tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, group), scaled=scaled)
+    actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
+    assert (
+        distance(wide(actual), wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))) < 2e-6
+    )
+
+
+ON_GPU = {
+    "Qwen3-30B-A3B": dict(sizes=(8, 128, 2048, 768), groups=(128, 128)),
+    "a shard of it": dict(sizes=(8, 128, 2048, 192), groups=(128, 64)),
+    "ragged": dict(sizes=(3, 60, 1000, 72), groups=(128, 16), kind="padding"),
+    "shared": dict(sizes=(6, 64, 2048, 1408), groups=(128, 128), shared_width=2816),
+    "biased": dict(sizes=(4, 32, 2880, 2880), groups=(32, 32), activation="clamped swiglu", biased=True),
+}
+EVERY_TILE = [choose_tiles(1, 128, coded=True), *CODE_TILES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 129, 777])
+@pytest.mark.parametrize("name", ON_GPU)
+def test_compiled_experts_of_codes(name, rows):
+    options = dict(ON_GPU[name])
+    case = Experts(**{**options, "sizes": (rows, *options["sizes"]), "dtype": HALF})
+    call, shared, top_k, dim = case.call, case.shared, case.sizes[1], case.sizes[3]
+    tiles = choose_tiles(call.ids.size, call.num_experts, coded=True)
+    own = None if shared is None else (shared.gate_up, shared.down)
+
+    def kernel(call, own):
+        shared = own and SharedExperts(gate_up=own[0], down=own[1])
+        return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=False)
+
+    outputs = jax.jit(kernel)(call, own)
+    routed = combine(outputs[: rows * top_k].reshape(rows, top_k, dim), call.weights, call.valid)
+    # A loop over tiles that hold rows keeps one matrix of float32 at a time.
+    assert distance(wide(routed), wide(in_full_precision(tiled_experts, at_first(call)))) < BOUNDS[HALF]
+    if shared is not None:
+        expected = in_full_precision(
+            lambda x, own: reference_linear(gated(reference_linear(x, own[0], 1, F32)), own[1], 1, F32), call.x, own
+        )
+        assert distance(wide(outputs[rows * top_k :]), wide(expected)) < BOUNDS[HALF]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", EVERY_TILE, ids=lambda tiles: f"up to {tiles.rows} rows")
+def test_compiled_experts_in_every_tile(tiles):
+    """Also with rows that stay bfloat16."""
+    call = Experts(sizes=(16, 8, 32, 2048, 768), groups=(128, 128), dtype=HALF).call
+    expected = wide(in_full_precision(tiled_experts, at_first(call)))
+    for scaled in (True, False):
+        own = dataclasses.replace(tiles, scaled=scaled)
+        run = jax.jit(lambda call, own=own: slot_outputs(call, own, stride=call.num_experts, interpret=False))
+        outputs = run(call).reshape(16, 8, -1)
+        assert distance(wide(combine(outputs, call.weights, call.valid)), expected) < BOUNDS[HALF]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "matrices", [682, addressable_matrices(700, 2048, 1536), 13 * 128], ids=["2 GB", "padded", "5 GB"]
+)
+def test_compiled_products_reach_both_ends_of_a_long_stack(matrices):
+    """The last matrices of a stack just below 2 GiB, of one padded above 4 GiB, and of a longer one."""
+
+    def codes_of(key):
+        return as_codes(jax.random.bits(key, (1536, 2048), jnp.uint8))
+
+    codes = jax.jit(lambda keys: lax.map(codes_of, keys))(jax.random.split(jax.random.key(0), matrices))
+    scales = jnp.full((matrices, 16, 1536), 1e-3, F32)
+    weight = QuantizedWeight(codes=codes, scales=scales, group=128, outputs_first=True)
+    x = jax.random.normal(jax.random.key(1), (16, 2048), HALF)
+    run = jax.jit(lambda x, w, layer: linear_in_place(x, w, layer, F32))
+    for index in (0, matrices // 2, matrices - 1):
+        assert relative_errors(run(x, weight, jnp.int32(index)), x, numbers(weight, index)) < 2 * SUMS
+
+
+@pytest.mark.gpu
+def test_compiled_rows_of_any_size_keep_their_sums():
+    run_rows_of_any_size(interpret=False)
