@@ -1,12 +1,13 @@
 """Products with codes and scales inside of a TPU kernel: codes are fetched as bytes and become bfloat16 in VMEM.
 
 The matrix unit of a v5e has no float8, but its vector unit loads float8_e4m3fn, exactly, so codes need no decoding by
-integer operations. A chunk of CHUNK inputs, or of a group where that is larger, is multiplied at a time; the product
-of each group, float32, is multiplied by its scales before it is added. Of groups that share a chunk, each has its own
-copy of the rows, in which the other groups' inputs are 0: the matrix unit multiplies CHUNK inputs in the time of one.
+integer operations. A chunk of CHUNK inputs is multiplied at a time; the product of each group, float32, is multiplied
+by its scales before it is added. Of groups that share a chunk, each has its own copy of the rows, in which the other
+groups' inputs are 0: fewer inputs than CHUNK would take the matrix unit as long.
 Dims: T rows, I inputs, O outputs, J groups."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, QuantizedWeight, Weight
 
 CHUNK = 128  # inputs of the matrix unit of a v5e; a v6e's takes 256
-STACKED_ROWS = 256  # most rows of one product of groups that share a chunk: its result is [rows, O] in VMEM
+LANES = 128
+STACKED_ROWS = 256  # most rows of one product of groups that share a chunk
+SUMS_AT_ONCE = 256 << 10  # most numbers of one product's result, where it has more columns than lanes
 CODE_ROWS = 32  # rows of a tile of bytes; a cut of codes begins on one
+SCALE_ROWS = 8  # rows of a tile of float32
 GROUPS = (128, 64, 32, 16)
 
 
@@ -30,7 +34,7 @@ class MatrixBlock:
     numbers."""
 
     values: Any  # [1 I O]
-    scales: Any = None  # [1 J O], float32
+    scales: Any = None  # [1 J O], float32, J a multiple of SCALE_ROWS
     group: int = 0
 
     def product(self, x: Float[Array, "T I"], first_group: Any = 0) -> Float[Array, "T O"]:
@@ -41,41 +45,60 @@ class MatrixBlock:
         return pl.run_scoped(lambda rows, total: self._scaled_sum(x, first_group, rows, total), *shapes)
 
     def _scaled_sum(self, x: Float[Array, "T I"], first_group: Any, rows: Any, total: Any) -> Float[Array, "T O"]:
-        """The product by chunks, through references: a loop indexes no value."""
-        rows[...] = x
-        inputs, chunk = x.shape[1], max(CHUNK, self.group)
-        whole, groups = inputs // chunk, chunk // self.group
+        """The product by blocks of outputs and chunks of inputs, through references: a loop indexes no value."""
+        rows[...], total[...] = x, jnp.zeros_like(total)
+        (num_rows, inputs), outputs = x.shape, total.shape[1]
+        stacked = num_rows * self._groups_at_once(num_rows, min(inputs, CHUNK))
 
-        def add(start: Any, length: int, group: Any) -> None:
-            part = pl.ds(start, length)
-            total[...] += self._chunk_product(rows[:, part], self.values[0, part, :], first_group + group)
+        def add_block(first_output: Any, num_outputs: int) -> None:
+            block = pl.ds(first_output, num_outputs)
 
-        total[...] = jnp.zeros_like(total)
-        if whole:
-            lax.fori_loop(
-                0, whole, lambda i, _: add(pl.multiple_of(i * chunk, chunk), chunk, i * groups), None, unroll=False
-            )
-        if inputs % chunk:
-            add(whole * chunk, inputs % chunk, whole * groups)
+            def add_chunk(start: Any, length: int) -> None:
+                part, group = pl.ds(start, length), first_group + start // self.group
+                total[:, block] += self._chunk_product(rows[:, part], self.values[0, part, block], group, block)
+
+            _for_each_part(inputs, CHUNK, add_chunk)
+
+        _for_each_part(outputs, max(LANES, SUMS_AT_ONCE // stacked // LANES * LANES), add_block)
         return total[...]
 
     def _chunk_product(
-        self, x: Float[Array, "T C"], codes: Float[Array, "C O"], first_group: Any
-    ) -> Float[Array, "T O"]:
-        """Rows times the codes of one or more groups, each sum by its scales."""
-        num_rows, inputs = x.shape
-        values, num_groups = codes.astype(x.dtype), pl.cdiv(inputs, self.group)
+        self, x: Float[Array, "T C"], codes: Float[Array, "C B"], first_group: Any, outputs: pl.Slice
+    ) -> Float[Array, "T B"]:
+        """Rows times the codes of one or more groups, each sum times its scales."""
+        (num_rows, inputs), num_groups = x.shape, pl.cdiv(x.shape[1], self.group)
+        values, at_once = codes.astype(x.dtype), self._groups_at_once(num_rows, inputs)
         group_of_input = lax.broadcasted_iota(jnp.int32, x.shape, 1) // self.group
-        at_once = max(1, min(num_groups, STACKED_ROWS // num_rows))
         total = jnp.zeros((num_rows, codes.shape[1]), jnp.float32)
         for start in range(0, num_groups, at_once):
             groups = range(start, min(start + at_once, num_groups))
             own = [x if num_groups == 1 else jnp.where(group_of_input == group, x, 0) for group in groups]
             sums = jnp.dot(jnp.concatenate(own, axis=0), values, preferred_element_type=jnp.float32)
             for index, group in enumerate(groups):
-                scales = self.scales[0, pl.ds(first_group + group, 1), :]
+                scales = self._scale_row(first_group + group, outputs)
                 total += sums[index * num_rows : (index + 1) * num_rows] * scales
         return total
+
+    def _scale_row(self, group: Any, outputs: pl.Slice) -> Float[Array, "1 B"]:
+        """The scales of a group: by selection from a tile, because not every row can be read at an index that is known
+        only at run time. Rows of the last tile that are no group's are not defined."""
+        tile = pl.ds(pl.multiple_of(group // SCALE_ROWS * SCALE_ROWS, SCALE_ROWS), SCALE_ROWS)
+        rows = self.scales[0, tile, outputs]
+        is_group = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == group % SCALE_ROWS
+        return jnp.sum(jnp.where(is_group, rows, 0.0), axis=0, keepdims=True)
+
+    def _groups_at_once(self, num_rows: int, inputs: int) -> int:
+        """Groups of a chunk whose rows are stacked in one product."""
+        return max(1, min(pl.cdiv(inputs, self.group), STACKED_ROWS // num_rows))
+
+
+def _for_each_part(length: int, step: int, run: Callable[[Any, int], None]) -> None:
+    """Run with the start and the length of each part of a dimension: a loop over whole parts, then the rest."""
+    whole = length // step
+    if whole:
+        lax.fori_loop(0, whole, lambda index, _: run(pl.multiple_of(index * step, step), step), None)
+    if length % step:
+        run(whole * step, length % step)
 
 
 def weight_arrays(weight: Weight) -> list[Array]:
@@ -101,6 +124,13 @@ def group_of(weight: Weight) -> int:
     return weight.group if isinstance(weight, QuantizedWeight) else 0
 
 
+def fetched_rows(weight: Weight) -> list[int]:
+    """Rows that a kernel fetches of each of `weight_arrays`: all inputs, and the groups in whole tiles."""
+    inputs, group = weight.shape[1], group_of(weight)
+    return [inputs, pl.cdiv(pl.cdiv(inputs, group), SCALE_ROWS) * SCALE_ROWS] if group else [inputs]
+
+
 def column_bytes(weight: Weight) -> int:
     """Bytes of one output of one matrix, with its scales."""
-    return sum(part.shape[1] * part.dtype.itemsize for part in weight_arrays(weight))
+    arrays = weight_arrays(weight)
+    return sum(rows * array.dtype.itemsize for rows, array in zip(fetched_rows(weight), arrays, strict=True))

@@ -27,8 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall
-from routed_experts.layers.quantized import QuantizedWeight
-from routed_experts.layers.tpu.codes import CODE_ROWS, MatrixBlock, column_bytes, group_of, weight_arrays
+from routed_experts.layers.tpu.codes import CODE_ROWS, MatrixBlock, column_bytes, fetched_rows, group_of, weight_arrays
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, PlanForm, grid_steps
 
 FEW_ROWS = 256  # a chip multiplies about 240 rows (v5e) to 560 (v6e) in the time that it takes to read an expert
@@ -172,10 +171,11 @@ def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
 
     Raises ConfigError for an expert that does not fit and has no such parts, which one of codes always has."""
     dim, width = call.x.shape[1], call.down.shape[1]
-    if any(isinstance(weight, QuantizedWeight) for weight in (call.gate_up, call.down)):
-        weight_bytes -= weight_bytes // 4  # for rows and sums of `MatrixBlock.product`
-    # Of a column or a row, scales with their codes
-    line_bytes = max(column_bytes(call.gate_up), pl.cdiv(column_bytes(call.down) * dim, width))
+    # Of a column, and of a row without its scales: those of all rows of down are fetched
+    line_bytes = max(column_bytes(call.gate_up), weight_arrays(call.down)[0].dtype.itemsize * dim)
+    if group_of(call.gate_up) or group_of(call.down):
+        weight_bytes -= weight_bytes // 4  # for the rows and sums of `MatrixBlock.product`
+        weight_bytes -= sum(4 * rows * dim for rows in fetched_rows(call.down)[1:])
     if width % LANES == 0:
         part = _largest_part(width, LANES, weight_bytes // (3 * line_bytes))
         assert part, width
@@ -183,10 +183,10 @@ def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
     if 3 * width * line_bytes <= weight_bytes:
         return _Cut(width=width, columns=2 * width, rows=width, paired=False)
     most = weight_bytes // (2 * line_bytes)
-    is_coded = isinstance(call.down, QuantizedWeight)
-    unit = max(CODE_ROWS, group_of(call.down)) if is_coded else PACKED_ROWS
+    group = group_of(call.down)
+    unit = max(CODE_ROWS, group) if group else PACKED_ROWS
     rows = _largest_part(width, unit, most)
-    if is_coded and not rows:  # the last part is short
+    if group and not rows:  # the last part is short
         rows = max(unit, most // unit * unit)
     if not rows:
         raise ConfigError(
@@ -271,14 +271,15 @@ def _weights(call: ExpertCall, cut: _Cut) -> tuple[list[Array], list[pl.BlockSpe
     weights, specs = [], []
     offsets = [0, cut.gate_steps] if cut.paired else [0]
     for offset in offsets:
-        for array in weight_arrays(call.gate_up):
-            weights.append(array)
-            specs.append(matrix(array.shape[1], cut.columns, lambda step, offset=offset: (0, offset + gate_step(step))))
-    values, *scales = weight_arrays(call.down)
-    weights += [values, *scales]
+        weights += weight_arrays(call.gate_up)
+        specs += [
+            matrix(rows, cut.columns, lambda step, offset=offset: (0, offset + gate_step(step)))
+            for rows in fetched_rows(call.gate_up)
+        ]
+    weights += weight_arrays(call.down)
     specs.append(matrix(cut.rows, dim, lambda step: (down_step(step), 0)))
     # Scales of all parts at once: those of one part may be no whole tile.
-    specs += [matrix(array.shape[1], dim, lambda _: (0, 0)) for array in scales]
+    specs += [matrix(rows, dim, lambda _: (0, 0)) for rows in fetched_rows(call.down)[1:]]
     if (gate_up_bias := call.gate_up_bias) is not None:
         weights += [gate_up_bias] * len(offsets)
         specs += [

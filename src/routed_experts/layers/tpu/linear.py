@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import QuantizedWeight, Weight
-from routed_experts.layers.tpu.codes import MatrixBlock, column_bytes, group_of, weight_arrays
+from routed_experts.layers.tpu.codes import MatrixBlock, column_bytes, fetched_rows, group_of, weight_arrays
 
 TOKEN_TILE = 256
 MATRIX_BYTES = 6 << 20  # of a matrix at a time; two are in VMEM
@@ -47,8 +47,8 @@ def layered_linear(
             in_specs=[
                 pl.BlockSpec((rows, inputs), lambda column, row, layer: (row, 0)),
                 *[
-                    pl.BlockSpec((1, part.shape[1], columns), lambda column, row, layer: (layer[0], 0, column))
-                    for part in parts
+                    pl.BlockSpec((1, fetched, columns), lambda column, row, layer: (layer[0], 0, column))
+                    for fetched in fetched_rows(weights)
                 ],
             ],
             out_specs=pl.BlockSpec((rows, columns), lambda column, row, layer: (row, column)),
