@@ -264,21 +264,21 @@ def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
         jax.eval_shape(fused_experts, call)
 
 
-# N, K, E, D, F; group; bytes of an expert's part
+# Path; N, K, E, D, F; group; bytes of an expert's part: 1 for the smallest parts
 CODED = {
-    "whole, short groups": ((21, 3, 7, 200, 24), 128, 1 << 20),
-    "whole, groups of a chunk and a rest": ((1, 2, 5, 300, 72), 16, 1 << 20),
-    "whole, one row, many groups": ((1, 2, 5, 8, 576), 64, 1 << 20),
-    "in pairs": ((40, 4, 5, 136, 384), 64, 1),
-    "in turn, evenly": ((40, 4, 5, 40, 288), 32, 1),
-    "in turn, rows short of a part": ((40, 4, 5, 40, 240), 32, 1),
-    "in turn, the last group short": ((40, 4, 5, 40, 300), 128, 1),
-    "in turn, two groups a part": ((40, 4, 5, 40, 240), 16, 1),
+    "whole, short groups": ("few rows", (21, 3, 7, 200, 24), 128, 1 << 20),
+    "whole, groups of a chunk and a rest": ("sorted", (150, 2, 5, 300, 72), 16, 1 << 20),
+    "whole, one row, many groups": ("few rows", (1, 2, 5, 8, 576), 64, 1 << 20),
+    "in pairs": ("few rows", (40, 4, 5, 136, 384), 64, 1),
+    "in pairs, sorted": ("sorted", (40, 4, 5, 136, 256), 32, 1),
+    "in turn, evenly": ("sorted", (40, 4, 5, 40, 288), 32, 1),
+    "in turn, rows short of a part": ("few rows", (40, 4, 5, 40, 240), 32, 1),
+    "in turn, the last group short": ("sorted", (40, 4, 5, 40, 300), 128, 1),
+    "in turn, two groups a part": ("few rows", (40, 4, 5, 40, 240), 16, 1),
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("shape", "group", "weight_bytes"), CODED.values(), ids=CODED)
+@pytest.mark.parametrize(("path", "shape", "group", "weight_bytes"), CODED.values(), ids=CODED)
 def test_experts_of_codes_equal_the_loop_however_they_are_cut(path, shape, group, weight_bytes):
     call = with_codes(random_call(11, shape, biased=shape[-1] % 128 != 0), group)
     run = functools.partial(PATHS[path], weight_bytes=weight_bytes, interpret=True)
@@ -286,13 +286,17 @@ def test_experts_of_codes_equal_the_loop_however_they_are_cut(path, shape, group
     np.testing.assert_allclose(out, expected, atol=EXACT * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("activation", ["clamped swiglu", "tanh gelu"])
-def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(activation):
+@pytest.mark.parametrize(
+    ("activation", "coded_parts"),
+    [("clamped swiglu", ("gate_up", "down")), ("tanh gelu", ("down",)), ("silu", ("gate_up",))],
+    ids=["both", "down", "gate and up"],
+)
+def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(activation, coded_parts):
     call = random_call(12, (21, 4, 8, 96, 48), biased=True, activation=activation)
     both = with_codes(call, 32, down_group=16)
-    for made in (both, dataclasses.replace(both, down=call.down), dataclasses.replace(both, gate_up=call.gate_up)):
-        expected = loop(made)
-        np.testing.assert_allclose(RUN["few rows"](made), expected, atol=EXACT * np.abs(expected).max())
+    made = dataclasses.replace(call, **{part: vars(both)[part] for part in coded_parts})
+    expected = loop(made)
+    np.testing.assert_allclose(RUN["few rows"](made), expected, atol=EXACT * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("path", PATHS)
