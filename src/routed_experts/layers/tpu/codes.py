@@ -63,7 +63,7 @@ class MatrixBlock:
         return total[...]
 
     def _chunk_product(
-        self, x: Float[Array, "T C"], codes: Float[Array, "C B"], first_group: Any, outputs: pl.Slice
+        self, x: Float[Array, "T C"], codes: Float[Array, "C B"], first_group: Any, outputs: Any
     ) -> Float[Array, "T B"]:
         """Rows times the codes of one or more groups, each sum times its scales."""
         (num_rows, inputs), num_groups = x.shape, pl.cdiv(x.shape[1], self.group)
@@ -79,7 +79,7 @@ class MatrixBlock:
                 total += sums[index * num_rows : (index + 1) * num_rows] * scales
         return total
 
-    def _scale_row(self, group: Any, outputs: pl.Slice) -> Float[Array, "1 B"]:
+    def _scale_row(self, group: Any, outputs: Any) -> Float[Array, "1 B"]:
         """The scales of a group: by selection from a tile, because not every row can be read at an index that is known
         only at run time. Rows of the last tile that are no group's are not defined."""
         tile = pl.ds(pl.multiple_of(group // SCALE_ROWS * SCALE_ROWS, SCALE_ROWS), SCALE_ROWS)
