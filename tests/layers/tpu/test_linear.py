@@ -1,5 +1,6 @@
 """TPU projections, interpreted, against NumPy; matrices of other layers are NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -88,6 +89,16 @@ def test_a_row_with_one_input_gives_its_codes_times_their_scales_to_the_bit(grou
     weights = random_codes(np.random.default_rng(3), 2, 200, 140, group)
     out = RUN(jnp.eye(200, dtype=jnp.bfloat16), weights, jnp.asarray(1, jnp.int32), jnp.float32)
     assert np.array_equal(out, weights.dequantize()[1])
+
+
+@pytest.mark.parametrize("inputs", [32, 40], ids=["whole tiles of codes", "not"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_of_nan_gives_nan_in_its_output_alone(inputs, code):
+    weights = random_codes(np.random.default_rng(4), 2, inputs, 6, 16)
+    codes = weights.codes.view(jnp.uint8).at[1, 21, 3].set(code).view(jnp.float8_e4m3fn)
+    x = jnp.ones((2, inputs), jnp.bfloat16)
+    out = RUN(x, dataclasses.replace(weights, codes=codes), jnp.asarray(1, jnp.int32), jnp.float32)
+    assert np.array_equal(np.isnan(out), np.tile(np.arange(6) == 3, (2, 1)))
 
 
 @pytest.mark.tpu_aot

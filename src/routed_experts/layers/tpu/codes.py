@@ -1,10 +1,10 @@
 """Products with codes and scales inside of a TPU kernel: codes are fetched as bytes and become bfloat16 in VMEM.
 
-The matrix unit of a v5e has no float8, but its vector unit loads float8_e4m3fn, exactly, so codes need no decoding by
-integer operations. A chunk of CHUNK inputs is multiplied at a time; the product of each group, float32, is multiplied
-by its scales before it is added. Of groups that share a chunk, each has its own copy of the rows, in which the other
-groups' inputs are 0: fewer inputs than CHUNK would take the matrix unit as long.
-Dims: T rows, I inputs, O outputs, J groups."""
+The matrix unit of a v5e has no float8, but its vector unit unpacks a format that differs in few codes. A chunk of CHUNK
+inputs is multiplied at a time; the product of each group, float32, is multiplied by its scales before it is added. Of
+groups that share a chunk, each has its own copy of the rows, in which the other groups' inputs are 0: fewer inputs than
+CHUNK would take the matrix unit as long. Dims: T rows, I inputs, O outputs, J groups, C inputs of a chunk, B outputs of
+a block."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,6 +26,8 @@ SUMS_AT_ONCE = 256 << 10  # most numbers of one product's result, where it has m
 CODE_ROWS = 32  # rows of a tile of bytes; a cut of codes begins on one
 SCALE_ROWS = 8  # rows of a tile of float32
 GROUPS = (128, 64, 32, 16)
+# Of the four bytes of a word
+_MAGNITUDE_BITS, _SIGN_BITS, _ONES = 0x7F7F7F7F, 0x80808080 - (1 << 32), 0x01010101
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class MatrixBlock:
     ) -> Float[Array, "T B"]:
         """Rows times the codes of one or more groups, each sum times its scales."""
         (num_rows, inputs), num_groups = x.shape, pl.cdiv(x.shape[1], self.group)
-        values, at_once = codes.astype(x.dtype), self._groups_at_once(num_rows, inputs)
+        (values, unit), at_once = _values_of(codes, x.dtype), self._groups_at_once(num_rows, inputs)
         group_of_input = lax.broadcasted_iota(jnp.int32, x.shape, 1) // self.group
         total = jnp.zeros((num_rows, codes.shape[1]), jnp.float32)
         for start in range(0, num_groups, at_once):
@@ -75,7 +77,7 @@ class MatrixBlock:
             own = [x if num_groups == 1 else jnp.where(group_of_input == group, x, 0) for group in groups]
             sums = jnp.dot(jnp.concatenate(own, axis=0), values, preferred_element_type=jnp.float32)
             for index, group in enumerate(groups):
-                scales = self._scale_row(first_group + group, outputs)
+                scales = self._scale_row(first_group + group, outputs) * unit
                 total += sums[index * num_rows : (index + 1) * num_rows] * scales
         return total
 
@@ -90,6 +92,23 @@ class MatrixBlock:
     def _groups_at_once(self, num_rows: int, inputs: int) -> int:
         """Groups of a chunk whose rows are stacked in one product."""
         return max(1, min(pl.cdiv(inputs, self.group), STACKED_ROWS // num_rows))
+
+
+def _values_of(codes: Float[Array, "C B"], dtype: Any) -> tuple[Float[Array, "C B"], float]:
+    """The values of codes in a unit: (values / unit, unit).
+
+    The vector unit unpacks float8_e4m3b11fnuz, which is float8_e4m3fn / 16 but for -0, which is its NaN, and for NaN,
+    which is its 30 or -30. A cast corrects numbers, by seven operations a register of them; here bytes are corrected,
+    four a word. For 128 by 1,536 codes and 16 rows a v5e runs 288 instructions instead of 434, and reads them in the
+    time of 360."""
+    if codes.shape[0] % CODE_ROWS:
+        return codes.astype(dtype), 1.0
+    words = pltpu.bitcast(codes, jnp.int32)
+    magnitudes = words & _MAGNITUDE_BITS
+    keeps_sign = (magnitudes + _MAGNITUDE_BITS) | _MAGNITUDE_BITS  # of a byte whose magnitude is not 0
+    is_nan = (magnitudes + _ONES) & _SIGN_BITS
+    words = (words & (keeps_sign ^ is_nan)) + lax.shift_right_logical(is_nan, 7)  # 0x7F + 1 is the other NaN, 0x80
+    return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(dtype), 16.0
 
 
 def _for_each_part(length: int, step: int, run: Callable[[Any, int], None]) -> None:
