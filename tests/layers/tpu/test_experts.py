@@ -11,6 +11,7 @@ import pytest
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.quantized import QuantizedWeight
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, grid_steps
 
@@ -48,11 +49,33 @@ def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1, biased=
     )
 
 
+def coded(weights, group, rng):
+    """Codes and scales for matrices: those of NaN where these are. Scales are large and small, negative ones too."""
+    (stack, inputs, outputs), num_groups = weights.shape, -(-weights.shape[1] // group)
+    scales = 2.0 ** rng.uniform(-3, 3, (stack, num_groups, outputs)) * rng.choice([-1, 1], (stack, num_groups, outputs))
+    scales[np.isnan(weights).any(axis=(1, 2))] = np.nan
+    spread = np.repeat(scales, group, axis=1)[:, :inputs]
+    codes = jnp.asarray(np.asarray(weights) / spread * rng.uniform(0.1, 4), jnp.float8_e4m3fn)
+    return QuantizedWeight(codes=codes, scales=jnp.asarray(scales, jnp.float32), group=group)
+
+
+def with_codes(call, group, *, down_group=None):
+    rng = np.random.default_rng(group)
+    gate_up, down = coded(call.gate_up, group, rng), coded(call.down, down_group or group, rng)
+    return dataclasses.replace(call, gate_up=gate_up, down=down)
+
+
+def numbers(weights):
+    """float64; those of codes by the definition."""
+    if not isinstance(weights, QuantizedWeight):
+        return np.asarray(weights, np.float64)
+    scales = np.repeat(np.asarray(weights.scales, np.float64), weights.group, axis=1)
+    return np.asarray(weights.codes, np.float64) * scales[:, : weights.shape[1]]
+
+
 def loop(call):
     """The oracle: one row and one slot at a time, in float64."""
-    x, weights, gate_up, down = (
-        np.asarray(array, np.float64) for array in (call.x, call.weights, call.gate_up, call.down)
-    )
+    x, weights, gate_up, down = (numbers(array) for array in (call.x, call.weights, call.gate_up, call.down))
     gate_up_bias, down_bias = (
         np.zeros((len(gate_up), 1)) if bias is None else np.asarray(bias, np.float64)
         for bias in (call.gate_up_bias, call.down_bias)
@@ -239,3 +262,62 @@ def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
     call = ExpertCall(**arrays, first_expert=jax.ShapeDtypeStruct((), jnp.int32), num_experts=8)
     with pytest.raises(ConfigError, match=r"4096 by 2004.*no multiple of 16.*choose moe_backend='tiled'"):
         jax.eval_shape(fused_experts, call)
+
+
+# Path; N, K, E, D, F; group; bytes of an expert's part: 1 for the smallest parts
+CODED = {
+    "whole, short groups": ("few rows", (21, 3, 7, 200, 24), 128, 1 << 20),
+    "whole, groups of a chunk and a rest": ("sorted", (150, 2, 5, 300, 72), 16, 1 << 20),
+    "whole, one row, many groups": ("few rows", (1, 2, 5, 8, 576), 64, 1 << 20),
+    "in pairs": ("few rows", (40, 4, 5, 136, 384), 64, 1),
+    "in pairs, sorted": ("sorted", (40, 4, 5, 136, 256), 32, 1),
+    "in turn, evenly": ("sorted", (40, 4, 5, 40, 288), 32, 1),
+    "in turn, rows short of a part": ("few rows", (40, 4, 5, 40, 240), 32, 1),
+    "in turn, the last group short": ("sorted", (40, 4, 5, 40, 300), 128, 1),
+    "in turn, two groups a part": ("few rows", (40, 4, 5, 40, 240), 16, 1),
+}
+
+
+@pytest.mark.parametrize(("path", "shape", "group", "weight_bytes"), CODED.values(), ids=CODED)
+def test_experts_of_codes_equal_the_loop_however_they_are_cut(path, shape, group, weight_bytes):
+    call = with_codes(random_call(11, shape, biased=shape[-1] % 128 != 0), group)
+    run = functools.partial(PATHS[path], weight_bytes=weight_bytes, interpret=True)
+    out, expected = jax.jit(run)(call), loop(call)
+    np.testing.assert_allclose(out, expected, atol=EXACT * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("activation", "coded_parts"),
+    [("clamped swiglu", ("gate_up", "down")), ("tanh gelu", ("down",)), ("silu", ("gate_up",))],
+    ids=["both", "down", "gate and up"],
+)
+def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(activation, coded_parts):
+    call = random_call(12, (21, 4, 8, 96, 48), biased=True, activation=activation)
+    both = with_codes(call, 32, down_group=16)
+    made = dataclasses.replace(call, **{part: vars(both)[part] for part in coded_parts})
+    expected = loop(made)
+    np.testing.assert_allclose(RUN["few rows"](made), expected, atol=EXACT * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path):
+    call = with_codes(random_call(13, (24, 3, 10, 200, 40), valid=np.ones(24, bool)), 64)
+    low, bad = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16)), int(call.first_expert) + 6
+    expected = loop(low)
+    out = RUN[path](low)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=0.02 * np.abs(expected).max())
+    scales = dataclasses.replace(low.gate_up, scales=low.gate_up.scales.at[bad, 0, 0].set(np.nan))
+    broken = np.asarray(RUN[path](dataclasses.replace(low, gate_up=scales)))
+    hit = np.any(np.asarray(call.ids) == 6, axis=1)
+    assert np.all(np.isnan(broken[hit])) and 0 < hit.sum() < 24
+    assert np.array_equal(broken[~hit], np.asarray(out)[~hit])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"group": 48}, {"outputs_first": True}, {"format": "e2m1"}], ids=["group", "order", "format"]
+)
+def test_codes_that_no_kernel_reads_are_refused(fields):
+    call = with_codes(random_call(14, STANDARD), 16)
+    with pytest.raises(ConfigError, match=r"reads e4m3, inputs first, in groups of 128, 64, 32, 16; dequantise"):
+        fused_experts(dataclasses.replace(call, gate_up=dataclasses.replace(call.gate_up, **fields)), interpret=True)

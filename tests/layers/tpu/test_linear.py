@@ -1,5 +1,6 @@
 """TPU projections, interpreted, against NumPy; matrices of other layers are NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from routed_experts.layers.kernels import float32_product
 from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.quantized import QuantizedWeight
 from routed_experts.layers.tpu.linear import TOKEN_TILE, layered_linear
 from support.tpu_aot import compile_tpu, tpu_mesh
 
@@ -40,6 +42,63 @@ def test_a_transposed_array_of_one_layer_is_multiplied():
     x, table = rng.standard_normal((4, 8)).astype(np.float32), rng.standard_normal((11, 8)).astype(np.float32)
     out = RUN(jnp.asarray(x), jnp.asarray(table).T[None], 0, jnp.float32)
     np.testing.assert_allclose(out, x @ table.T, atol=1e-5)
+
+
+def random_codes(rng, stack, inputs, outputs, group):
+    """Every finite code, and scales of float32 numbers; NaN but for matrix 1."""
+    finite = np.setdiff1d(np.arange(256), [0x7F, 0xFF]).astype(np.uint8)
+    codes = np.full((stack, inputs, outputs), 0x7F, np.uint8)
+    codes[1 % stack] = rng.choice(finite, (inputs, outputs))
+    scales = np.full((stack, -(-inputs // group), outputs), np.nan, np.float32)
+    scales[1 % stack] = rng.uniform(0.5, 2, scales.shape[1:])
+    return QuantizedWeight(codes=jnp.asarray(codes).view(jnp.float8_e4m3fn), scales=jnp.asarray(scales), group=group)
+
+
+def float64_of(weights, layer):
+    scales = np.repeat(np.asarray(weights.scales[layer], np.float64), weights.group, axis=0)
+    return np.asarray(weights.codes[layer], np.float64) * scales[: weights.shape[1]]
+
+
+# N, R, D, O, group
+CODED = {
+    "one row, less than a group": (1, 3, 8, 5, 16),
+    "one row, many groups": (1, 3, 2300, 130, 16),
+    "short group": (7, 3, 300, 70, 128),
+    "two groups a chunk": (5, 3, 576, 33, 64),
+    "more than a tile of rows and a block of outputs": (TOKEN_TILE + 13, 3, 300, 1100, 32),
+    "one layer": (16, 1, 129, 200, 32),
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "stack", "inputs", "outputs", "group"), CODED.values(), ids=CODED)
+def test_a_projection_by_codes_rounds_no_weight(num_tokens, stack, inputs, outputs, group):
+    rng = np.random.default_rng(2)
+    weights = random_codes(rng, stack, inputs, outputs, group)
+    x = jnp.asarray(rng.standard_normal((num_tokens, inputs)), jnp.bfloat16)
+    out = RUN(x, weights, jnp.asarray(1 % stack, jnp.int32), jnp.float32)
+    exact, matrix = np.asarray(x, np.float64), float64_of(weights, 1 % stack)
+    bound = np.abs(exact) @ np.abs(matrix)
+    assert np.all(np.abs(out - exact @ matrix) <= 1e-6 * bound)
+    rounded = exact @ np.asarray(jnp.asarray(matrix, jnp.bfloat16), np.float64)
+    assert np.max(np.abs(rounded - exact @ matrix) / bound) > 1e-5, "as exact with rounded weights: the bound is loose"
+    assert RUN(x, weights, jnp.asarray(1 % stack, jnp.int32), jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("group", [128, 64, 32, 16])
+def test_a_row_with_one_input_gives_its_codes_times_their_scales_to_the_bit(group):
+    weights = random_codes(np.random.default_rng(3), 2, 200, 140, group)
+    out = RUN(jnp.eye(200, dtype=jnp.bfloat16), weights, jnp.asarray(1, jnp.int32), jnp.float32)
+    assert np.array_equal(out, weights.dequantize()[1])
+
+
+@pytest.mark.parametrize("inputs", [32, 40], ids=["whole tiles of codes", "not"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_of_nan_gives_nan_in_its_output_alone(inputs, code):
+    weights = random_codes(np.random.default_rng(4), 2, inputs, 6, 16)
+    codes = weights.codes.view(jnp.uint8).at[1, 21, 3].set(code).view(jnp.float8_e4m3fn)
+    x = jnp.ones((2, inputs), jnp.bfloat16)
+    out = RUN(x, dataclasses.replace(weights, codes=codes), jnp.asarray(1, jnp.int32), jnp.float32)
+    assert np.array_equal(np.isnan(out), np.tile(np.arange(6) == 3, (2, 1)))
 
 
 @pytest.mark.tpu_aot

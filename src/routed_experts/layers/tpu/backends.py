@@ -14,6 +14,7 @@ from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
+from routed_experts.layers.quantized import E4M3, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 NAME = "tpu"
@@ -33,6 +34,7 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
         moe=MoeBackend(name=NAME, run=functools.partial(_run_experts, interpret=interpret), features=ALL_EXPERTS),
         linear=LinearBackend(name=NAME, run=functools.partial(_project, interpret=interpret), takes_stacked=True),
         router=FusedRouter(name=NAME, run=functools.partial(_route, interpret=interpret), supports=lambda _: True),
+        code_formats=frozenset({E4M3}),
     )
 
 
@@ -62,7 +64,7 @@ def _run_experts(call: ExpertCall, *, interpret: Any) -> Float[Array, "N D"]:
 
 
 def _project(
-    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any, *, interpret: Any
+    x: Float[Array, "N D"], weights: Weight, layer: Int[Array, ""] | int, dtype: Any, *, interpret: Any
 ) -> Float[Array, "N O"]:
     from routed_experts.layers.tpu.linear import layered_linear
 

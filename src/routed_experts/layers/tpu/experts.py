@@ -9,8 +9,9 @@ Outputs that a row did not choose are selected away, not multiplied by 0, and so
 
 An expert that VMEM does not hold twice is cut. Where F is a multiple of the lanes, a part is the same columns of gate
 and up, and those rows of down. Else (GPT-OSS: 2,880) columns of gate and up cannot be fetched in pairs: first all of
-them are multiplied, by parts of the matrix, then parts of down. Dims: N tokens, K experts per token, E experts of a
-layer, R layers of the stack, D hidden, F expert width, T rows of a tile."""
+them are multiplied, by parts of the matrix, then parts of down. Of codes, a part of down begins on the border of a
+group, and its last part may be short. Dims: N tokens, K experts per token, E experts of a layer, R layers of the stack,
+D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools
@@ -26,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall
+from routed_experts.layers.tpu.codes import CODE_ROWS, MatrixBlock, column_bytes, fetched_rows, group_of, weight_arrays
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, PlanForm, grid_steps
 
 FEW_ROWS = 256  # a chip multiplies about 240 rows (v5e) to 560 (v6e) in the time that it takes to read an expert
@@ -55,7 +57,12 @@ class _Cut:
     @property
     def down_steps(self) -> int:
         """Parts of down."""
-        return self.width // self.rows
+        return pl.cdiv(self.width, self.rows)
+
+    @property
+    def short_rows(self) -> int:
+        """Of the last part of down, where it has fewer than the others; else 0."""
+        return self.width % self.rows
 
     @property
     def steps(self) -> int:
@@ -70,15 +77,16 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What is static in one part of an expert, and its references: gate and up or both in one; down; biases, if any;
-    and for an expert that is not cut in pairs, what its columns gave and the activated rows of each part of down."""
+    """What is static in one part of an expert; its matrices, gate and up or both in one, and down; and references:
+    biases, if any, and for an expert that is not cut in pairs, what its columns gave and the activated rows of each
+    part of down."""
 
     cut: _Cut
     activation: str
     expert: Any  # in the arrays of all layers
     step: Any
-    gates: tuple[Any, ...]
-    down: Any
+    gates: tuple[MatrixBlock, ...]
+    down: MatrixBlock
     gate_biases: tuple[Any, ...]
     down_bias: Any
     mixed: Any  # [gate_steps T columns]
@@ -159,23 +167,34 @@ def sorted_experts(
 
 def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
     """The largest parts of an expert that VMEM holds twice. Columns can be fetched by whole tiles, rows by whole packed
-    tiles."""
+    tiles, rows of codes by whole tiles and groups.
+
+    Raises ConfigError for an expert that does not fit and has no such parts, which one of codes always has."""
     dim, width = call.x.shape[1], call.down.shape[1]
-    line_bytes = dim * call.gate_up.dtype.itemsize  # of a column or a row
+    # Of a column, and of a row without its scales: those of all rows of down are fetched
+    line_bytes = max(column_bytes(call.gate_up), weight_arrays(call.down)[0].dtype.itemsize * dim)
+    if group_of(call.gate_up) or group_of(call.down):
+        weight_bytes -= weight_bytes // 4  # for the rows and sums of `MatrixBlock.product`
+        weight_bytes -= sum(4 * rows * dim for rows in fetched_rows(call.down)[1:])
     if width % LANES == 0:
         part = _largest_part(width, LANES, weight_bytes // (3 * line_bytes))
         assert part, width
         return _Cut(width=width, columns=part, rows=part, paired=True)
     if 3 * width * line_bytes <= weight_bytes:
         return _Cut(width=width, columns=2 * width, rows=width, paired=False)
-    rows = _largest_part(width, PACKED_ROWS, weight_bytes // (2 * line_bytes))
+    most = weight_bytes // (2 * line_bytes)
+    group = group_of(call.down)
+    unit = max(CODE_ROWS, group) if group else PACKED_ROWS
+    rows = _largest_part(width, unit, most)
+    if group and not rows:  # the last part is short
+        rows = max(unit, most // unit * unit)
     if not rows:
         raise ConfigError(
             f"experts of {dim} by {width} do not fit twice into {2 * weight_bytes:,} bytes, and {width} is no multiple "
             f"of {PACKED_ROWS}, so that they cannot be cut; choose moe_backend='tiled'"
         )
-    columns = max(LANES, weight_bytes // (2 * line_bytes) // LANES * LANES)
-    return _Cut(width=width, columns=min(columns, -(-2 * width // LANES) * LANES), rows=rows, paired=False)
+    columns = max(LANES, most // LANES * LANES)
+    return _Cut(width=width, columns=min(columns, -(-2 * width // LANES) * LANES), rows=min(rows, width), paired=False)
 
 
 def _largest_part(width: int, unit: int, most: int) -> int:
@@ -198,40 +217,8 @@ def _visit(
 ) -> Array:
     """Run a kernel over the visits of a plan and the parts of each expert, which the pipeline fetches one step
     ahead."""
-    dim, tile_rows = call.x.shape[1], scratch[0].shape[0]
-
-    def gate_step(step: Any) -> Any:
-        return jnp.minimum(step, cut.gate_steps - 1)
-
-    def down_step(step: Any) -> Any:
-        return step if cut.steps == cut.gate_steps else jnp.maximum(step - cut.gate_steps, 0)
-
-    def gate(offset: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (1, dim, cut.columns),
-            lambda visit, step, first, plan: (first[0] + plan[EXPERT, visit], 0, offset + gate_step(step)),
-        )
-
-    def bias(values: Float[Array, "RE O"], columns: int, column_step: Callable[[Any], Any]) -> pl.BlockSpec:
-        rows = min(PACKED_ROWS, values.shape[0])
-        return pl.BlockSpec(
-            (rows, columns),
-            lambda visit, step, first, plan: (lax.div(first[0] + plan[EXPERT, visit], rows), column_step(step)),
-        )
-
-    down = pl.BlockSpec(
-        (1, cut.rows, dim), lambda visit, step, first, plan: (first[0] + plan[EXPERT, visit], down_step(step), 0)
-    )
-    offsets = [0, cut.gate_steps] if cut.paired else [0]
-    weights, weight_specs = [*[call.gate_up] * len(offsets), call.down], [*map(gate, offsets), down]
-    if (gate_up_bias := call.gate_up_bias) is not None:
-        weights += [gate_up_bias] * len(offsets)
-        weight_specs += [
-            bias(gate_up_bias, cut.columns, lambda step, offset=offset: offset + gate_step(step)) for offset in offsets
-        ]
-    if (down_bias := call.down_bias) is not None:
-        weights.append(down_bias)
-        weight_specs.append(bias(down_bias, dim, lambda _: 0))
+    tile_rows = scratch[0].shape[0]
+    weights, weight_specs = _weights(call, cut)
     if cut.steps > cut.gate_steps:
         scratch = [
             *scratch,
@@ -239,6 +226,7 @@ def _visit(
             pltpu.VMEM((cut.down_steps, tile_rows, cut.rows), call.x.dtype),
         ]
     flags = {"gate_biased": call.gate_up_bias is not None, "down_biased": call.down_bias is not None}
+    flags |= {"gate_group": group_of(call.gate_up), "down_group": group_of(call.down)}
     return pl.pallas_call(
         functools.partial(kernel, part_of=functools.partial(_part, cut=cut, activation=call.activation, **flags)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -258,12 +246,70 @@ def _visit(
     )(call.first_expert.reshape(1), plan, *operands, *weights)
 
 
+def _weights(call: ExpertCall, cut: _Cut) -> tuple[list[Array], list[pl.BlockSpec]]:
+    """The arrays of an expert's matrices and biases, in the order of `_part`, and what a grid step fetches of each."""
+    dim = call.x.shape[1]
+
+    def gate_step(step: Any) -> Any:
+        return jnp.minimum(step, cut.gate_steps - 1)
+
+    def down_step(step: Any) -> Any:
+        return step if cut.steps == cut.gate_steps else jnp.maximum(step - cut.gate_steps, 0)
+
+    def matrix(rows: int, columns: int, part: Callable[[Any], tuple[Any, Any]]) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, rows, columns), lambda visit, step, first, plan: (first[0] + plan[EXPERT, visit], *part(step))
+        )
+
+    def bias(values: Float[Array, "RE O"], columns: int, column_step: Callable[[Any], Any]) -> pl.BlockSpec:
+        rows = min(PACKED_ROWS, values.shape[0])
+        return pl.BlockSpec(
+            (rows, columns),
+            lambda visit, step, first, plan: (lax.div(first[0] + plan[EXPERT, visit], rows), column_step(step)),
+        )
+
+    weights, specs = [], []
+    offsets = [0, cut.gate_steps] if cut.paired else [0]
+    for offset in offsets:
+        weights += weight_arrays(call.gate_up)
+        specs += [
+            matrix(rows, cut.columns, lambda step, offset=offset: (0, offset + gate_step(step)))
+            for rows in fetched_rows(call.gate_up)
+        ]
+    weights += weight_arrays(call.down)
+    specs.append(matrix(cut.rows, dim, lambda step: (down_step(step), 0)))
+    # Scales of all parts at once: those of one part may be no whole tile.
+    specs += [matrix(rows, dim, lambda _: (0, 0)) for rows in fetched_rows(call.down)[1:]]
+    if (gate_up_bias := call.gate_up_bias) is not None:
+        weights += [gate_up_bias] * len(offsets)
+        specs += [
+            bias(gate_up_bias, cut.columns, lambda step, offset=offset: offset + gate_step(step)) for offset in offsets
+        ]
+    if (down_bias := call.down_bias) is not None:
+        weights.append(down_bias)
+        specs.append(bias(down_bias, dim, lambda _: 0))
+    return weights, specs
+
+
 def _part(
-    first: Any, plan: Any, refs: list[Any], *, cut: _Cut, activation: str, gate_biased: bool, down_biased: bool
+    first: Any,
+    plan: Any,
+    refs: list[Any],
+    *,
+    cut: _Cut,
+    activation: str,
+    gate_biased: bool,
+    down_biased: bool,
+    gate_group: int,
+    down_group: int,
 ) -> tuple[_Part, list[Any]]:
     """Sort a kernel's references: those of a part of an expert, and the others."""
     rest, count = list(refs), 2 if cut.paired else 1
-    gates, down = tuple(rest.pop(0) for _ in range(count)), rest.pop(0)
+
+    def next_matrix(group: int) -> MatrixBlock:
+        return MatrixBlock(values=rest.pop(0), scales=rest.pop(0) if group else None, group=group)
+
+    gates, down = tuple(next_matrix(gate_group) for _ in range(count)), next_matrix(down_group)
     gate_biases = tuple(rest.pop(0) for _ in range(count)) if gate_biased else ()
     down_bias = rest.pop(0) if down_biased else None
     hidden, mixed = (rest.pop(), rest.pop()) if cut.steps > cut.gate_steps else (None, None)
@@ -285,11 +331,11 @@ def _part(
 def _cost(call: ExpertCall, *, rows: int, visits: int) -> pl.CostEstimate:
     """At most: every visit reads an expert, once. For the compiler, which cannot inspect a kernel."""
     dim, width = call.x.shape[1], call.down.shape[1]
-    experts = 3 * min(visits, call.num_experts) * dim * width * call.gate_up.dtype.itemsize
+    expert_bytes = 2 * width * column_bytes(call.gate_up) + dim * column_bytes(call.down)
     multiplied = min(rows, ROW_TILE) if rows > FEW_ROWS else rows
     return pl.CostEstimate(
         flops=6 * visits * multiplied * dim * width,
-        bytes_accessed=experts + 2 * rows * dim * call.x.dtype.itemsize,
+        bytes_accessed=min(visits, call.num_experts) * expert_bytes + 2 * rows * dim * call.x.dtype.itemsize,
         transcendentals=visits * multiplied * width,
     )
 
@@ -300,7 +346,7 @@ def _run_part(part: _Part, x: Float[Array, "T D"], add: Callable[[Float[Array, "
     if part.mixed is None:
         mixed = [_gate_columns(part, x, index) for index in range(len(part.gates))]
         gate, up = mixed if cut.paired else (mixed[0][:, : cut.width], mixed[0][:, cut.width :])
-        add(_down_rows(part, ACTIVATIONS[part.activation](gate, up).astype(x.dtype), step == 0))
+        add(_down_rows(part, ACTIVATIONS[part.activation](gate, up).astype(x.dtype), step))
         return
 
     @pl.when(step < cut.gate_steps)
@@ -313,26 +359,35 @@ def _run_part(part: _Part, x: Float[Array, "T D"], add: Callable[[Float[Array, "
         gate, up = columns[:, : cut.width], columns[:, cut.width : 2 * cut.width]
         hidden = ACTIVATIONS[part.activation](gate, up).astype(x.dtype)
         for index in range(cut.down_steps):
-            part.hidden[index] = hidden[:, index * cut.rows : (index + 1) * cut.rows]
+            rows = hidden[:, index * cut.rows : (index + 1) * cut.rows]
+            part.hidden[index, :, : rows.shape[1]] = rows
 
-    @pl.when(step >= cut.gate_steps)
+    @pl.when((step >= cut.gate_steps) & (step < cut.steps - bool(cut.short_rows)))
     def _() -> None:
         index = jnp.maximum(step - cut.gate_steps, 0)
-        add(_down_rows(part, part.hidden[index], index == 0))
+        add(_down_rows(part, part.hidden[index], index))
+
+    if cut.short_rows:  # what is fetched beside them is not defined
+        last = cut.down_steps - 1
+
+        @pl.when(step == cut.steps - 1)
+        def _() -> None:
+            add(_down_rows(part, part.hidden[last, :, : cut.short_rows], last))
 
 
 def _gate_columns(part: _Part, x: Float[Array, "T D"], index: int) -> Float[Array, "T O"]:
     """One product of a part with gate or up, or with both."""
-    mixed = jnp.dot(x, part.gates[index][0], preferred_element_type=jnp.float32)
+    mixed = part.gates[index].product(x)
     return mixed + _bias_row(part, part.gate_biases[index]) if part.gate_biases else mixed
 
 
-def _down_rows(part: _Part, hidden: Float[Array, "T F"], is_first: Bool[Array, ""]) -> Float[Array, "T D"]:
-    """A part's product with down; the first one with the bias."""
-    outputs = jnp.dot(hidden, part.down[0], preferred_element_type=jnp.float32)
+def _down_rows(part: _Part, hidden: Float[Array, "T F"], index: Any) -> Float[Array, "T D"]:
+    """The product with a part of down; the first one with the bias."""
+    first_group = index * (part.cut.rows // part.down.group) if part.down.group else 0
+    outputs = part.down.product(hidden, first_group)
     if part.down_bias is None:
         return outputs
-    return outputs + jnp.where(is_first, _bias_row(part, part.down_bias), 0.0)
+    return outputs + jnp.where(index == 0, _bias_row(part, part.down_bias), 0.0)
 
 
 def _bias_row(part: _Part, bias_ref: Any) -> Float[Array, "1 O"]:

@@ -1,9 +1,11 @@
 """Projections on TPU: one layer's matrix out of the stack's array, read in place.
 
 Without this kernel XLA relayouts the whole array before the scan (1 GB for Qwen3-30B-A3B, each step) and slices
-every layer out of it. An array of one layer, such as the unembedding, which may be a transposed view, stays with
-XLA. Dims: N tokens, R layers of the stack, D inputs, O outputs."""
+every layer out of it. An array of numbers of one layer, such as the unembedding, which may be a transposed view,
+stays with XLA; codes never do, because it would make numbers of them in memory. Dims: N tokens, R layers of the stack,
+D inputs, O outputs."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.quantized import QuantizedWeight, Weight
+from routed_experts.layers.tpu.codes import MatrixBlock, column_bytes, fetched_rows, group_of, weight_arrays
 
 TOKEN_TILE = 256
 MATRIX_BYTES = 6 << 20  # of a matrix at a time; two are in VMEM
@@ -22,7 +26,7 @@ VMEM_BYTES = 48 << 20
 
 def layered_linear(
     x: Float[Array, "N D"],
-    weights: Float[Array, "R D O"],
+    weights: Weight,
     layer: Int[Array, ""] | int,
     dtype: Any,
     *,
@@ -30,18 +34,22 @@ def layered_linear(
 ) -> Float[Array, "N O"]:
     """Multiply by one layer's matrix, accumulated in float32. Each matrix is read once, some columns at a time."""
     (num_tokens, inputs), (num_layers, _, outputs) = x.shape, weights.shape
-    if num_layers == 1:
+    if num_layers == 1 and not isinstance(weights, QuantizedWeight):
         return reference_linear(x, weights, 0, dtype)
+    parts = weight_arrays(weights)
     rows = min(num_tokens, TOKEN_TILE)
-    columns = min(outputs, max(1, MATRIX_BYTES // (inputs * weights.dtype.itemsize * LANES)) * LANES)
+    columns = min(outputs, max(1, MATRIX_BYTES // (column_bytes(weights) * LANES)) * LANES)
     return pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, group=group_of(weights)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(outputs, columns), pl.cdiv(num_tokens, rows)),
             in_specs=[
                 pl.BlockSpec((rows, inputs), lambda column, row, layer: (row, 0)),
-                pl.BlockSpec((1, inputs, columns), lambda column, row, layer: (layer[0], 0, column)),
+                *[
+                    pl.BlockSpec((1, fetched, columns), lambda column, row, layer: (layer[0], 0, column))
+                    for fetched in fetched_rows(weights)
+                ],
             ],
             out_specs=pl.BlockSpec((rows, columns), lambda column, row, layer: (row, column)),
         ),
@@ -49,13 +57,15 @@ def layered_linear(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_tokens * inputs * outputs,
-            bytes_accessed=inputs * outputs * weights.dtype.itemsize + 2 * num_tokens * (inputs + outputs),
+            bytes_accessed=outputs * column_bytes(weights) + 2 * num_tokens * (inputs + outputs),
             transcendentals=0,
         ),
         interpret=interpret,
         name="layered_linear",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), x, weights)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), x, *parts)
 
 
-def _kernel(_: Any, x_ref: Any, weights_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = jnp.dot(x_ref[...], weights_ref[0], preferred_element_type=jnp.float32).astype(out_ref.dtype)
+def _kernel(_: Any, x_ref: Any, *refs: Any, group: int) -> None:
+    values_ref, *scales_ref, out_ref = refs
+    matrix = MatrixBlock(values=values_ref, scales=scales_ref[0] if group else None, group=group)
+    out_ref[...] = matrix.product(x_ref[...]).astype(out_ref.dtype)
