@@ -93,8 +93,8 @@ def biased(
 
 def reference_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Run every expert on every row and pick: no row's result depends on another row. The oracle of all backends."""
-    gate_up = _neighbours(call.gate_up, call.first_expert, call.num_experts)
-    down = _neighbours(call.down, call.first_expert, call.num_experts)
+    gate_up = neighbours(call.gate_up, call.first_expert, call.num_experts)
+    down = neighbours(call.down, call.first_expert, call.num_experts)
     experts = (call.first_expert + jnp.arange(call.num_experts))[:, None]
     x = _for_product(call.x, call.gate_up)
     hidden = gated(biased(jnp.einsum("nd,edf->enf", x, gate_up), call.gate_up_bias, experts), call.activation)
@@ -108,7 +108,7 @@ def _for_product(x: Float[Array, "N D"], weights: Weight) -> Float[Array, "N D"]
     return x.astype(jnp.float32) if isinstance(weights, QuantizedWeight) else x
 
 
-def _neighbours(weights: Weight, first: Int[Array, ""], count: int) -> Float[Array, "count D O"]:
+def neighbours(weights: Weight, first: Int[Array, ""], count: int) -> Float[Array, "count D O"]:
     """Some matrices of a stack; those of codes as float32."""
     if isinstance(weights, QuantizedWeight):
         return weights.slice(first, count).dequantize()
@@ -185,8 +185,8 @@ def tiled_experts(call: ExpertCall) -> Float[Array, "N D"]:
     def run_tile(index: Int[Array, ""], outputs: Float[Array, "NKT D"]) -> Float[Array, "NKT D"]:
         expert, start = call.first_expert + plan.tile_expert[index], plan.tile_start[index]
         rows = lax.dynamic_slice_in_dim(sorted_x, start, tile)
-        gate_up = _neighbours(call.gate_up, expert, 1)[0]
-        down = _neighbours(call.down, expert, 1)[0]
+        gate_up = neighbours(call.gate_up, expert, 1)[0]
+        down = neighbours(call.down, expert, 1)[0]
         hidden = gated(biased(rows @ gate_up, call.gate_up_bias, expert), call.activation)
         return lax.dynamic_update_slice_in_dim(outputs, biased(hidden @ down, call.down_bias, expert), start, axis=0)
 

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend, TilePlan, biased, combine, gated, plan_tiles
+from routed_experts.layers.moe import (
+    ALL_EXPERTS,
+    ExpertCall,
+    MoeBackend,
+    TilePlan,
+    biased,
+    combine,
+    gated,
+    neighbours,
+    plan_tiles,
+)
 
 LARGEST_TILE, SMALLEST_TILE = 256, 16
 
@@ -94,9 +104,7 @@ def permuted_experts(call: ExpertCall) -> Float[Array, "N D"]:
         return jnp.einsum("ie,eab->iab", picks, weights, precision=lax.Precision.HIGHEST)
 
     at = call.first_expert + expert[:, None]
-    gate_up, down = (
-        lax.dynamic_slice_in_dim(w, call.first_expert, call.num_experts) for w in (call.gate_up, call.down)
-    )
+    gate_up, down = (neighbours(weights, call.first_expert, call.num_experts) for weights in (call.gate_up, call.down))
     rows = _permute(call.x, maps).reshape(-1, tile, width)
     hidden = jnp.einsum("itd,idf->itf", rows, of_tiles(gate_up))
     hidden = gated(biased(hidden, call.gate_up_bias, at), call.activation)

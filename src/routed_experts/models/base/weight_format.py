@@ -2,8 +2,9 @@
 
 A TPU holds an array in tiles of 128 lanes, and by itself chooses the order that pads least. Of a weight of 2,880
 columns it puts another dimension innermost, and a program that reads rows then copies the whole weight in each step.
-Such weights are placed in the order of their dimensions; padding takes at most 127 columns. Programs are compiled for
-the formats that weights have. On several devices the order is the TPU's own."""
+Such weights are placed in the order of their dimensions; padding takes at most 127 columns. So are stacks of few rows,
+such as the scales of codes: a kernel's operands have that order, and others are copied whole. Programs are compiled
+for the formats that weights have. On several devices the order is the TPU's own."""
 
 from typing import Any
 
@@ -12,12 +13,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 from jaxtyping import Array
 
-LANES = 128
+LANES, SUBLANES = 128, 32  # SUBLANES: of bytes; of float32 8
 
 
 def weight_format(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | Format:
     """Where a weight of this shape is placed, and in which order where the device's own choice may be another."""
     is_ragged = len(shape) > 1 and shape[-1] > LANES and shape[-1] % LANES != 0
+    is_ragged = is_ragged or (len(shape) == 3 and shape[-2] % SUBLANES != 0)
     if not (is_ragged and len(sharding.device_set) == 1 and _is_tpu(sharding)):
         return sharding
     return Format(Layout(tuple(range(len(shape)))), sharding)

@@ -4,6 +4,7 @@ the layers one by one. Dims: N tokens, D hidden."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -154,12 +155,13 @@ def _stack_weights(
     mixer, feed = layer.mixer, layer.feed
     assert isinstance(mixer, GroupedAttention), layer
     activation = feed.activation if isinstance(feed, Sparse) else "silu"
+    own: dict[str, Any] = {
+        _DENSE.get(name, name): weight_stack(arrays, name, kernels) if name in _MATRICES else arrays[name][...]
+        for name in arrays
+        if name in _ARRAYS
+    }
     return StackWeights(
-        **{
-            _DENSE.get(name, name): weight_stack(arrays, name, kernels) if name in _MATRICES else arrays[name][...]
-            for name in arrays
-            if name in _ARRAYS
-        },
+        **own,
         next_norm=next_norm,
         eps=config.norm_eps,
         traits=dataclasses.replace(mixer.traits, activation=activation),

@@ -21,6 +21,7 @@ from routed_experts.models.base.partitioning import AxisPartition, expert_parall
 from routed_experts.models.decoder.sparse_block import ExpertWeights
 
 SCALE = "_scale"  # behind the name of an array of codes
+_PLAIN = "input_norm"  # an array of every layer, which has the model's dtype
 
 
 class ParamKind(enum.Enum):
@@ -103,11 +104,13 @@ def scanned_params(
 
 
 def weight_stack(arrays: Mapping[str, nnx.Param[Array]] | Mapping[str, Array], name: str, kernels: Kernels) -> Weight:
-    """The matrices of that name, with their scales where they are codes."""
+    """The matrices of that name among the arrays of a layer, with their scales where they are codes."""
     if f"{name}{SCALE}" not in arrays:
         return arrays[name][...]
-    scales = arrays[f"{name}{SCALE}"][...]
-    return QuantizedWeight.create(arrays[name][...], scales, outputs_first=kernels.outputs_first)
+    scales, dtype = arrays[f"{name}{SCALE}"][...], arrays[_PLAIN][...].dtype
+    return QuantizedWeight.create(
+        arrays[name][...], scales, outputs_first=kernels.outputs_first, dtype=jnp.dtype(dtype)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class LayerParams:
         if name not in self.sliced:
             return weight_stack(self.stacked, name, self.kernels), self.index
         own = {part: self.sliced[part][None] for part in (name, f"{name}{SCALE}") if part in self.sliced}
-        return weight_stack(own, name, self.kernels), 0
+        return weight_stack({**self.sliced, **own}, name, self.kernels), 0
 
     def project(
         self, x: Float[Array, "N D"], name: str, *, summed: bool = False, dtype: Any = None
