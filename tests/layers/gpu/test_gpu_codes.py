@@ -121,6 +121,13 @@ def test_projections_of_few_and_of_many_rows_have_no_other_path():
     assert relative_errors(result, x, numbers(weight, 0)) < SUMS
 
 
+def test_rows_of_float16_are_multiplied_as_they_are():
+    keys = jax.random.split(jax.random.key(2), 2)
+    x, weight = jax.random.normal(keys[0], (3, 160), jnp.float16), random_weight(keys[1], 1, 160, 24, 64)
+    parts = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=SCALED, interpret=True))(x, weight)
+    assert relative_errors(parts[0], x, numbers(weight, 0)) < SUMS
+
+
 LEAST_NORMAL = 2.0**-126
 LARGE_ROWS = {
     "near the largest": lambda row: row / np.abs(row).max() * 3.3e38,
@@ -275,7 +282,6 @@ EXPERTS = {
         Experts(sizes=(9, 2, 4, 40, 24), groups=(16, 16), dtype=HALF, activation="tanh gelu", biased=True),
         SORTED,
     ),
-    "slots": (Experts(sizes=(2, 2, 4, 48, 20), groups=(16, 16), dtype=HALF), UNSORTED),
     "shared experts, lists": (
         Experts(sizes=(6, 2, 4, 40, 24), groups=(32, 16), dtype=F32, shared_width=50, kind="padding"),
         SORTED,
