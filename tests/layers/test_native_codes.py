@@ -1,9 +1,12 @@
 """The native kernels with matrices of codes and scales: products against loops in float64, bits that do not depend on
 the other rows, each code by itself, runs of layers with any mix of plain matrices and codes, and what is refused."""
 
+import ctypes
 import dataclasses
 import itertools
 import math
+import platform
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from layers.test_moe import biased_loop, oracle, random_call, with_rows
 from layers.test_native_batch_invariance import bits
 from layers.test_native_layer_stack import build_case
 from routed_experts.layers.attention import FusedQKV
+from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import (
     NATIVE_KERNELS,
     native_exact_linear,
@@ -349,3 +353,41 @@ def test_a_run_whose_codes_do_not_fit_is_an_error(changes, message):
     changed = {name: change(getattr(case.arrays, name)) for name, change in changes.items()}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **changed)).run()
+
+
+GEMM_ALONE = """
+#include "gemm.h"
+#define PRODUCT(name, Row)                                                                              \\
+  extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, const Row* x,          \\
+                       const rex::e4m3* codes, const float* scales, float* out) {                       \\
+    rex::gemm(rows, x, depth, rex::Codes{codes, scales, group}, cols, depth, cols, out, cols, true);    \\
+  }
+PRODUCT(in_floats, float)
+PRODUCT(in_pairs, rex::bf16)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="leaves instructions of x86-64 out")
+@pytest.mark.parametrize("without", [(), ("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",)], ids=" ".join)
+def test_processors_that_know_less_have_the_same_products(tmp_path, without):
+    """Compiled without the instructions that look codes up, multiply pairs, or have registers of 16 floats."""
+    source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
+    source.write_text(GEMM_ALONE)
+    command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *without]
+    command += [f"-I{toolchain.HERE}", str(source), "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    library, rng = ctypes.CDLL(str(made)), np.random.default_rng(9)
+    for (depth, cols), group in itertools.product([(1040, 112), (258, 64)], GROUPS):
+        weight = coded(rng, 1, depth, cols, group)
+        codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
+        for name, dtype in (("in_floats", np.float32), ("in_pairs", jnp.bfloat16)):
+            multiply = getattr(library, name)
+            multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + (ctypes.c_void_p,) * 4, None
+            x, products = rng.standard_normal((64, depth)).astype(dtype), []
+            expected, size = looped(x.astype(np.float64), weight, 0)
+            for rows in (64, 1, 2, 9, 25):
+                products.append(np.full((rows, cols), np.nan, np.float32))
+                arrays = (x, codes, scales, products[-1])
+                multiply(rows, depth, cols, group, *(array.ctypes.data for array in arrays))
+                np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
+            assert np.all(np.abs(products[0] - expected) <= ROUNDING["float32"] * size)

@@ -18,10 +18,12 @@ constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
 static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
-template <class W>
-constexpr int kStreamDepth = kRegisters / (sizeof(W) > 1 ? 4 : 8);  // rows of w, or pairs of them, walked side by side
+constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
-constexpr int kPrefetchRows = 3;      // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
+template <class W>
+constexpr int kPrefetchRows = sizeof(W) > 1 ? 3 : 1;  // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
+template <class W>
+constexpr int kPrefetchInto = sizeof(W) > 1 ? 1 : 2;  // the first cache, or the second, which takes more lines at once: 24 GB/s a core, not 10
 template <class U>
 constexpr int kRowsOf = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
@@ -237,13 +239,23 @@ template <int Depth, int Vectors, class U, class W>
   Line<U> lines[Depth][Vectors];
 #pragma GCC unroll 8
   for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U> * ldw, ldw, lines[d]);
-  if (rows >= kPrefetchRows)
+  if (rows >= kPrefetchRows<W>)
 #pragma GCC unroll 16
-    for (int d = 0; d < kRows; d++) prefetch(w + (d + kRows) * ldw, Vectors * kLanes);
-  constexpr int kGroup = kRegisters / 4 / Vectors;  // lines and sums fill three quarters of the registers
-  int64_t r = 0;
-  for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, lines, out + r * ldo, ldo);
-  add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, lines, out + r * ldo, ldo);
+    for (int d = 0; d < kRows; d++) prefetch<kPrefetchInto<W>>(w + (d + kRows) * ldw, Vectors * kLanes);
+  constexpr int kSide = std::min(Vectors, kRegisters / 2 / Depth);  // as many columns at a time as half of the registers hold lines of
+  constexpr int kGroup = kRegisters / 4 / kSide;  // lines and sums fill three quarters of the registers
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; v += kSide) {
+    Line<U> side[Depth][kSide];
+#pragma GCC unroll 8
+    for (int d = 0; d < Depth; d++)
+#pragma GCC unroll 4
+      for (int i = 0; i < kSide; i++) side[d][i] = lines[d][v + i];
+    float* to = out + v * kLanes;
+    int64_t r = 0;
+    for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, side, to + r * ldo, ldo);
+    add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, side, to + r * ldo, ldo);
+  }
 }
 
 // Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
@@ -259,34 +271,33 @@ inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ld
   for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// x in blocks of Depth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
-template <int Depth, class U>
+// x in blocks of kStreamDepth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
+template <class U>
 inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, U* blocks) {
-  for (int64_t d = 0; d < depth; d += Depth)
-    for (int64_t r = 0; r < rows; r++, blocks += Depth) std::memcpy(blocks, x + r * ldx + d, Depth * sizeof(U));
+  for (int64_t d = 0; d < depth; d += kStreamDepth)
+    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(U));
 }
 
 // Few rows of x, whose columns are walked in sequence.
 template <class U, class W>
 struct Streamed {
-  static constexpr int kDepth = kStreamDepth<W>;
   int64_t rows, depth;
   const U *x, *blocks;
   int64_t ldx;
-  int64_t deep() const { return depth - depth % kDepth; }
+  int64_t deep() const { return depth - depth % kStreamDepth; }
 
   Streamed(Scratch& scratch, int64_t rows, const U* x, int64_t ldx, int64_t depth) : rows(rows), depth(depth), x(x), ldx(ldx) {
     U* to = scratch.take<U>(rows * deep());
-    block_rows<kDepth>(rows, x, ldx, deep(), to);
+    block_rows(rows, x, ldx, deep(), to);
     blocks = to;
   }
   // The widest piece of out that stays in the first cache.
   int64_t most_columns() const { return kStreamFloats / rows / 64 * 64; }
-  // out += columns begin..end-1 of x times rows of w; begin is a multiple of kDepth.
+  // out += columns begin..end-1 of x times rows of w; begin is a multiple of kStreamDepth.
   void add(int64_t begin, int64_t end, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) const {
     const int64_t step = kRowsOf<U> * ldw;
     int64_t d = begin;
-    for (; d + kDepth <= end; d += kDepth) stream<kDepth>(rows, blocks + d * rows, kDepth, w + d * step, ldw, cols, out, ldo);
+    for (; d + kStreamDepth <= end; d += kStreamDepth) stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * step, ldw, cols, out, ldo);
     for (; d < end; d++) stream<1>(rows, x + d, ldx, w + d * step, ldw, cols, out, ldo);
   }
 };

@@ -371,10 +371,10 @@ class LentScratch {
 };
 
 // Prefetch memory that will be read soon; any address is allowed. Always inlined: GCC treats a function with no other effect as
-// empty and drops its calls.
-template <class T>
+// empty and drops its calls. Cache: the first or the second.
+template <int Cache = 1, class T>
 [[gnu::always_inline]] inline void prefetch(const T* p, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 4 - Cache);
 }
 
 // Read one number of each cache line and discard it.
