@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+FLOAT32 = jnp.dtype(jnp.float32)
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
 CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.float8_e4m3fn)})
@@ -38,7 +39,7 @@ class QuantizedWeight:
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32), metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(default=FLOAT32, metadata={"static": True})
 
     @staticmethod
     def create(
@@ -46,7 +47,7 @@ class QuantizedWeight:
         scales: Float[Array, "R J O"],
         *,
         outputs_first: bool = False,
-        dtype: jnp.dtype = jnp.dtype(jnp.float32),
+        dtype: jnp.dtype = FLOAT32,
     ) -> "QuantizedWeight":
         """From its arrays, whose shapes tell the group."""
         inputs = codes.shape[-1 if outputs_first else -2]

@@ -4,7 +4,7 @@ tests. An array's shape and name decide how it is filled.
 Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade. Matrices that write
 to the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them
 over all experts. Norms are 1 and other vectors are 0. Stacked arrays are filled a matrix at a time: the noise of a
-whole stack of layers would not fit in memory as well."""
+whole stack of layers would not fit in memory as well. Codes are normal, too, with scales for that variance."""
 
 import contextlib
 import functools
@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, GROUPS
+
 M = TypeVar("M", bound=nnx.Module)
+_CODE_SCALE = 64.0  # standard deviation of codes, of which the largest is 448
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
@@ -47,18 +50,26 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     last = name.rsplit(".", 1)[-1]
     if last.endswith("norm"):
         return jnp.ones(shape, dtype)
+    matrix = last.removesuffix("_scale")
+    if matrix != last:  # of groups of inputs
+        return jnp.full(shape, _matrix_scale(matrix, shape[-2] * GROUPS[0]) / _CODE_SCALE, dtype)
+    if jnp.dtype(dtype) == CODE_DTYPES[E4M3]:
+        return _normal(key, shape, jnp.dtype(dtype), _CODE_SCALE)
     if len(shape) < 2 or "bias" in last or "sink" in last:
         return jnp.zeros(shape, dtype)
-    scale = 1.0 if last == "embed" else shape[-2] ** -0.5
-    if last in ("out", "down", "dense_down", "shared_down"):
-        scale /= 8  # what layers add stays below the token's own embedding
+    scale = 1.0 if last == "embed" else _matrix_scale(last, shape[-2])
     return _normal(key, shape, jnp.dtype(dtype), scale)
+
+
+def _matrix_scale(name: str, inputs: int) -> float:
+    """The standard deviation of a matrix; what layers add stays below the token's own embedding."""
+    return inputs**-0.5 / (8 if name in ("out", "down", "dense_down", "shared_down") else 1)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> Float[Array, "..."]:
     def draw(key: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
-        return (jax.random.normal(key, shape, dtype) * scale).astype(dtype)
+        return (jax.random.normal(key, shape, jnp.float32 if dtype.itemsize == 1 else dtype) * scale).astype(dtype)
 
     if math.prod(shape) <= _STREAM_ABOVE:
         return draw(key, shape)

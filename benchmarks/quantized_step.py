@@ -1,0 +1,150 @@
+"""The decode step with codes of 8 bits beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes.
+
+    python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
+    python benchmarks/quantized_step.py --small      # a CPU, a small model: does it run
+
+Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
+A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
+bytes that a step must read over --bandwidth: codes have one, scales four a group of 128. A run whose logprobs are not
+finite fails."""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from common import HF_CONFIG, Prompts, print_table, progress, write_result
+from step import QWEN3_30B_A3B, Run, drive, experts_a_step, floor_bytes
+
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.control.components import EngineComponents
+from routed_experts.models.model_folder import ModelFolder
+
+CODE_BYTES = 1 + 4 / 128  # a code, and its part of a scale
+VARIANTS = ("plain", "codes", "codes, capture off")
+
+
+def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]:
+    """The engines; those of codes have their own random weights of the same distribution."""
+    longest = args.prompt + args.new + 16
+    server = {
+        "model_path": str(folder),
+        "dtype": args.dtype,
+        "context_length": longest,
+        "max_total_tokens": max(args.batches) * (longest + 16),
+        "precompile_bs_paddings": tuple(sorted(args.batches)),
+        "precompile_token_paddings": (max(512, *args.batches),),
+        "mem_fraction_static": 0.95,
+        "skip_tokenizer_init": True,
+    }
+    asked = {"enable_return_routed_experts": True}
+    plain = ModelFolder.open(folder, load_format="dummy").load(jax.numpy.dtype(args.dtype))
+    engines = {"plain": build_engine(ServerArgs(**server, **asked), model=plain)}
+    coded = ServerArgs(**server, **asked, quantization="fp8_block")
+    engines["codes"] = build_engine(coded, load_format="dummy")
+    if not args.without_off:
+        off = ServerArgs(**server, quantization="fp8_block")
+        engines["codes, capture off"] = build_engine(off, load_format="dummy")
+    return engines
+
+
+def weight_bytes(engine: EngineComponents) -> int:
+    """Bytes of an engine's weights."""
+    return engine.plan.weights
+
+
+def coded_floor(config: dict[str, object], layers: int, batch: int, context: float, experts: float) -> float:
+    """Bytes that a step with codes must read; routers, the head, keys and values are of two bytes."""
+    dim, heads, groups, c, width = (
+        int(str(config[name]))
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size")
+    )
+    matrices = dim * (2 * heads + 2 * groups) * c + experts * 3 * dim * width
+    plain = floor_bytes(config, layers, batch, context, experts)
+    return plain - layers * matrices * (2 - CODE_BYTES)
+
+
+def measure(
+    engines: dict[str, EngineComponents], config: dict[str, object], layers: int, args: argparse.Namespace, batch: int
+) -> list[dict[str, object]]:
+    """All engines at one batch."""
+    prompt = min(args.prompt, 128) if batch == 1 else args.prompt
+    names = [name for name in VARIANTS if name in engines]
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for turn in range(-1, args.rounds * (3 if batch <= 16 else 1)):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            run = drive(
+                engines[name].core,
+                Prompts(turn + 7, int(str(config["vocab_size"]))),
+                batch,
+                prompt=prompt,
+                new=args.new if turn >= 0 else 8,
+                ask=not name.endswith("off"),
+                logprobs=turn < 0,
+            )
+            assert all(np.isfinite(out.output_logprobs.values).all() for out in run.outs), f"{name}, batch {batch}"
+            if turn >= 0:
+                runs[name].append(run)
+    context = prompt + args.new / 2
+    base = [statistics.median(run.steps) for run in runs["plain"]]
+    rows = []
+    for name in names:
+        experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
+        floor = (floor_bytes if name == "plain" else coded_floor)(config, layers, batch, context, experts)
+        medians = [statistics.median(run.steps) for run in runs[name]]
+        ratios = sorted(a / b for a, b in zip(base, medians, strict=True))
+        rows.append(
+            {
+                "batch": batch,
+                "weights": name,
+                "step ms": statistics.median(medians) * 1e3,
+                "floor ms": floor / args.bandwidth * 1e3,
+                "plain / this": statistics.median(ratios),
+                "least": ratios[0],
+                "most": ratios[-1],
+                "experts": experts,
+                "prefill tok/s": batch * prompt / statistics.median(run.prefill for run in runs[name]),
+                "weights GB": weight_bytes(engines[name]) / 1e9,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second")
+    parser.add_argument("--without-off", action="store_true", help="no engine without capture: memory for two")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--name", default="quantized_step")
+    args = parser.parse_args()
+    config: dict[str, object] = dict(QWEN3_30B_A3B)
+    if args.small:
+        args.batches, args.prompt, args.new, args.rounds, args.dtype, args.layers = [2], 8, 16, 1, "float32", 2
+        config = dict(HF_CONFIG)
+    config["num_hidden_layers"] = args.layers
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        engines = build(Path(folder), args)
+        rows: list[dict[str, object]] = []
+        for batch in args.batches:
+            progress(f"batch {batch}")
+            rows += measure(engines, config, args.layers, args, batch)
+            print_table(rows[-len(engines) :])
+    print_table(rows)
+    if not args.small:
+        print(write_result(args.name, rows, layers=args.layers, new=args.new, prompt=args.prompt))
+
+
+if __name__ == "__main__":
+    main()
