@@ -137,11 +137,27 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
           for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, line[v]);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {
         float* to = out + r * ldo + v * kLanes;
         store(to, total(scales, first, v, fresh, to, sums[r][v]));
       }
+  }
+}
+
+// Fills a panel, and gives the rows of the tile that was multiplied meanwhile: codes are decoded alone, in the registers of its sums.
+template <int Vectors, class U, class W, class ScalesOf>
+inline int64_t fill(bool fresh, const U* x, int64_t ldx, const Packing<U, W>& source, const ScalesOf& scales, int64_t depth, float* out,
+                    int64_t ldo) {
+  if constexpr (std::is_same_v<W, e4m3>) {
+    Line<U> line[Vectors];
+    for (int64_t d = 0; d < depth; d++) source.take_line(d, line);
+    return 0;
+  } else {
+    tile<kTileRows, Vectors>(fresh, x, ldx, source, scales, depth, out, ldo);
+    return kTileRows;
   }
 }
 
@@ -347,7 +363,7 @@ inline Scales scales_from(Codes w, int64_t ldw, int64_t d) {
 }
 
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
-// is filled by the first tile: in w itself, its rows would push one another out of the cache.
+// is a copy: in w itself, its rows would push one another out of the cache.
 template <class U, class Matrix>
 void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
            bool fresh) {
@@ -363,16 +379,17 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
       const int64_t next = c + width;
       const auto scales = scales_from<U>(w + c, ldw, d);
       const Packing<U, W> source{from + c, ldw, panel, width};
+      int64_t done = 0;
       if (width == kTileVectors * kLanes) {
-        tile<kTileRows, kTileVectors>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
+        done = fill<kTileVectors>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       } else if (width == 2 * kLanes) {
-        tile<kTileRows, 2>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
+        done = fill<2>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       } else {
-        tile<kTileRows, 1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
+        done = fill<1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       }
       Prefetcher<W> prefetcher;
       if (next < full_cols) prefetcher = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, full_cols)};
-      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
+      sweep(done, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
     }
   }
 }
