@@ -1,0 +1,100 @@
+"""What rollouts with codes of 8 bits cost in mismatch, and what replayed rows and training through the grid give back.
+
+    python benchmarks/quantized_rollouts.py [--sequences 768]     # CPU, the demo model
+    python benchmarks/quantized_rollouts.py --small               # does it run
+
+One engine rolls out in bfloat16 with plain matrices, another with e4m3 codes in blocks of 128 x 128, made of the same
+float32 weights. The trainer's forward is float32: live, on the recorded rows, and both once more with the numbers of
+the codes (`replay.quantised`). k3 is the mean of exp(d) - 1 - d, d the difference of logprobs; "flips" the share of
+slots in which the trainer's router would have chosen otherwise; "F(1.1)" the share of tokens whose ratio is beyond 1.1.
+Intervals are 95 % percentile bootstraps over sequences. Dims: B sequences, G tokens of an answer."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import print_table, progress, write_result
+from flax import nnx
+from training.demo_model import NEW, PROMPT, TEXT
+from training.rollouts import by_sequence, interval, roll_out, training_logprobs
+
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.demo import demo_model_path
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.replay import quantised
+
+ROLLOUTS = {"bfloat16": "none", "e4m3 codes": "fp8_block"}
+
+
+def demo_prompts(sequences: int) -> np.ndarray:
+    """Windows of a text, [B, PROMPT]."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    ids = np.array(tokenizer.encode(TEXT * 8).ids)
+    starts = np.random.default_rng(0).integers(0, len(ids) - PROMPT, sequences)
+    return ids[starts[:, None] + np.arange(PROMPT)].astype(np.int32)
+
+
+def rows_of(name: str, trainer: str, d: np.ndarray, flips: float) -> dict[str, object]:
+    """One line of the table, of d [B, G]."""
+    picks = np.random.default_rng(0).integers(0, len(d), (2000, len(d)))
+    line: dict[str, object] = {"rollout": name, "trainer": trainer, "flips": flips}
+    for metric, values in by_sequence(d).items():
+        if metric != "F(2)":
+            line |= {metric: values.mean(), f"{metric}, 95 %": interval(values[picks].mean(axis=1))}
+    return line
+
+
+def measure(sequences: int, new: int) -> list[dict[str, object]]:
+    """All rollouts and trainers."""
+    folder = demo_model_path()
+    model = ModelFolder.open(folder).load(jnp.dtype("float32"))
+    graphdef, state = nnx.split(model)
+    on_grid = nnx.merge(graphdef, jax.jit(quantised, static_argnums=1)(state, model.config))
+    spec, prompts = model.config.capture_spec, demo_prompts(sequences)
+    rows: list[dict[str, object]] = []
+    for name, quantization in ROLLOUTS.items():
+        args = ServerArgs(
+            model_path=str(folder),
+            dtype="bfloat16",
+            quantization=quantization,
+            enable_return_routed_experts=True,
+            context_length=PROMPT + new + 8,
+            precompile_bs_paddings=(min(256, sequences),),
+            precompile_token_paddings=(max(256, min(1024, sequences * PROMPT)),),
+            max_total_tokens=min(256, sequences) * (PROMPT + new + 16),
+            skip_tokenizer_init=True,
+        )
+        tokens, logprobs, records, seconds = roll_out(build_engine(args).core, prompts, new, spec)
+        progress(f"{name}: {logprobs.size / seconds:.0f} tokens a second")
+        for grid, trainer in (("", model), (", through the grid", on_grid)):
+            of_trainer, flips = training_logprobs(trainer, tokens, records, PROMPT, MOE_BACKENDS["grouped"])
+            for how, label in (("live", "live"), ("replayed", "rows")):
+                rows.append(rows_of(name, f"{label}{grid}", of_trainer[how] - logprobs, flips["replayed"]))
+    return rows
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=768)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--name", default="quantized_rollouts_demo_cpu")
+    args = parser.parse_args()
+    sequences, new = (8, 8) if args.small else (args.sequences, NEW)
+    rows = measure(sequences, new)
+    print_table(rows)
+    if not args.small:
+        print(write_result(args.name, rows, sequences=sequences, new=new))
+
+
+if __name__ == "__main__":
+    main()
