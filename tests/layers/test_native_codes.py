@@ -267,7 +267,6 @@ def by_layers(case):
     """The same run by the kernels of its parts: stream, norm and pool."""
     arrays, step, batch = case.arrays, case.step, case.attend.batch
     x, pool = case.x.astype(jnp.float32), case.pool
-    add = jax.jit(native_experts)
     for layer in range(2):
         normed = native_rms_norm(x, arrays.input_norm[layer], eps=arrays.eps)
         projected = FusedQKV(
@@ -285,13 +284,13 @@ def by_layers(case):
         logits = native_exact_linear(normed, arrays.router, layer, jnp.float32)
         routing, _ = native_router(logits, None, None, jnp.int32(layer), case.spec)
         first = jnp.int32(layer * case.spec.num_experts)
-        experts = add_call(normed, routing, step.valid, arrays, first, case.spec.num_experts)
+        experts = routed_call(normed, routing, step.valid, arrays, first, case.spec.num_experts)
         shared = native_gated(native_linear(normed, arrays.shared_gate_up, layer, jnp.float32))
-        x = x + add(experts) + native_linear(shared, arrays.shared_down, layer, jnp.float32)
+        x = x + EXPERTS(experts) + native_linear(shared, arrays.shared_down, layer, jnp.float32)
     return x, native_rms_norm(x, arrays.next_norm, eps=arrays.eps), pool
 
 
-def add_call(x, routing, valid, arrays, first, count):
+def routed_call(x, routing, valid, arrays, first, count):
     call = random_call(0, (1, 1, 1, 1, 1))
     return dataclasses.replace(
         call,

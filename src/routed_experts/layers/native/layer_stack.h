@@ -40,7 +40,7 @@ struct LayerTraits {
 
 // Matrices of all repeats: numbers, or codes where numbers are null.
 template <class T>
-struct Stack {
+struct WeightStack {
   const T* numbers;
   Codes codes;
   template <class Body>
@@ -53,7 +53,7 @@ struct Stack {
 template <class T>
 struct LayerArrays {
   const T *input_norm, *post_norm, *q_norm, *k_norm, *qkv_bias, *out_bias, *router_bias, *gate_up_bias, *down_bias, *shared_gate;
-  Stack<T> qkv, out, gate_up, down, shared_gate_up, shared_down;
+  WeightStack<T> qkv, out, gate_up, down, shared_gate_up, shared_down;
   const void* router;
   const float *sinks, *selection_bias;
 };
@@ -149,7 +149,7 @@ void add_and_norm(Team& team, const StackShape& s, float* x, Addend<T> add, cons
 
 // The product with a matrix of a repeat. Rows are rounded to bfloat16 where that is the dtype of the model.
 template <class T>
-void project(Team& team, int64_t rows, int64_t depth, int64_t cols, const float* x, const Stack<T>& w, int64_t repeat, float* y) {
+void project(Team& team, int64_t rows, int64_t depth, int64_t cols, const float* x, const WeightStack<T>& w, int64_t repeat, float* y) {
   w.with([&](auto stack) { linear(team, rows, depth, cols, x, matrix_of(stack, repeat, depth, cols), y, !std::is_same_v<T, bf16>); });
 }
 

@@ -106,7 +106,7 @@ struct StackBuffers {
     auto of = [&](int arg) { return in<T>(layer(position, arg)); };
     auto stack = [&](LayerArg arg) {
       Matrices all = matrices(position, std::find(kMatrices, std::end(kMatrices), arg) - kMatrices);
-      return all.coded() ? Stack<T>{nullptr, all.codes()} : Stack<T>{all.plain<T>(), {}};
+      return all.coded() ? WeightStack<T>{nullptr, all.codes()} : WeightStack<T>{all.plain<T>(), {}};
     };
     LayerArrays<T> w{};
     w.input_norm = of(kInputNorm), w.post_norm = of(kPostNorm), w.q_norm = of(kQNorm), w.k_norm = of(kKNorm), w.qkv = stack(kQkv);
