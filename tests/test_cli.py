@@ -37,6 +37,7 @@ OTHER = {  # a value that is not the default, as typed
     "attention_backend": "reference",
     "moe_backend": "grouped",
     "logprobs_mode": "raw",
+    "quantization": "fp8_block",
     "routed_experts_weights_dtype": "bfloat16",
     "mem_fraction_static": "0.5",
     "precompile_bs_paddings": "2 4",
@@ -184,7 +185,10 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
         (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
-        (("generate", "model", "--prompt", "a", "--quantization", "fp8"), "argument --quantization: 'fp8' is refused"),
+        (
+            ("generate", "model", "--prompt", "a", "--quantization", "awq"),
+            "argument --quantization: invalid choice: 'awq'",
+        ),
         (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
         (
             ("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"),

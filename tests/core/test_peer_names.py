@@ -119,7 +119,7 @@ def test_reasons_are_short_and_say_what_to_do():
 
 
 def test_an_engine_takes_no_name_that_is_refused():
-    for name in ("quantization", "enable_lora", "pipeline_parallel_size", "kt_num_gpu_experts"):
+    for name in ("quantization_config", "enable_lora", "pipeline_parallel_size", "kt_num_gpu_experts"):
         with pytest.raises(ConfigError, match=rf"^{name}='x' is refused: "):
             Engine("nowhere", **{name: "x"})
         with pytest.raises(ConfigError, match=rf"^{name}='x' is refused: "):

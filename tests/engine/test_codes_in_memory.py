@@ -11,7 +11,14 @@ import pytest
 from flax import nnx
 
 from oracles.families import Oracle
-from routed_experts import ConfigError, Engine, ExpertPlacement, WeightsMismatchError, replay
+from routed_experts import (
+    ConfigError,
+    Engine,
+    ExpertPlacement,
+    WeightsMismatchError,
+    extract_routed_experts_from_meta_info,
+    replay,
+)
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
@@ -21,7 +28,7 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement import rebalance
 from support.engines import assert_idle
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, write_folder
-from support.quantized_families import ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
+from support.quantized_families import ASK, ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -232,3 +239,39 @@ def test_codes_of_4_bits_are_no_codes_of_8(tmp_path):
     written = write(tmp_path, "Kimi-K2")
     with pytest.raises(ConfigError, match=r"no matrix of this model \(int4 .*\) can be codes of 8 bits"):
         Engine(str(written.quantized), quantization="fp8_block", **ARRAY_CODE)
+
+
+def scores(folder, rows=None, **options):
+    """Logprobs of fixed tokens, on given rows or live, and the rows, of an engine with native kernels."""
+    with Engine(str(folder), **ENGINE | options) as engine:
+        results = [engine.score(prompt, routed=None if rows is None else rows[i]) for i, prompt in enumerate(PROMPTS)]
+        return np.concatenate([result.logprobs for result in results]), [r.routed_experts for r in results]
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3"])
+def test_native_codes_err_no_more_than_numbers_that_are_rounded_to_bfloat16(tmp_path, family):
+    """Against the float32 numbers: codes of a bfloat16 model round no weight."""
+    folder = write(tmp_path, family).quantized
+    exact, rows = scores(folder, dtype="float32", quantization="none")
+    near, _ = scores(folder, rows, dtype="float32")
+    assert np.abs(near - exact).max() < ORDER_OF_SUMS
+    codes, _ = scores(folder, rows, dtype="bfloat16")
+    rounded, _ = scores(folder, rows, dtype="bfloat16", quantization="none")
+    assert np.sqrt(np.mean((codes - exact) ** 2)) <= np.sqrt(np.mean((rounded - exact) ** 2))
+    assert np.abs(codes - exact).max() > ORDER_OF_SUMS, "rows are rounded, as those of a bfloat16 model are"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_of_codes_does_not_depend_on_its_company(qwen, dtype):
+    """Native kernels: alone and together, and scored once more, to the bit."""
+    options = ENGINE | dict(dtype=dtype, deterministic=True, precompile_bs_paddings=(4,))
+    with Engine(str(qwen.quantized), **options) as engine:
+        assert len(of_codes(engine)) == 8
+        alone = answers(engine)
+        together = engine.generate(input_ids=PROMPTS, **ASK)
+        for result, prompt, (tokens, logprobs, rows) in zip(together, PROMPTS, alone, strict=True):
+            record = extract_routed_experts_from_meta_info(result)
+            assert result["output_ids"] == tokens and record.tobytes() == rows
+            assert result["meta_info"]["output_token_logprobs"] == logprobs
+            score = engine.score([*prompt, *tokens])
+            assert score.logprobs[len(prompt) - 1 :].tolist() == [value for value, *_ in logprobs]

@@ -96,10 +96,7 @@ def test_an_engine_of_our_names_tells_nothing(folder, caplog):
 @pytest.mark.parametrize(
     ("keywords", "match"),
     [
-        (
-            {"quantization": "fp8"},
-            "quantization='fp8' is refused: quantised checkpoints are recognised by their config",
-        ),
+        ({"quantization": "awq"}, "quantization='awq' is unknown; choose one of auto, none, fp8_block"),
         ({"enable_lora": True}, "enable_lora=True is refused: .*merge the adapter"),
         ({"lora_paths": ["a"]}, "lora_paths=.* is refused"),
         ({"enable_expert_parallel": True}, "give ep_size=tp_size"),

@@ -200,7 +200,7 @@ def test_a_router_that_the_kernel_does_not_implement_leaves_the_fused_path(platf
 
 def test_every_field_of_a_layer_is_a_need_or_a_size():
     """A field that a part gains is one more case of the tests above."""
-    sizes = {"num_heads", "num_kv_heads", "head_dim", "names", "width", "router", "local_experts", "bounded"}
+    sizes = {"num_heads", "num_kv_heads", "head_dim", "names", "width", "router", "local_experts", "bounded", "coded"}
     parts = ((GroupedAttention, MIXERS), (Sparse, FEEDS), (LayerSpec, LAYERS | {"": dict(mixer=None)}))
     for part, cases in parts:
         covered = {name for change in cases.values() for name in change}

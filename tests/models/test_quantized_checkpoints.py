@@ -104,7 +104,9 @@ def test_a_started_engine_serves_and_plans_bfloat16(qwen, tmp_path):
     model = inspect_model(ServerArgs(model_path=str(folder), **ENGINE))
     assert model.dtype == "bfloat16"
     line = model.memory_plan[0]
-    assert line.startswith("checkpoint ") and line.endswith("fp8 (blocks 128 x 128), served as bfloat16"), line
+    assert line.startswith("checkpoint ") and line.endswith("59 tensors served as codes, products in bfloat16"), line
+    plain = inspect_model(ServerArgs(model_path=str(folder), quantization="none", **ENGINE)).memory_plan[0]
+    assert plain.endswith("fp8 (blocks 128 x 128), served as bfloat16"), plain
     with Engine(str(folder), **ENGINE) as engine:
         assert line in engine.memory_plan
         assert len(answers(engine)) == len(PROMPTS)

@@ -281,7 +281,7 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     [
         (["serve"], 2, "MODEL"),
         (["serve", "/no/such/model"], 2, "no checkpoint folder"),
-        (["serve", "x", "--quantization", "fp8"], 2, "quantised checkpoints are recognised by their config"),
+        (["serve", "x", "--quantization", "awq"], 2, "invalid choice: 'awq'"),
         (["serve", "x", "--port", "many"], 2, "many"),
         (["serve", ".", "--port", "99999"], 2, "port=99999"),
         (["serve", ".", "--api-key", "a b"], 2, "api_key"),

@@ -98,7 +98,7 @@ _MOE_KERNELS = """
 OTHER_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(  # of names that are served
     {
         "dtype": {"half": "float16", "float": "float32"},
-        "quantization": {"fp8": "fp8_block", "compressed-tensors": "auto", "mxfp4": "auto"},
+        "quantization": {"fp8": "fp8_block", "compressed-tensors": "auto", "mxfp4": "auto", None: "auto"},
         "device": {"gpu": "cuda"},
         "attention_backend": dict.fromkeys(_ATTENTION_KERNELS.split(), "auto"),
         "moe_backend": dict.fromkeys(_MOE_KERNELS.split(), "auto"),

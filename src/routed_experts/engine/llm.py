@@ -52,7 +52,7 @@ class LLM:
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-        quantization: Quantization | None = "auto",
+        quantization: Quantization = "auto",
         device: str = "auto",
         load_format: str = "auto",
         seed: int = 0,

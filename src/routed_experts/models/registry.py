@@ -116,18 +116,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
             routing="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; "
             "shared experts",
-            refused="`norm_topk_prob`, fp8 weights",
+            refused="`norm_topk_prob`",
             test="test_families.py[DeepseekV2]",
         ),
         "DeepseekV3ForCausalLM": Family(
             read_config=read_deepseek_v3,
             accepted_quirks=AcceptedQuirks(code=True),
             title="DeepSeek-V3",
-            checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight in bfloat16",
+            checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight",
             routing="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; "
             "v / sum v * "
             "`routed_scaling_factor`; shared experts",
-            refused="fp8 weights; layers that predict further tokens are not run",
+            refused="layers that predict further tokens are not run",
             quantized="fp8 blocks; int4 groups (Kimi-K2-Thinking)",
             test="test_families.py[DeepseekV3]",
         ),
@@ -136,7 +136,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="GLM-4-MoE",
             checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
             routing="as DeepseekV3ForCausalLM, one group",
-            refused="fp8 weights; layers that predict further tokens are not run",
+            refused="layers that predict further tokens are not run",
             quantized="fp8 by channel",
             test="test_families.py[Glm4Moe]",
         ),
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="GLM-4-MoE-Lite",
             checkpoints="GLM-4.7-Flash",
             routing="as DeepseekV3ForCausalLM, one group",
-            refused="attention biases, fp8 weights; layers that predict further tokens are not run",
+            refused="attention biases; layers that predict further tokens are not run",
             test="test_families.py[Glm4MoeLite]",
         ),
         "Dots1ForCausalLM": Family(
@@ -188,7 +188,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Bailing hybrid",
             checkpoints="Ling 3.0, as transformers writes it",
             routing="as DeepseekV3ForCausalLM",
-            refused="prefix caching (off by itself); compressed queries, fp8 weights; layers that predict further "
+            refused="prefix caching (off by itself); compressed queries; layers that predict further "
             "tokens are not run",
             test="test_families.py[BailingHybrid]",
         ),
@@ -232,9 +232,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read_config=read_minimax_m2,
             accepted_quirks=AcceptedQuirks(code=True),
             title="MiniMax-M2",
-            checkpoints="MiniMax-M2 in bfloat16",
+            checkpoints="MiniMax-M2",
             routing="s = sigmoid(z); top-k of s + b; v / sum v",
-            refused="fp8 weights; layers that predict further tokens are not run",
+            refused="layers that predict further tokens are not run",
             quantized="fp8 blocks",
             test="test_families.py[MiniMaxM2]",
         ),
