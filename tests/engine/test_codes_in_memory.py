@@ -11,10 +11,12 @@ import pytest
 from flax import nnx
 
 from oracles.families import Oracle
+from oracles.predictors import PredictorOracle
 from routed_experts import (
     ConfigError,
     Engine,
     ExpertPlacement,
+    SpeculativeConfig,
     WeightsMismatchError,
     extract_routed_experts_from_meta_info,
     replay,
@@ -23,6 +25,7 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.execution.compile_count import CompileCount
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement import rebalance
@@ -275,3 +278,41 @@ def test_a_row_of_codes_does_not_depend_on_its_company(qwen, dtype):
             assert result["meta_info"]["output_token_logprobs"] == logprobs
             score = engine.score([*prompt, *tokens])
             assert score.logprobs[len(prompt) - 1 :].tolist() == [value for value, *_ in logprobs]
+
+
+def test_a_trainer_that_loads_float32_replays_the_rows_of_codes(qwen):
+    """Quantisation itself is no mismatch: rollout and trainer compute with the same numbers."""
+    model = ModelFolder.open(qwen.quantized).load(jnp.dtype("float32"))
+    with Engine(str(qwen.quantized), dtype="float32", **ENGINE) as engine:
+        results = [engine.generate(input_ids=prompt, **ASK) for prompt in PROMPTS]
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        record, tokens = record_from_meta_info(result), [*prompt, *result["output_ids"]]
+        samples = [replay.Sample(record, len(tokens))]
+        batch = replay.align(samples, layout="pad_right", seq_len=len(tokens), spec=model.config.capture_spec)
+        out = replay.forward(model, jnp.asarray([tokens]), routed=batch)
+        assert float(replay.canary(out.slot_miss, batch)) == 0.0
+        logprobs = np.asarray(jax.nn.log_softmax(out.logits[0, :-1]))
+        own = [value for value, *_ in result["meta_info"]["output_token_logprobs"]]
+        judged = [logprobs[len(prompt) - 1 + step, token] for step, token in enumerate(result["output_ids"])]
+        assert np.abs(np.array(own) - judged).max() < ORDER_OF_SUMS
+
+
+def test_prediction_layers_of_a_quantised_checkpoint_draft(tmp_path):
+    """Their own matrices are dequantised; drafts change no answer, and are those of the dequantised copy."""
+    PredictorOracle("DeepseekV3", tmp_path / "plain", modules=1)
+    names = quantize_folder(tmp_path / "plain", tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    assert any("eh_proj" in name for name in names)
+    draft = dict(speculative=SpeculativeConfig(algorithm="NEXTN", adaptive=False), deterministic=True)
+    ask = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
+
+    def answered(folder, **options):
+        with Engine(str(folder), dtype="float32", **ENGINE | options) as engine:
+            results = engine.generate(input_ids=PROMPTS, sampling_params=ask)
+            totals = engine.stats().speculative
+        return [result["output_ids"] for result in results], totals and totals.requests
+
+    expected = answered(tmp_path / "copy", **draft)
+    assert expected[1].accepted > 0, "some drafts of a random model are right, by common noise"
+    assert answered(tmp_path / "small", quantization="none", **draft) == expected
+    assert answered(tmp_path / "small", **draft) == expected
+    assert answered(tmp_path / "small", deterministic=True)[0] == expected[0]
