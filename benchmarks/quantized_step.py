@@ -1,7 +1,8 @@
 """The decode step with codes of 8 bits beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
-    python benchmarks/quantized_step.py --small      # a CPU, a small model: does it run
+    python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
+    python benchmarks/quantized_step.py --small      # does it run
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
@@ -118,7 +119,8 @@ def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--model", choices=["qwen3-30b-a3b", "benchmark"], default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="default: the model's")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
@@ -128,11 +130,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--name", default="quantized_step")
     args = parser.parse_args()
-    config: dict[str, object] = dict(QWEN3_30B_A3B)
     if args.small:
         args.batches, args.prompt, args.new, args.rounds, args.dtype, args.layers = [2], 8, 16, 1, "float32", 2
-        config = dict(HF_CONFIG)
-    config["num_hidden_layers"] = args.layers
+    config: dict[str, object] = dict(HF_CONFIG if args.small or args.model == "benchmark" else QWEN3_30B_A3B)
+    args.layers = config["num_hidden_layers"] = args.layers or int(str(config["num_hidden_layers"]))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         engines = build(Path(folder), args)
