@@ -150,7 +150,8 @@ class Kernels:
     devices that share the layers' work; `ranks`: the data ranks that share the experts.
 
     `code_formats`: of the weights that all of its matrix kernels take as codes and scales, in the order of
-    `outputs_first`; others are dequantised when they are loaded.
+    `outputs_first`; others are dequantised when they are loaded, and so are stacks of codes that `code_stack_fits`
+    does not hold for: of so many codes on one device.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
@@ -172,6 +173,7 @@ class Kernels:
     ranks: AxisGroup = SINGLE_DEVICE
     code_formats: frozenset[str] = frozenset()
     outputs_first: bool = False
+    code_stack_fits: Callable[[int], bool] = lambda num_codes: True
     stream_dtype: jnp.dtype | None = None
 
     @property

@@ -139,6 +139,7 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
         formats=kernels.code_formats,
         quantizes=args.quantization == "fp8_block",
         outputs_first=kernels.outputs_first,
+        stack_fits=kernels.code_stack_fits,
         parallel=parallel,
     )
 

@@ -6,9 +6,10 @@ dequantised when they are loaded. Of a plain checkpoint all are quantised, where
 experts are codes, or neither."""
 
 import dataclasses
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from routed_experts.layers.quantized import BLOCK, E4M3, GROUPS
 from routed_experts.models.base.partitioning import ParallelConfig
@@ -21,18 +22,20 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 
+logger = logging.getLogger(__name__)
 _EXPERTS = frozenset({"gate_up", "down"})
 ONE_DEVICE = ParallelConfig(1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSupport:
-    """What an engine's kernels take (`Kernels.code_formats`, `Kernels.outputs_first`), and how the model is sharded.
-    `quantizes`: plain checkpoints, too."""
+    """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_stack_fits`), and how the model is
+    sharded. `quantizes`: plain checkpoints, too."""
 
     formats: frozenset[str] = frozenset()
     quantizes: bool = False
     outputs_first: bool = False
+    stack_fits: Callable[[int], bool] = lambda num_codes: True
     parallel: ParallelConfig = ONE_DEVICE
 
 
@@ -50,7 +53,35 @@ def with_kept_codes(
         dataclasses.replace(layer, coded=_coded(config, index, layer, matrices, shown, support))
         for index, layer in enumerate(config.layers)
     )
-    return dataclasses.replace(config, layers=layers)
+    return _without_large_stacks(dataclasses.replace(config, layers=layers), support)
+
+
+def _without_large_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyConfig:
+    """The config without the codes whose stacks the kernels cannot read on one device."""
+    layers = list(config.layers)
+    for run in config.blocks:
+        for kind, layer in enumerate(run.pattern):
+            names = {array.name for array in layer.coded}
+            stacks = {spec.name: _local_codes(spec, run.repeats, support) for spec in layer.weights(config)}
+            large = {name for name in names if not support.stack_fits(stacks[name])}
+            large |= _EXPERTS if large & _EXPERTS else set()
+            if large:
+                stacked = max(stacks[name] for name in large)
+                text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d codes"
+                logger.warning(text, sorted(large), run.first, run.first + run.num_layers - 1, stacked)
+            for index in range(run.first + kind, run.first + run.num_layers, len(run.pattern)) if large else ():
+                kept = tuple(array for array in layer.coded if array.name not in large)
+                layers[index] = dataclasses.replace(layer, coded=kept)
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def _local_codes(spec: ParamSpec, num_layers: int, support: CodeSupport) -> int:
+    """The codes of a block's array on one device."""
+    partition = spec.partition_in(num_layers, by_expert=support.parallel.expert_parallel)
+    shape = spec.stacked(num_layers)
+    if partition is not None:
+        shape = partition.local_shape(shape, support.parallel.parts(partition))
+    return math.prod(shape)
 
 
 def _coded(

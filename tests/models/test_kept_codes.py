@@ -1,0 +1,104 @@
+"""Which matrices are codes: by the kernels' formats, the checkpoint's scales, cuts between devices, and stacks."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+from routed_experts.layers.quantized import E4M3
+from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.decoder.kept_codes import NO_CODES, CodeSupport, without_codes
+from routed_experts.models.model_folder import ModelFolder
+from support.quantized_families import write
+
+DENSE = ("qkv", "out", "dense_gate_up", "dense_down")
+SPARSE = ("qkv", "out", "gate_up", "down")
+ALL = [*(f"blocks.0.0.{name}" for name in DENSE), *(f"blocks.1.0.{name}" for name in SPARSE)]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("qwen"), "Qwen3-MoE", "fp8 blocks")
+
+
+def support(**options):
+    return CodeSupport(formats=frozenset({E4M3}), **options)
+
+
+def test_kernels_without_the_format_get_numbers(qwen):
+    folder = ModelFolder.open(qwen.quantized)
+    assert folder.with_codes(NO_CODES) == folder
+    assert not folder.with_codes(NO_CODES).config.coded_arrays
+
+
+def test_all_matrices_of_layers_are_codes_and_nothing_else(qwen):
+    folder = ModelFolder.open(qwen.quantized).with_codes(support())
+    assert sorted(folder.config.coded_arrays) == sorted(ALL)
+    assert without_codes(folder.config) == ModelFolder.open(qwen.copy).config
+    shapes = folder.shapes(jnp.dtype("bfloat16"))
+    plain = ModelFolder.open(qwen.copy).shapes(jnp.dtype("bfloat16"))
+    for name in ALL:
+        _, block, kind, last = name.split(".")
+        own, numbers = shapes["blocks"][int(block)][int(kind)], plain["blocks"][int(block)][int(kind)]
+        assert own[last].shape == numbers[last].shape and own[last].dtype == jnp.float8_e4m3fn
+        *lead, inputs, outputs = own[last].shape
+        assert own[f"{last}_scale"].shape == (*lead, -(-inputs // 128), outputs)
+
+
+def test_codes_of_the_checkpoints_order_have_their_last_axes_swapped(qwen):
+    folder = ModelFolder.open(qwen.quantized)
+    ours, stored = (folder.with_codes(support(outputs_first=first)) for first in (False, True))
+    ours, stored = (one.load(jnp.dtype("bfloat16")) for one in (ours, stored))
+    for block, names in ((0, DENSE), (1, SPARSE)):
+        for name in names:
+            left, right = ours.blocks[block][0], stored.blocks[block][0]
+            assert (left[name][...].view(jnp.uint8) == right[name][...].view(jnp.uint8).swapaxes(1, 2)).all()
+            assert (left[f"{name}_scale"][...] == right[f"{name}_scale"][...]).all()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_cut_of_the_inputs_makes_groups_smaller_and_too_small_ones_numbers(qwen, devices):
+    config = ModelFolder.open(qwen.quantized).with_codes(support(parallel=ParallelConfig(devices))).config
+    groups = {array.name: array.group for layer in config.layers for array in layer.coded}
+    for name, shape in (("out", config.layers[1].mixer), ("down", config.layers[1].feed)):
+        inputs = shape.num_heads * shape.head_dim if name == "out" else shape.width
+        cut = inputs // devices
+        largest = max(group for group in (128, 64, 32, 16) if cut % group == 0)
+        assert groups[name] == largest, (name, cut)
+    assert groups["qkv"] == groups["gate_up"] == 128
+    whole = ParallelConfig(devices, expert_parallel=True)
+    groups = {
+        array.name: array.group
+        for layer in ModelFolder.open(qwen.quantized).with_codes(support(parallel=whole)).config.layers
+        for array in layer.coded
+    }
+    assert groups["down"] == 128, "whole experts are not cut"
+
+
+def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
+    """The experts of a layer together, and only they."""
+    config = ModelFolder.open(qwen.quantized).config
+    codes = 2 * config.layers[1].feed.width * config.hidden_size * 16  # of gate and up
+    with caplog.at_level(logging.WARNING):
+        kept = ModelFolder.open(qwen.quantized).with_codes(support(stack_fits=lambda count: count != codes)).config
+    assert sorted(kept.coded_arrays) == sorted(set(ALL) - {"blocks.1.0.gate_up", "blocks.1.0.down"})
+    assert "['down', 'gate_up'] of layers 1 to 1 are dequantised" in caplog.text
+    halved = support(stack_fits=lambda count: count != codes, parallel=ParallelConfig(2, expert_parallel=True))
+    assert "blocks.1.0.down" in ModelFolder.open(qwen.quantized).with_codes(halved).config.coded_arrays
+
+
+def test_experts_are_codes_together_or_not_at_all(qwen, tmp_path):
+    """One plain tensor of a layer's experts makes all of them numbers."""
+    from support.quantized_checkpoints import read_tensors, write_folder
+
+    tensors, copy = read_tensors(qwen.quantized), read_tensors(qwen.copy)
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    del tensors[f"{name}.weight_scale_inv"]
+    tensors[f"{name}.weight"] = copy[f"{name}.weight"]
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [name]
+    folder = ModelFolder.open(write_folder(tmp_path / "mixed", config, tensors)).with_codes(support())
+    assert sorted(folder.config.coded_arrays) == sorted(
+        name for name in ALL if not name.endswith((".gate_up", ".1.0.down"))
+    )
