@@ -19,7 +19,7 @@ from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.operands import addressable_matrices
-from routed_experts.layers.gpu.scaled_rows import scale_rows
+from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts, tiled_experts
@@ -70,7 +70,7 @@ def relative_errors(actual, x, matrix) -> float:
 
 
 SMALL = LinearTile(rows=16, out=32, inner=128, warps=2, stages=2)
-SCALED = dataclasses.replace(SMALL, scaled=True)
+SCALED = dataclasses.replace(SMALL, scaled=RowScaling.KERNEL)
 # rows, inputs, outputs, group, tile (None: that of the table)
 LINEAR = {
     "group 128, whole blocks": (16, 256, 64, 128, SCALED),
@@ -271,7 +271,7 @@ def in_float64(call: ExpertCall) -> np.ndarray:
     return np.where(np.asarray(call.valid)[:, None], out, 0)
 
 
-SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=True) for tiles in (LISTS, SLOTS))
+SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=RowScaling.KERNEL) for tiles in (LISTS, SLOTS))
 EXPERTS = {
     "lists, short groups": (Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=F32, kind="padding"), SORTED),
     "slots, biased": (
