@@ -311,9 +311,10 @@ def choose_tiles(slots: int, num_experts: int, *, coded: bool = False) -> MoeTil
     return unsorted if slots <= few else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
 
 
-def tiles_for(call: ExpertCall) -> MoeTiles:
-    """The tiles for this call."""
-    return choose_tiles(call.ids.size, call.num_experts, coded=is_coded(call.gate_up, call.down))
+def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
+    """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
+    matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
+    return choose_tiles(call.ids.size, call.num_experts, coded=is_coded(*matrices))
 
 
 def slot_outputs(

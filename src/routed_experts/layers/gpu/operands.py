@@ -22,12 +22,13 @@ from jaxtyping import Array, Float
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
-from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, to_float16
+from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_of_rows, to_float16
 from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 
 _OFFSETS = 2**31  # Pallas counts elements in 32 bits with a sign, in arrays of up to _NARROW bytes
 _NARROW = 2**32
 FEWEST_ROWS = 8  # of a product on the tensor cores
+_UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
 
 
 def addressable_matrices(stack: int, inputs: int, outputs: int) -> int:
@@ -53,7 +54,8 @@ def check_weights(*weights: Weight | None) -> None:
         if needed != weight.shape[0]:
             raise ConfigError(
                 f"a stack of {weight.shape[0]} matrices of {weight.shape[1]} x {weight.shape[2]} codes has between 2 "
-                f"and 4 GiB, and the GPU kernels read the first 2 GiB of it; pad the stack to {needed} matrices"
+                f"and 4 GiB, and the GPU kernels read the first 2 GiB of it; choose another tp_size or ep_size, whose "
+                f'stacks have other sizes, or quantization="none"; code that makes stacks can pad them to {needed}'
             )
 
 
@@ -97,7 +99,7 @@ def sum_products(
     """Rows of x times one matrix, for each of some sets of columns; float32. `row_mask` [T, 1], `real` [1, C]. Fewer
     rows than a side of the tensor cores' product, which is 8, are multiplied without them."""
     if rows.shape[0] < FEWEST_ROWS:
-        return sum_few_rows(x, weights, matrix, rows, row_mask, columns, real, inputs)
+        return sum_few_rows(x, weights, matrix, rows, row_mask, columns, real, inputs, is_scaled=scaled is not None)
     size = product_step(weights, inputs.size)
     is_inside = scaled is RowScaling.INSIDE and isinstance(weights, QuantizedWeight)
 
@@ -122,9 +124,11 @@ def sum_few_rows(
     columns: tuple[Array, ...],
     real: Array | None,
     inputs: Inputs,
+    *,
+    is_scaled: bool,
 ) -> list[Float[Array, "T C"]]:
-    """The same of few rows, number by number in float32, whose products are exact; rows need no scaling. Every code is
-    decoded once. A step may be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so
+    """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. If
+    `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so
     all that a block has in flight is one step."""
     assert isinstance(weights, QuantizedWeight) and not isinstance(x, ScaledRows), "few rows are multiplied by codes"
     count, group, size = rows.shape[0], weights.group, min(inputs.size, power_of_two(inputs.length))
@@ -139,20 +143,27 @@ def sum_few_rows(
         first, depth, deep = inputs.step(index, size)
         groups = first // group + jnp.arange(num_groups)
         is_group = None if deep is None else (groups * group < end)[None, :]
+        mask = combine_masks(None if deep is None else deep[None, :], real_column)
+        # All loads before the first conversion.
+        codes = [_load_codes(weights, matrix, depth, part, mask) for part in columns]  # C I
         at = [weights.scales.at[matrix, groups[None, :], part[:, None]] for part in columns]
-        codes = [
-            _load_codes(weights, matrix, depth, part, deep, real_column, jnp.float32) for part in columns
-        ]  # C I
         scales = [load_or_zero(own, combine_masks(is_group, real_column)) for own in at]  # C J
+        codes = [_decode(part, mask, jnp.float32) for part in codes]
         sums = []
-        for row, mask in zip(row_ids, exists, strict=True):
-            own = load_or_zero(x.at[row, depth], combine_masks(mask, deep)).astype(jnp.float32)[None, :]
-            sums += [_group_sums(part * own, num_groups) * scale for part, scale in zip(codes, scales, strict=True)]
+        for row, is_real in zip(row_ids, exists, strict=True):
+            own = load_or_zero(x.at[row, depth], combine_masks(is_real, deep)).astype(jnp.float32)
+            power, inverse = power_of_rows(own) if is_scaled and x.dtype == jnp.bfloat16 else (None, None)
+            own = (own if power is None else own * power)[None, :]
+            parts = [_group_sums(part * own, num_groups) * scale for part, scale in zip(codes, scales, strict=True)]
+            sums += parts if inverse is None else [part * inverse for part in parts]
         return tuple(total + part for total, part in zip(totals, sums, strict=True))
 
     zeros, steps = jnp.zeros((columns[0].shape[0], num_groups), jnp.float32), pl.cdiv(inputs.length, size)
     totals = (zeros,) * (count * len(columns))
-    totals = step(0, totals) if steps == 1 else lax.fori_loop(0, steps, step, totals)
+    if steps <= _UNROLLED_STEPS:
+        totals = functools.reduce(lambda sums, index: step(index, sums), range(steps), totals)
+    else:
+        totals = lax.fori_loop(0, steps, step, totals)
     sums = [jnp.sum(total, axis=1)[None, :] for total in totals]  # 1 C, row by row
     return [_stack_rows(sums[part :: len(columns)], is_row) for part in range(len(columns))]
 
@@ -222,26 +233,23 @@ def _load_block(
     # Before the product, which waits for its operands, so that it is on its way meanwhile.
     at: Any = weights.scales.at[matrix, first // weights.group, columns[:, None]]
     scales = load_or_zero(at, real_column)
-    return _Block(_load_codes(weights, matrix, depth, columns, deep, real_column, dtype), scales)
+    mask = combine_masks(None if deep is None else deep[None, :], real_column)
+    return _Block(_decode(_load_codes(weights, matrix, depth, columns, mask), mask, dtype), scales)
 
 
 def _load_codes(
-    weights: QuantizedWeight,
-    matrix: Array,
-    depth: Array,
-    columns: Array,
-    deep: Array | None,
-    real_column: Array | None,
-    dtype: Any,
+    weights: QuantizedWeight, matrix: Array, depth: Array, columns: Array, mask: Array | None
 ) -> Float[Array, "C I"]:
-    """The values of codes; `real_column` [C, 1]."""
+    """Codes of inputs `depth` and `columns`; those outside the mask [C, I] are not defined."""
     codes: Any = weights.codes
     at = codes.at[matrix, columns[:, None], depth[None, :]]
-    mask = combine_masks(None if deep is None else deep[None, :], real_column)
-    if mask is None:
-        return plgpu.load(at).astype(dtype)
-    # Zeros after the conversion: Triton has no constants of every type of codes.
-    return jnp.where(mask, plgpu.load(at, mask=mask).astype(dtype), jnp.zeros((), dtype))
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask)
+
+
+def _decode(codes: Float[Array, "C I"], mask: Array | None, dtype: Any) -> Float[Array, "C I"]:
+    """The values of codes, and zeros outside the mask; after the conversion, because Triton has no constants of every
+    type of codes."""
+    return codes.astype(dtype) if mask is None else jnp.where(mask, codes.astype(dtype), jnp.zeros((), dtype))
 
 
 def _block_product(rows: _RowsBlock, block: _Block) -> Float[Array, "T C"] | Float[Array, "C T"]:

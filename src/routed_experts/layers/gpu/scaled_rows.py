@@ -59,13 +59,18 @@ def _exponent(exponent: Array) -> Array:
     return lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
-def to_float16(x: Float[Array, "T I"]) -> tuple[Float[Array, "T I"], Float[Array, " T"]]:
-    """Each row times its power of two, and the inverse of the power. The exponent of a row with a number that is not
-    finite is that of such numbers, which stay what they are; powers are finite for all rows."""
-    wide = x.astype(jnp.float32)
-    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32) >> 23
+def power_of_rows(x: Float[Array, "... I"]) -> tuple[Float[Array, " ..."], Float[Array, " ..."]]:
+    """Each row's power of two, and the inverse; x is float32. A row with a number that is not finite keeps it."""
+    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1), jnp.int32) >> 23
     power = jnp.minimum(_LARGEST + _BIAS - largest, _BIAS - 1)  # 2^-126 is the last inverse with a full exponent
-    return (wide * _exponent(power)[:, None]).astype(jnp.float16), _exponent(-power)
+    return _exponent(power), _exponent(-power)
+
+
+def to_float16(x: Float[Array, "T I"]) -> tuple[Float[Array, "T I"], Float[Array, " T"]]:
+    """Each row times its power of two, and the inverse of the power."""
+    wide = x.astype(jnp.float32)
+    power, inverse = power_of_rows(wide)
+    return (wide * power[:, None]).astype(jnp.float16), inverse
 
 
 def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
