@@ -1,7 +1,8 @@
 """The kernels of a decode step that read matrices, with weights that are e4m3 codes and with bfloat16, on a GPU.
 
     python benchmarks/quantized_layers.py [--batches 1 16 64 256] [--layers 24] [--rounds 7] [--profile 1 16]
-    python benchmarks/quantized_layers.py --tune [--batches 16]   # times of blocks of other sizes, for codes
+    python benchmarks/quantized_layers.py --variants bfloat16 codes "scaled inside" "few rows" --batches 1 2 4
+    python benchmarks/quantized_layers.py --tune --batches 16 [--products gate_up] [--scaled inside]   # other blocks
     python benchmarks/quantized_layers.py --small [--tune]        # a CPU, small layers, interpreted: does it run
 
 Layers of Qwen3-30B-A3B's shapes as the fused steps run them: the projection of queries, keys and values, that of the
@@ -10,13 +11,16 @@ projection's numbers are taken for its output. Weights are random, made on the d
 numbers rounded. Both are in memory at once, so a card of 80 GB holds 24 layers; stacks of 2 to 4 GiB of codes, which
 fewer layers have, are refused.
 
-Weights: "bfloat16"; "codes", as served; "codes, bfloat16 rows", where rows are not scaled to float16 first, which is a
-launch less a product and more work a code. A program runs some steps, each from other rows. Programs take turns. us a
+Variants: "bfloat16"; "codes", as served; "bfloat16 rows", where rows are not scaled to float16; "scaled before", by a
+launch before each product, and "scaled inside", by its blocks; "few rows", as that, and up to 4 rows are multiplied
+without the tensor cores. A program runs some steps, each from other rows. Programs take turns. us a
 layer: median of the rounds. of bfloat16: median and extremes of the rounds' ratios. floor: bytes of the matrices that a
 layer reads over --bandwidth. distance: of the stream after one layer, from float32 on the same codes, in the 2-norm."""
 
 import argparse
+import collections
 import dataclasses
+import itertools
 import statistics
 import tempfile
 import time
@@ -34,6 +38,7 @@ from step import read_kernel_times
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
+from routed_experts.layers.gpu.scaled_rows import RowScaling
 from routed_experts.layers.kernels import FusedSteps, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
@@ -41,20 +46,37 @@ from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 from routed_experts.layers.routing import RouterSpec, replay_topk
 
-PLAIN, CODES, PLAIN_ROWS = VARIANTS = ("bfloat16", "codes", "codes, bfloat16 rows")
-INTERPRET = jax.default_backend() == "cpu"
-# outputs and inputs of a block, warps, stages
-BLOCKS = (
-    (32, 128, 2, 4),
-    (32, 128, 2, 6),
-    (64, 128, 2, 4),
-    (64, 128, 4, 3),
-    (64, 128, 4, 4),
-    (64, 64, 2, 6),
-    (128, 64, 4, 4),
-    (128, 128, 4, 3),
-    (128, 128, 8, 3),
+PLAIN, CODES, PLAIN_ROWS, BEFORE, INSIDE, FEW = VARIANTS = (
+    *("bfloat16", "codes", "bfloat16 rows", "scaled before", "scaled inside", "few rows"),
 )
+SCALINGS = {PLAIN_ROWS: None, BEFORE: RowScaling.KERNEL, INSIDE: RowScaling.INSIDE, FEW: RowScaling.INSIDE}
+INTERPRET = jax.default_backend() == "cpu"
+MOST_FEW_ROWS = 4
+FEW_SLOTS = 32
+PRODUCTS = ("gate_up", "down", "first", "out")
+# Rows of a block (None: those of the table), outputs and inputs, warps, stages.
+BLOCKS = (
+    *((None, 32, 128, 2, stages) for stages in (4, 6)),
+    *((None, 64, 128, 2, stages) for stages in (3, 4, 5)),
+    *((None, 64, 128, 4, stages) for stages in (3, 4, 5)),
+    (None, 64, 64, 2, 6),
+    (None, 128, 64, 4, 4),
+    (None, 128, 128, 4, 3),
+    (None, 128, 128, 8, 3),
+)
+# Where an expert has few rows on average.
+NARROW_BLOCKS = ((16, 16, 128, 1, 6), (8, 32, 128, 2, 5), (8, 64, 128, 2, 4), (8, 64, 128, 4, 4), (8, 128, 128, 4, 3))
+# Without the tensor cores; rows None: those of the batch for projections, one for experts.
+FEW_BLOCKS = (
+    *((None, out, 2048, warps, 1) for out, warps in ((4, 4), (8, 8), (8, 4), (16, 8))),
+    *((None, out, 1024, warps, 1) for out, warps in ((4, 2), (8, 4), (16, 8), (16, 4))),
+    *((None, out, 256, warps, 1) for out, warps in ((16, 2), (32, 4), (16, 1))),
+    (None, 16, 512, 4, 1),
+)
+FEW_TILES = {
+    "gate_up": Tile(rows=1, out=8, inner=2048, warps=8, stages=1),
+    "down": Tile(rows=1, out=16, inner=256, warps=2, stages=1),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +136,16 @@ def make_matrices(sizes: Sizes) -> dict[str, Matrices]:
         progress(f"weights: {name} {shape}")
         made[name] = jax.block_until_ready(make_stack(key, *shape, sizes.group))
     coded, plain = (Matrices(router=router, **{name: pair[i] for name, pair in made.items()}) for i in range(2))
-    return {PLAIN: plain, CODES: coded, PLAIN_ROWS: coded}
+    return {name: plain if name == PLAIN else coded for name in VARIANTS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """One variant's layers. `scaled` False: rows are multiplied as they are."""
+    """One variant's layers."""
 
     sizes: Sizes
     fused: FusedSteps
-    scaled: bool = True
+    variant: str = CODES
 
     def run(self, x: Array, matrices: Matrices) -> tuple[Array, Array]:
         """The stream behind all layers, and the ids [L, N, K]."""
@@ -154,13 +176,28 @@ class Layers:
 
     def product(self, x: Array, weights: Weight, layer: Array) -> Array:
         """A projection in parts."""
-        tile = dataclasses.replace(tile_for(x.shape[0], weights), scaled=self.scaled)
+        tile, num_rows = tile_for(x.shape[0], weights), x.shape[0]
+        if self.variant in SCALINGS:
+            tile = dataclasses.replace(tile, scaled=SCALINGS[self.variant])
+        if self.variant == FEW and num_rows <= MOST_FEW_ROWS:
+            splits = max(1, weights.shape[1] // 2048)
+            tile = LinearTile(rows=block_rows(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits)
+            tile = dataclasses.replace(tile, scaled=RowScaling.INSIDE)
         return partial_sums(x, weights, layer, tile=tile, interpret=INTERPRET)
 
     def slots(self, call: ExpertCall) -> Array:
         """Each slot's expert."""
-        tiles = dataclasses.replace(tiles_for(call), scaled=self.scaled)
+        tiles = tiles_for(call)
+        if self.variant in SCALINGS:
+            tiles = dataclasses.replace(tiles, scaled=SCALINGS[self.variant])
+        if self.variant == FEW and call.ids.size <= FEW_SLOTS:
+            tiles = MoeTiles(rows=1, sorted_slots=False, scaled=RowScaling.INSIDE, **FEW_TILES)
         return slot_outputs(call, tiles, stride=call.num_experts, interpret=INTERPRET)
+
+
+def block_rows(num_rows: int) -> int:
+    """Rows of a block of few rows: a power of two."""
+    return min(1 << (num_rows - 1).bit_length(), MOST_FEW_ROWS)
 
 
 def expert_call(x: Array, ids: Array, weights: Array, matrices: Matrices, layer: Array, experts: int) -> ExpertCall:
@@ -208,7 +245,7 @@ def compare(
     x = jax.random.normal(jax.random.key(batch), (args.steps, batch, sizes.hidden), jnp.bfloat16)
     programs, outs = {}, {}
     with jax.default_matmul_precision("highest"):
-        oracle = np.asarray(jax.jit(lambda x, m: plain_layer(x, m, variants[CODES]))(x[0], matrices[CODES]), np.float64)
+        oracle = np.asarray(jax.jit(lambda x, m: plain_layer(x, m, variants[PLAIN]))(x[0], matrices[CODES]), np.float64)
     for name, layers in variants.items():
         program = jax.jit(lambda x, m, layers=layers: lax.scan(lambda _, rows: ((), layers.run(rows, m)), (), x)[1])
         stream, ids = program(x, matrices[name])
@@ -246,9 +283,11 @@ def compare(
     return rows
 
 
-def candidates(batch: int, matrices: Matrices, sizes: Sizes) -> Iterator[tuple[str, object, Callable[..., Array]]]:
-    """(product, block, program of (rows, other rows, ids)) for blocks of other sizes: one half of the experts' tiles
-    changes at a time, and so do the projections."""
+def candidates(
+    batch: int, matrices: Matrices, sizes: Sizes, args: argparse.Namespace
+) -> Iterator[tuple[str, str, Tile | LinearTile, Callable[..., Array]]]:
+    """(product, variant, block, program of (rows, other rows, ids)) for blocks of other sizes: one half of the experts'
+    tiles changes at a time, and so do the projections."""
     routing_weights = jnp.ones((batch, sizes.top_k), jnp.float32)
 
     def experts(tiles: MoeTiles) -> Callable[..., Array]:
@@ -268,14 +307,30 @@ def candidates(batch: int, matrices: Matrices, sizes: Sizes) -> Iterator[tuple[s
     some = jnp.zeros((batch, sizes.top_k), jnp.int32)
     x = jnp.zeros((batch, sizes.hidden), jnp.bfloat16)
     tiles = tiles_for(expert_call(x, some, routing_weights, matrices, jnp.int32(0), sizes.experts))
-    for out, inner, warps, stages in BLOCKS[:1] if INTERPRET else BLOCKS:
-        for half, old in (("gate_up", tiles.gate_up), ("down", tiles.down)):
-            tile = Tile(rows=old.rows, out=out, inner=inner, warps=warps, stages=stages)
-            yield half, tile, experts(dataclasses.replace(tiles, **{half: tile}))
-        for name, weights in (("first", matrices.first), ("out", matrices.out)):
-            own = tile_for(batch, weights)
-            linear = dataclasses.replace(own, out=out, inner=inner, warps=warps, stages=stages)
-            yield name, linear, projection(name, linear)
+    blocks = [*BLOCKS, *(NARROW_BLOCKS if batch * sizes.top_k <= 4 * sizes.experts else ())]
+    for name, scaled, block in itertools.product(args.products, args.scaled, blocks[:1] if INTERPRET else blocks):
+        rows, shape = block[0], dict(zip(("out", "inner", "warps", "stages"), block[1:], strict=True))
+        if name in FEW_TILES:
+            own = dataclasses.replace(tiles, scaled=SCALINGS[scaled])
+            tile = Tile(rows=rows or getattr(tiles, name).rows, **shape)
+            yield name, scaled, tile, experts(dataclasses.replace(own, **{name: tile}))
+        elif rows is None or batch <= 16:
+            table = tile_for(batch, getattr(matrices, name))
+            linear = dataclasses.replace(table, rows=rows or table.rows, scaled=SCALINGS[scaled], **shape)
+            yield name, scaled, linear, projection(name, linear)
+    few = FEW_BLOCKS[:1] if INTERPRET else FEW_BLOCKS
+    for name, block in itertools.product(args.products if batch <= MOST_FEW_ROWS else (), few):
+        shape = dict(zip(("out", "inner", "warps", "stages"), block[1:], strict=True))
+        if name in FEW_TILES:
+            tile = Tile(rows=1, **shape)
+            own = MoeTiles(rows=1, sorted_slots=False, scaled=RowScaling.INSIDE, **{**FEW_TILES, name: tile})
+            yield name, FEW, tile, experts(own)
+            continue
+        inputs = getattr(matrices, name).shape[1]
+        for splits in (1, 2, 4):
+            if inputs // splits >= shape["inner"] or splits == 1:
+                linear = LinearTile(rows=block_rows(batch), splits=splits, scaled=RowScaling.INSIDE, **shape)
+                yield name, FEW, linear, projection(name, linear)
 
 
 def tune(batch: int, matrices: Matrices, sizes: Sizes, args: argparse.Namespace) -> list[dict[str, object]]:
@@ -285,7 +340,7 @@ def tune(batch: int, matrices: Matrices, sizes: Sizes, args: argparse.Namespace)
     mixed = jax.random.normal(keys[1], (batch, sizes.heads), jnp.bfloat16)
     scores = jax.random.normal(keys[2], (sizes.layers, batch, sizes.experts))
     ids, rows = lax.top_k(scores, sizes.top_k)[1], []
-    for name, tile, run in candidates(batch, matrices, sizes):
+    for name, scaled, tile, run in candidates(batch, matrices, sizes, args):
 
         def step(x: Array, layer: Array, matrices: Matrices, run: Callable[..., Array] = run) -> tuple[Array, None]:
             result = run(x, mixed, ids[layer], layer, matrices)
@@ -299,9 +354,22 @@ def tune(batch: int, matrices: Matrices, sizes: Sizes, args: argparse.Namespace)
             progress(f"{name}: {tile}: {str(error)[:80]}")
             continue
         best = min(seconds() for _ in range(args.rounds))
-        block = f"{tile.out}, {tile.inner}, {tile.warps}, {tile.stages}"
-        rows.append({"batch": batch, "product": name, "block": block, "us": best * 1e6})
+        block = f"{tile.rows}, {tile.out}, {tile.inner}, {tile.warps}, {tile.stages}"
+        block += f", {tile.splits} parts" if isinstance(tile, LinearTile) else ""
+        rows.append({"batch": batch, "product": name, "variant": scaled, "block": block, "us": best * 1e6})
     return sorted(rows, key=lambda row: (str(row["product"]), float(str(row["us"]))))
+
+
+def best_of_each(rows: list[dict[str, object]], count: int) -> list[dict[str, object]]:
+    """The first `count` rows of each batch, product and variant of a sorted table."""
+    met: collections.Counter[tuple[object, ...]] = collections.Counter()
+    best = []
+    for row in rows:
+        key = row["batch"], row["product"], row["variant"]
+        met[key] += 1
+        if met[key] <= count:
+            best.append(row)
+    return best
 
 
 def main() -> None:
@@ -314,6 +382,11 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are timed one by one")
     parser.add_argument("--tune", action="store_true", help="time blocks of other sizes instead")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS, help="that are tuned")
+    parser.add_argument(
+        "--scaled", nargs="+", choices=SCALINGS, default=[BEFORE, INSIDE], help="of the blocks that are tuned"
+    )
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[PLAIN, CODES, PLAIN_ROWS])
     parser.add_argument("--small", action="store_true", help="small layers on any machine")
     parser.add_argument("--name", default="quantized_layers", help="of the result")
     args = parser.parse_args()
@@ -330,9 +403,9 @@ def main() -> None:
         if args.tune:
             rows += tune(batch, matrices[CODES], sizes, args)
         else:
-            variants = {name: Layers(sizes=sizes, fused=fused, scaled=name != PLAIN_ROWS) for name in VARIANTS}
+            variants = {name: Layers(sizes=sizes, fused=fused, variant=name) for name in (PLAIN, *args.variants)}
             rows += compare(batch, variants, matrices, args)
-        print_table(rows)
+        print_table(best_of_each(rows, 4) if args.tune else rows)
         name = f"{args.name}_tiles" if args.tune else args.name
         path = write_result(name, rows, layers=sizes.layers)
     print(path)

@@ -17,9 +17,9 @@ from jax import lax
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
-from routed_experts.layers.gpu.moe import CODE_TILES, choose_tiles, slot_outputs
+from routed_experts.layers.gpu.moe import CODE_TILES, MoeTiles, Tile, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.operands import addressable_matrices
-from routed_experts.layers.gpu.scaled_rows import scale_rows
+from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts, tiled_experts
@@ -70,7 +70,9 @@ def relative_errors(actual, x, matrix) -> float:
 
 
 SMALL = LinearTile(rows=16, out=32, inner=128, warps=2, stages=2)
-SCALED = dataclasses.replace(SMALL, scaled=True)
+SCALED = dataclasses.replace(SMALL, scaled=RowScaling.KERNEL)
+INSIDE = dataclasses.replace(SMALL, scaled=RowScaling.INSIDE)
+FEW = LinearTile(rows=1, out=8, inner=256, warps=4, stages=1, scaled=RowScaling.INSIDE)
 # rows, inputs, outputs, group, tile (None: that of the table)
 LINEAR = {
     "group 128, whole blocks": (16, 256, 64, 128, SCALED),
@@ -80,6 +82,12 @@ LINEAR = {
     "group 16 of 72, the last one short": (19, 72, 23, 16, dataclasses.replace(SCALED, inner=64)),
     "steps shorter than a group": (3, 256, 32, 128, dataclasses.replace(SCALED, inner=32)),
     "parts": (40, 256, 40, 64, dataclasses.replace(SCALED, splits=4)),
+    "steps, scaled inside": (5, 160, 50, 32, INSIDE),
+    "parts, scaled inside": (19, 256, 40, 64, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "one row, one step": (1, 160, 50, 32, FEW),
+    "four of seven rows, parts": (7, 288, 40, 16, dataclasses.replace(FEW, rows=4, inner=64, splits=2)),
+    "one of two rows, a loop of steps, the last group short": (2, 362, 9, 64, dataclasses.replace(FEW, inner=64)),
+    "steps of few rows shorter than a group": (2, 288, 9, 64, dataclasses.replace(FEW, rows=2, inner=32)),
     "the table, parts": (5, 1024, 70, 64, None),
     "the table, many rows": (65, 320, 70, 64, None),
 }
@@ -143,9 +151,12 @@ SMALL_ROWS = {
 }
 
 
-def run_rows_of_any_size(*, interpret):
+ONE_TO_ONE = {"before": SCALED, "inside": INSIDE, "few rows": dataclasses.replace(FEW, rows=4, inner=32)}
+
+
+def run_rows_of_any_size(tile, *, interpret):
     rng, weight = np.random.default_rng(0), random_weight(jax.random.key(3), 1, 96, 40, 32)
-    run = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=SCALED, interpret=interpret)[0])
+    run = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=tile, interpret=interpret)[0])
     for edits, factor in ((LARGE_ROWS, 1e-3), (SMALL_ROWS, 1e3)):  # no sum overflows, and none is a subnormal number
         x = jnp.asarray(np.stack([edit(rng.standard_normal(96)) for edit in edits.values()]), HALF)
         own = dataclasses.replace(weight, scales=weight.scales * factor)
@@ -156,9 +167,39 @@ def run_rows_of_any_size(*, interpret):
             assert np.isfinite(error).all() and (error <= most).all(), name
 
 
-def test_rows_of_any_size_keep_their_sums():
+@pytest.mark.parametrize("tile", ONE_TO_ONE.values(), ids=ONE_TO_ONE)
+def test_rows_of_any_size_keep_their_sums(tile):
     """Up to what float16 loses: 2^-39 of a row's largest number, of each number below 2^-31 of it."""
-    run_rows_of_any_size(interpret=True)
+    run_rows_of_any_size(tile, interpret=True)
+
+
+@pytest.mark.parametrize("tile", ONE_TO_ONE.values(), ids=ONE_TO_ONE)
+def test_rows_that_are_not_finite_have_no_finite_sums_and_others_are_as_they_were(tile):
+    """Also a number of another step than the one that is not finite, and the largest number of bfloat16 alone."""
+    weight = random_weight(jax.random.key(5), 1, 96, 40, 32)
+    weight = dataclasses.replace(weight, codes=jnp.where(weight.codes == 0, jnp.float8_e4m3fn(1), weight.codes))
+    largest = float(jnp.finfo(HALF).max)
+    rows = np.asarray(wide(jax.random.normal(jax.random.key(6), (6, 96), HALF)))
+    rows[1, 40], rows[2, 90], rows[3, 3], rows[4], rows[5] = np.nan, np.inf, -np.inf, 0, 0
+    rows[4, 70] = largest
+    run = jax.jit(lambda x, w: partial_sums(x, w, 0, tile=tile, interpret=True)[0])
+    result = np.asarray(run(jnp.asarray(rows, HALF), dataclasses.replace(weight, scales=weight.scales * 2.0**-8)))
+    assert np.isnan(result[1]).all() and not np.isfinite(result[2:4]).any() and not result[5].any()
+    expected = rows[[0, 4]] @ (numbers(weight, 0) * 2.0**-8)
+    np.testing.assert_allclose(result[[0, 4]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_scaled_inside_keep_small_numbers_of_other_steps():
+    """A huge number in one step; whole rows lose what is below 2^-39 of it, steps of their own do not."""
+    weight = random_weight(jax.random.key(3), 1, 96, 40, 32)
+    weight = dataclasses.replace(weight, scales=weight.scales.at[:, 0].set(0.0))
+    x = np.asarray(wide(jax.random.normal(jax.random.key(7), (4, 96), HALF)))
+    x[:, 3] = 2.0**60
+    x, run = jnp.asarray(x, HALF), lambda tile: partial_sums(x, weight, 0, tile=tile, interpret=True)[0]
+    inside, before = run(INSIDE), run(SCALED)
+    matrix = numbers(weight, 0)
+    assert np.max(np.abs(np.asarray(inside) - wide(x) @ matrix) / (np.abs(wide(x))[:, 32:] @ np.abs(matrix)[32:])) < SUMS
+    assert not np.asarray(before).any()
 
 
 def test_scaled_rows_are_exact_from_a_small_part_of_the_largest_on():
@@ -271,7 +312,11 @@ def in_float64(call: ExpertCall) -> np.ndarray:
     return np.where(np.asarray(call.valid)[:, None], out, 0)
 
 
-SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=True) for tiles in (LISTS, SLOTS))
+SORTED, UNSORTED = (dataclasses.replace(tiles, scaled=RowScaling.KERNEL) for tiles in (LISTS, SLOTS))
+STEPS_SORTED, STEPS_UNSORTED = (dataclasses.replace(tiles, scaled=RowScaling.INSIDE) for tiles in (LISTS, SLOTS))
+ONE_ROW = Tile(rows=1, out=16, inner=64, warps=4, stages=1)
+ROWS_SORTED = dataclasses.replace(STEPS_SORTED, gate_up=dataclasses.replace(ONE_ROW, rows=2), down=ONE_ROW)
+ROWS_UNSORTED = dataclasses.replace(STEPS_UNSORTED, gate_up=ONE_ROW, down=dataclasses.replace(ONE_ROW, inner=32))
 EXPERTS = {
     "lists, short groups": (Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=F32, kind="padding"), SORTED),
     "slots, biased": (
@@ -290,6 +335,22 @@ EXPERTS = {
     "plain shared experts": (
         Experts(sizes=(6, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50, shared_codes=False),
         SORTED,
+    ),
+    "scaled inside, lists": (
+        Experts(sizes=(13, 3, 5, 72, 40), groups=(16, 32), dtype=HALF, kind="padding"),
+        STEPS_SORTED,
+    ),
+    "scaled inside, plain shared experts": (
+        Experts(sizes=(2, 2, 4, 40, 24), groups=(32, 16), dtype=HALF, shared_width=50, shared_codes=False),
+        STEPS_UNSORTED,
+    ),
+    "two rows and one, lists, shared experts": (
+        Experts(sizes=(7, 2, 4, 72, 40), groups=(16, 32), dtype=HALF, shared_width=50, kind="padding"),
+        ROWS_SORTED,
+    ),
+    "one row, slots, biased": (
+        Experts(sizes=(3, 2, 4, 40, 24), groups=(32, 16), dtype=F32, activation="clamped swiglu", biased=True),
+        ROWS_UNSORTED,
     ),
     "the table, few": (Experts(sizes=(2, 2, 4, 160, 48), groups=(128, 32), dtype=HALF), None),
     "the table, 40 rows": (Experts(sizes=(40, 2, 4, 160, 48), groups=(128, 64), dtype=HALF), None),
@@ -349,7 +410,7 @@ def test_a_stack_that_32_bits_do_not_address_is_refused():
     product = functools.partial(partial_sums, interpret=True)
     x, layer = jax.ShapeDtypeStruct((4, 2048), HALF), jax.ShapeDtypeStruct((), jnp.int32)
     needed = addressable_matrices(7 * 128, 2048, 1536)
-    with pytest.raises(ConfigError, match=f"pad the stack to {needed} matrices"):
+    with pytest.raises(ConfigError, match=f'tp_size or ep_size.*quantization="none".*pad them to {needed}'):
         jax.eval_shape(product, x, stack(7 * 128), layer)
     for count in (5 * 128, needed, 48 * 128):
         assert jax.eval_shape(product, x, stack(count), layer).shape[1:] == (4, 1536)
@@ -405,6 +466,8 @@ def test_a_layer_in_few_kernels_equals_plain_code():
         assert distance(wide(left), wide(right)) < BOUNDS[dtype]
 
 
+SCALINGS = [RowScaling.KERNEL, RowScaling.INSIDE, None]
+
 # On a GPU. Array code in full precision is the oracle there: float32 numbers of codes are exact products.
 
 
@@ -414,7 +477,7 @@ def in_full_precision(function, *args):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scaled", [True, False], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("scaled", SCALINGS, ids=["before", "inside", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 16, 33, 256, 3000])
 @pytest.mark.parametrize(("inputs", "outputs", "group"), [(2048, 5120, 128), (4096, 2048, 128), (576, 1000, 64)])
 def test_compiled_products_with_codes(rows, inputs, outputs, group, scaled):
@@ -434,7 +497,18 @@ ON_GPU = {
     "shared": dict(sizes=(6, 64, 2048, 1408), groups=(128, 128), shared_width=2816),
     "biased": dict(sizes=(4, 32, 2880, 2880), groups=(32, 32), activation="clamped swiglu", biased=True),
 }
-EVERY_TILE = [choose_tiles(1, 128, coded=True), *CODE_TILES]
+ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
+EVERY_TILE = [
+    choose_tiles(1, 128, coded=True),
+    *CODE_TILES,
+    MoeTiles(rows=1, gate_up=ONE_WHOLE_ROW, down=dataclasses.replace(ONE_WHOLE_ROW, inner=256), sorted_slots=False),
+    MoeTiles(rows=2, gate_up=dataclasses.replace(ONE_WHOLE_ROW, rows=2), down=ONE_WHOLE_ROW),
+    MoeTiles(
+        rows=8,
+        gate_up=Tile(rows=8, out=64, inner=128, warps=2, stages=4),
+        down=Tile(rows=8, out=32, inner=128, warps=2, stages=5),
+    ),
+]
 
 
 @pytest.mark.gpu
@@ -465,10 +539,10 @@ def test_compiled_experts_of_codes(name, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", EVERY_TILE, ids=lambda tiles: f"up to {tiles.rows} rows")
 def test_compiled_experts_in_every_tile(tiles):
-    """Also with rows that stay bfloat16."""
+    """In every scaling of the rows."""
     call = Experts(sizes=(16, 8, 32, 2048, 768), groups=(128, 128), dtype=HALF).call
     expected = wide(in_full_precision(tiled_experts, at_first(call)))
-    for scaled in (True, False):
+    for scaled in SCALINGS:
         own = dataclasses.replace(tiles, scaled=scaled)
         run = jax.jit(lambda call, own=own: slot_outputs(call, own, stride=call.num_experts, interpret=False))
         outputs = run(call).reshape(16, 8, -1)
@@ -495,5 +569,20 @@ def test_compiled_products_reach_both_ends_of_a_long_stack(matrices):
 
 
 @pytest.mark.gpu
-def test_compiled_rows_of_any_size_keep_their_sums():
-    run_rows_of_any_size(interpret=False)
+@pytest.mark.parametrize("tile", ONE_TO_ONE.values(), ids=ONE_TO_ONE)
+def test_compiled_rows_of_any_size_keep_their_sums(tile):
+    run_rows_of_any_size(tile, interpret=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+@pytest.mark.parametrize(("inputs", "group", "splits"), [(2048, 128, 1), (4096, 128, 2), (576, 64, 1)])
+def test_compiled_products_of_few_rows(rows, inputs, group, splits):
+    """In one step, in an unrolled loop and in a loop."""
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x, weight = jax.random.normal(keys[0], (rows, inputs), HALF), random_weight(keys[1], 2, inputs, 1000, group)
+    expected = wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))
+    for inner, own in ((2048, min(rows, 4)), (512, 1), (64, 1)):
+        tile = LinearTile(rows=1 if own == 1 else 4, out=8, inner=inner, warps=8, stages=1, splits=splits)
+        actual = jax.jit(lambda x, w, t=tile: linear_in_place(x, w, jnp.int32(1), F32, tile=t))(x, weight)
+        assert distance(wide(actual), expected) < 2e-6

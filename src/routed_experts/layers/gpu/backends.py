@@ -25,7 +25,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests."""
 
     def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
-        return slot_outputs(call, tiles_for(call), shared, stride=call.num_experts, interpret=interpret)
+        return slot_outputs(call, tiles_for(call, shared), shared, stride=call.num_experts, interpret=interpret)
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(

@@ -16,16 +16,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
-from routed_experts.layers.gpu.operands import (
-    begin_sums,
-    block_product,
-    check_weights,
-    end_sums,
-    load_block,
-    load_rows,
-    product_step,
-)
-from routed_experts.layers.gpu.scaled_rows import rows_for_codes
+from routed_experts.layers.gpu.operands import FEWEST_ROWS, Inputs, check_weights, sum_products
+from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 
@@ -33,7 +25,8 @@ from routed_experts.layers.quantized import QuantizedWeight, Weight
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
     """Blocks of `rows` by `out`, sums cut into `splits` parts and made in steps of `inner`; warps and stages of the
-    Triton compiler. `scaled`: rows are float16 where the matrix is codes."""
+    Triton compiler. `scaled`: whether and where rows become float16 where the matrix is codes. Up to 4 rows are
+    multiplied by codes without the tensor cores, and a step may then be all inputs."""
 
     rows: int
     out: int
@@ -41,7 +34,7 @@ class LinearTile:
     warps: int
     stages: int
     splits: int = 1
-    scaled: bool = False
+    scaled: RowScaling | None = None
 
 
 LARGEST = 512  # rows; above it the library's product
@@ -70,11 +63,11 @@ def choose_codes_tile(num_rows: int, inner: int, outputs: int, group: int) -> Li
     if rows <= 64:
         splits = _splits(inner, inner // 512, group)
         return LinearTile(
-            rows=rows, out=64, inner=128, warps=4 if rows > 16 else 2, stages=4, splits=splits, scaled=True
+            rows=rows, out=64, inner=128, warps=4 if rows > 16 else 2, stages=4, splits=splits, scaled=CODE_ROWS
         )
     blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
     splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), group)
-    return LinearTile(rows=rows, out=128, inner=64, warps=8, stages=4, splits=splits, scaled=True)
+    return LinearTile(rows=rows, out=128, inner=64, warps=8, stages=4, splits=splits, scaled=CODE_ROWS)
 
 
 def tile_for(num_rows: int, weights: Weight) -> LinearTile:
@@ -100,18 +93,10 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
     split = pl.program_id(2)
     row_mask = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
     column_mask = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
-    layer_id, size = layer[0], product_step(weights, tile.inner)
-
-    def step(index: Array, total: Array) -> Array:
-        offset = index * size + jnp.arange(size)
-        deep, depth = None if inner_size % size == 0 else offset < inner_size, split * inner_size + offset
-        rows_block = load_rows(x, rows, depth, row_mask, deep)
-        first = split * inner_size + index * size
-        block = load_block(weights, layer_id, first, depth, columns, deep, column_mask, rows_block.dtype)
-        return total + block_product(rows_block, block)
-
-    total = lax.fori_loop(0, pl.cdiv(inner_size, size), step, begin_sums(weights, tile.rows, tile.out))
-    total = end_sums(total, x, weights, rows, row_mask)
+    inputs = Inputs(length=inner_size, size=tile.inner, first=split * inner_size)
+    (total,) = sum_products(
+        x, weights, layer[0], rows, row_mask, (columns,), column_mask, inputs=inputs, scaled=tile.scaled
+    )
     plgpu.store(
         out.at[split, rows[:, None], columns[None, :]],
         total.astype(out.dtype),
@@ -136,7 +121,8 @@ def partial_sums(
     if is_coded:
         check_weights(weights)
         assert tile.splits == 1 or weights.shape[1] % (tile.splits * weights.group) == 0, (tile, weights.shape)
-    rows = rows_for_codes(x, scaled=tile.scaled, interpret=interpret) if is_coded else x
+    is_scaled = is_coded and tile.rows >= FEWEST_ROWS
+    rows = rows_for_codes(x, tile.scaled if is_scaled else None, interpret=interpret)
     return pl.pallas_call(
         functools.partial(_product, tile=tile),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),

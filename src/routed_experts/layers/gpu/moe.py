@@ -22,17 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
-from routed_experts.layers.gpu.operands import (
-    begin_sums,
-    block_product,
-    check_weights,
-    end_sums,
-    is_coded,
-    load_block,
-    load_rows,
-    product_step,
-)
-from routed_experts.layers.gpu.scaled_rows import Rows, rows_for_codes
+from routed_experts.layers.gpu.operands import FEWEST_ROWS, Inputs, check_weights, is_coded, sum_products
+from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
 from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
@@ -40,7 +31,8 @@ from routed_experts.layers.quantized import Weight
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Block sizes of one product: T rows, `out` columns, steps of `inner`; warps and stages of the Triton compiler."""
+    """Block sizes of one product: T rows, `out` columns, steps of `inner`; warps and stages of the Triton compiler. Up
+    to 4 rows are multiplied by codes without the tensor cores, and a step may then be all inputs."""
 
     rows: int
     out: int
@@ -52,13 +44,13 @@ class Tile:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
     """What both products use up to `rows` rows an expert, on average. `sorted_slots` False: a slot is a tile. `scaled`:
-    rows are float16 where all matrices are codes."""
+    whether and where rows become float16, which codes are decoded to; where all matrices are codes."""
 
     rows: float
     gate_up: Tile
     down: Tile
     sorted_slots: bool = True
-    scaled: bool = False
+    scaled: RowScaling | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +67,7 @@ class KernelConfig:
     biased: bool
     num_rows: int
     shared_chunks: int
+    scaled: RowScaling | None
 
     @property
     def shared_tiles(self) -> int:
@@ -87,6 +80,7 @@ def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
 
 
 FEW_SLOTS = 16  # up to so many, nothing is sorted
+FEW_CODED_SLOTS = 16  # the same of codes
 _UNSORTED = MoeTiles(rows=0, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False)
 # Measured best on an H200: 128 experts of 2048 x 768, top-8 (1 to 16384 tokens), 64 of 2048 x 1024, top-8, 32 of
 # 2880 x 2880, top-4, and 8 of 4096 x 14336, top-2 (64 and 256 tokens). Each tile of an expert's rows reads its weights.
@@ -100,13 +94,13 @@ TILES = (
 # For codes. Measured best on an H200 with 16 rows of each of 8, 82 and 126 experts of 2048 x 1536: blocks of 32 to 64
 # columns and two warps. Those of more rows are not measured yet; with fewer warps their registers do not suffice.
 _UNSORTED_CODES = MoeTiles(
-    rows=0, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), sorted_slots=False, scaled=True
+    rows=0, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), sorted_slots=False, scaled=CODE_ROWS
 )
 CODE_TILES = (
-    MoeTiles(rows=8, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), scaled=True),
-    MoeTiles(rows=20, gate_up=_tile(32, 32, 128, 2, 4), down=_tile(32, 64, 128, 2, 4), scaled=True),
-    MoeTiles(rows=48, gate_up=_tile(64, 64, 128, 4, 3), down=_tile(64, 64, 128, 4, 3), scaled=True),
-    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(128, 128, 64, 8, 3), scaled=True),
+    MoeTiles(rows=8, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), scaled=CODE_ROWS),
+    MoeTiles(rows=20, gate_up=_tile(32, 32, 128, 2, 4), down=_tile(32, 64, 128, 2, 4), scaled=CODE_ROWS),
+    MoeTiles(rows=48, gate_up=_tile(64, 64, 128, 4, 3), down=_tile(64, 64, 128, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(128, 128, 64, 8, 3), scaled=CODE_ROWS),
 )
 
 
@@ -235,22 +229,11 @@ def _sums(
     mask: Array,
     columns: tuple[Array, ...],
     real: Array | None,
-    tile: Tile,
+    static: KernelConfig,
 ) -> list[Array]:
     """Rows of x times one matrix, for each of some sets of columns; float32."""
-    inner_size, row_mask, size = weights.shape[1], mask[:, None], product_step(weights, tile.inner)
-
-    def step(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        depth = index * size + jnp.arange(size)
-        deep = None if inner_size % size == 0 else depth < inner_size
-        rows_block = load_rows(x, rows, depth, row_mask, deep)
-        start = index * size
-        blocks = [load_block(weights, matrix, start, depth, part, deep, real, rows_block.dtype) for part in columns]
-        return tuple(total + block_product(rows_block, block) for total, block in zip(sums, blocks, strict=True))
-
-    zeros = begin_sums(weights, tile.rows, tile.out)
-    sums = lax.fori_loop(0, pl.cdiv(inner_size, size), step, (zeros,) * len(columns))
-    return [end_sums(total, x, weights, rows, row_mask) for total in sums]
+    inputs = Inputs(length=weights.shape[1], size=static.tile.inner)
+    return sum_products(x, weights, matrix, rows, mask[:, None], columns, real, inputs=inputs, scaled=static.scaled)
 
 
 def _gate_up(*refs: Any, static: KernelConfig) -> None:
@@ -264,7 +247,7 @@ def _gate_up(*refs: Any, static: KernelConfig) -> None:
 
     def body(expert: Array, slots: Array, mask: Array) -> None:
         both = (columns, width + columns)
-        gate, up = _sums(x, weights, expert, slots // static.top_k, mask, both, real, tile)
+        gate, up = _sums(x, weights, expert, slots // static.top_k, mask, both, real, static)
         gate = _plus_bias(gate, biases, expert, columns, real, out.dtype)
         up = _plus_bias(up, biases, expert, width + columns, real, out.dtype)
         hidden = activate(gate, up, static.activation, out.dtype)
@@ -283,7 +266,7 @@ def _gate_up(*refs: Any, static: KernelConfig) -> None:
     def shared_body(part: Array, rows: Array, mask: Array) -> None:
         own = part * (pl.cdiv(width, tile.out) * tile.out) + columns
         is_own = (own < shared_width)[None, :]
-        gate, up = _sums(x, shared, refs[0][0], rows, mask, (own, shared_width + own), is_own, tile)
+        gate, up = _sums(x, shared, refs[0][0], rows, mask, (own, shared_width + own), is_own, static)
         hidden = activate(rounded(gate, out.dtype), rounded(up, out.dtype), "silu", out.dtype)
         plgpu.store(shared_out.at[rows[:, None], own[None, :]], hidden.astype(out.dtype), mask=mask[:, None] & is_own)
 
@@ -299,7 +282,7 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     real = None if width % tile.out == 0 else (columns < width)[None, :]
 
     def body(expert: Array, slots: Array, mask: Array) -> None:
-        (total,) = _sums(hidden, weights, expert, slots, mask, (columns,), real, tile)
+        (total,) = _sums(hidden, weights, expert, slots, mask, (columns,), real, static)
         total = _plus_bias(total, biases, expert, columns, real, out.dtype)
         plgpu.store(
             out.at[slots[:, None], columns[None, :]], total.astype(out.dtype), mask=combine_masks(mask[:, None], real)
@@ -311,7 +294,7 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     shared, shared_hidden = rest[:2]
 
     def shared_body(_: Array, rows: Array, mask: Array) -> None:
-        (total,) = _sums(shared_hidden, shared, refs[0][0], rows, mask, (columns,), real, tile)
+        (total,) = _sums(shared_hidden, shared, refs[0][0], rows, mask, (columns,), real, static)
         slots = static.num_rows * static.top_k + rows
         plgpu.store(
             out.at[slots[:, None], columns[None, :]], total.astype(out.dtype), mask=combine_masks(mask[:, None], real)
@@ -322,13 +305,16 @@ def _down(*refs: Any, static: KernelConfig) -> None:
 
 def choose_tiles(slots: int, num_experts: int, *, coded: bool = False) -> MoeTiles:
     """The tiles for this many slots of so many experts, whose matrices are numbers or codes."""
-    unsorted, table = (_UNSORTED_CODES, CODE_TILES) if coded else (_UNSORTED, TILES)
-    return unsorted if slots <= FEW_SLOTS else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+    unsorted, table, few = (
+        (_UNSORTED_CODES, CODE_TILES, FEW_CODED_SLOTS) if coded else (_UNSORTED, TILES, FEW_SLOTS)
+    )
+    return unsorted if slots <= few else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
 
 
-def tiles_for(call: ExpertCall) -> MoeTiles:
-    """The tiles for this call."""
-    return choose_tiles(call.ids.size, call.num_experts, coded=is_coded(call.gate_up, call.down))
+def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
+    """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
+    matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
+    return choose_tiles(call.ids.size, call.num_experts, coded=is_coded(*matrices))
 
 
 def slot_outputs(
@@ -348,9 +334,10 @@ def slot_outputs(
     first = call.first_expert.reshape(1)
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
     check_weights(*matrices)
+    scaled = tiles.scaled if is_coded(*matrices) else None
 
-    def prepared(rows: Float[Array, "N D"]) -> Rows:
-        return rows_for_codes(rows, scaled=tiles.scaled and is_coded(*matrices), interpret=interpret)
+    def prepared(rows: Float[Array, "N D"], tile: Tile) -> Rows:
+        return rows_for_codes(rows, scaled if tile.rows >= FEWEST_ROWS else None, interpret=interpret)
 
     def product(
         kernel: Callable[..., None],
@@ -372,6 +359,7 @@ def slot_outputs(
             biased=call.gate_up_bias is not None,
             num_rows=num_rows,
             shared_chunks=chunks,
+            scaled=scaled,
         )
         num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
         return pl.pallas_call(
@@ -383,15 +371,15 @@ def slot_outputs(
             name=name,
         )(first, call.valid, flat, counts, order, *given)
 
-    gate_up, down = [prepared(call.x), call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
+    gate_up, down = [prepared(call.x, tiles.gate_up), call.gate_up, call.gate_up_bias], [call.down, call.down_bias]
     assert (call.gate_up_bias is None) == (call.down_bias is None), "both products have biases, or none"
     if shared is None:
         (hidden,) = product(_gate_up, "experts_gate_up", tiles.gate_up, gate_up, [(slots, width)], 0)
-        return product(_down, "experts_down", tiles.down, [prepared(hidden), *down], [(slots, dim)], 0)[0]
+        return product(_down, "experts_down", tiles.down, [prepared(hidden, tiles.down), *down], [(slots, dim)], 0)[0]
     shared_width, block = shared.down.shape[1], pl.cdiv(width, tiles.gate_up.out) * tiles.gate_up.out
     shapes, chunks = [(slots, width), (num_rows, shared_width)], pl.cdiv(shared_width, block)
     hidden, own = product(_gate_up, "experts_gate_up", tiles.gate_up, [*gate_up, shared.gate_up], shapes, chunks)
-    arrays = [prepared(hidden), *down, shared.down, prepared(own)]
+    arrays = [prepared(hidden, tiles.down), *down, shared.down, prepared(own, tiles.down)]
     return product(_down, "experts_down", tiles.down, arrays, [(slots + num_rows, dim)], 1)[0]
 
 

@@ -1,13 +1,15 @@
-"""Rows of bfloat16 as float16, each times a power of two, for products with codes.
+"""Rows of bfloat16 as float16, each times a power of two, for products with codes: whole rows by a kernel of their own,
+or the inputs of one step of a sum at a time, inside the kernel of the product.
 
 A row's largest number is taken to [2^14, 2^15), just below the largest float16, and its sums are multiplied by the
 inverse, which is exact. float16 has more bits than bfloat16, but ends at 2^-24: numbers of a row from 2^-31 of its
 largest on are exact, and smaller ones are off by up to 2^-39 of its largest. Rows below 2^-112 are multiplied by 2^126;
-no number of such a row is below 2^-7 then, so all are exact.
+no number of such a row is below 2^-7 then, so all are exact. The same holds for the inputs of a step.
 
-Dims: N rows, D numbers of a row."""
+Dims: N rows, D numbers of a row, T rows of a block, I inputs of a step."""
 
 import dataclasses
+import enum
 from typing import Any
 
 import jax
@@ -23,6 +25,16 @@ _LARGEST = 14  # exponent of a row's largest number
 _BIAS = 127  # of exponents of float32
 _BLOCK = 4096  # numbers of a block of the kernel
 _MOST_ROWS = 16  # of a block
+
+
+class RowScaling(enum.Enum):
+    """Where rows of bfloat16 become float16."""
+
+    KERNEL = "kernel"  # once, by a launch before the product
+    INSIDE = "inside"  # by each block of the product, step by step
+
+
+CODE_ROWS = RowScaling.KERNEL  # what the tables of tiles choose
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +59,20 @@ def _exponent(exponent: Array) -> Array:
     return lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
+def power_of_rows(x: Float[Array, "... I"]) -> tuple[Float[Array, " ..."], Float[Array, " ..."]]:
+    """Each row's power of two, and the inverse; x is float32. A row with a number that is not finite keeps it."""
+    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1), jnp.int32) >> 23
+    power = jnp.minimum(_LARGEST + _BIAS - largest, _BIAS - 1)  # 2^-126 is the last inverse with a full exponent
+    return _exponent(power), _exponent(-power)
+
+
+def to_float16(x: Float[Array, "T I"]) -> tuple[Float[Array, "T I"], Float[Array, " T"]]:
+    """Each row times its power of two, and the inverse of the power."""
+    wide = x.astype(jnp.float32)
+    power, inverse = power_of_rows(wide)
+    return (wide * power[:, None]).astype(jnp.float16), inverse
+
+
 def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
     """Block of `size` rows."""
     num_rows, dim = x.shape
@@ -56,11 +82,9 @@ def _scale(x: Any, values: Any, inverse: Any, *, size: int) -> None:
         None if inside is None else inside[:, None], None if lanes.shape[0] == dim else (lanes < dim)[None, :]
     )
     at = rows[:, None], lanes[None, :]
-    own = load_or_zero(x.at[at], mask).astype(jnp.float32)
-    largest = lax.bitcast_convert_type(jnp.max(jnp.abs(own), axis=1), jnp.int32) >> 23
-    power = jnp.minimum(_LARGEST + _BIAS - largest, _BIAS - 1)  # 2^-126 is the last inverse with a full exponent
-    plgpu.store(values.at[at], (own * _exponent(power)[:, None]).astype(jnp.float16), mask=mask)
-    plgpu.store(inverse.at[rows], _exponent(-power), mask=inside)
+    own, back = to_float16(load_or_zero(x.at[at], mask))
+    plgpu.store(values.at[at], own, mask=mask)
+    plgpu.store(inverse.at[rows], back, mask=inside)
 
 
 def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
@@ -78,7 +102,7 @@ def scale_rows(x: Float[Array, "N D"], *, interpret: bool) -> ScaledRows:
     return ScaledRows(values, inverse)
 
 
-def rows_for_codes(x: Float[Array, "N D"], *, scaled: bool, interpret: bool) -> Rows:
-    """Scaled if they are bfloat16 and `scaled`, which saves the decoder three of four instructions and adds a launch;
-    float16 and float32 need no scaling."""
-    return scale_rows(x, interpret=interpret) if scaled and x.dtype == jnp.bfloat16 else x
+def rows_for_codes(x: Float[Array, "N D"], scaled: RowScaling | None, *, interpret: bool) -> Rows:
+    """Scaled if they are bfloat16 and a kernel of their own is asked for, which saves the decoder three of four
+    instructions and adds a launch; float16 and float32 need no scaling."""
+    return scale_rows(x, interpret=interpret) if scaled is RowScaling.KERNEL and x.dtype == jnp.bfloat16 else x
