@@ -305,9 +305,7 @@ def _down(*refs: Any, static: KernelConfig) -> None:
 
 def choose_tiles(slots: int, num_experts: int, *, coded: bool = False) -> MoeTiles:
     """The tiles for this many slots of so many experts, whose matrices are numbers or codes."""
-    unsorted, table, few = (
-        (_UNSORTED_CODES, CODE_TILES, FEW_CODED_SLOTS) if coded else (_UNSORTED, TILES, FEW_SLOTS)
-    )
+    unsorted, table, few = (_UNSORTED_CODES, CODE_TILES, FEW_CODED_SLOTS) if coded else (_UNSORTED, TILES, FEW_SLOTS)
     return unsorted if slots <= few else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
 
 

@@ -128,8 +128,9 @@ def sum_few_rows(
     is_scaled: bool,
 ) -> list[Float[Array, "T C"]]:
     """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. If
-    `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so
-    all that a block has in flight is one step."""
+    `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may
+    be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so all that a block has in
+    flight is one step, or the steps of an unrolled loop."""
     assert isinstance(weights, QuantizedWeight) and not isinstance(x, ScaledRows), "few rows are multiplied by codes"
     count, group, size = rows.shape[0], weights.group, min(inputs.size, power_of_two(inputs.length))
     num_groups = max(size // group, 1)
