@@ -115,7 +115,8 @@ def test_a_part_of_a_sum_begins_where_a_group_does():
         for rows in (1, 16, 100, 512):
             tile = choose_codes_tile(rows, inputs, 5120, group)
             assert tile.splits == 1 or inputs % (tile.splits * group) == 0
-    assert choose_codes_tile(1, 2048, 5120, 128).splits == 4, "sums are short where rows are few"
+    assert choose_codes_tile(16, 2048, 5120, 128).splits == 4, "sums are short where rows are few"
+    assert choose_codes_tile(1, 4096, 2048, 128).splits == 2, "and of few rows a block is all of a part"
     tile, weight = dataclasses.replace(SMALL, splits=4), random_weight(jax.random.key(0), 1, 160, 16, 64)
     with pytest.raises(AssertionError, match="splits=4"):
         partial_sums(jnp.zeros((1, 160), HALF), weight, 0, tile=tile, interpret=True)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
+from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
@@ -50,6 +51,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
         fused_layer=fused,
         code_formats=frozenset({E4M3}),
         outputs_first=True,
+        code_stack_fits=is_addressable,
     )
 
 

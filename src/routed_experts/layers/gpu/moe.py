@@ -80,7 +80,7 @@ def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
 
 
 FEW_SLOTS = 16  # up to so many, nothing is sorted
-FEW_CODED_SLOTS = 16  # the same of codes
+FEW_CODED_SLOTS = 32  # the same of codes
 _UNSORTED = MoeTiles(rows=0, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False)
 # Measured best on an H200: 128 experts of 2048 x 768, top-8 (1 to 16384 tokens), 64 of 2048 x 1024, top-8, 32 of
 # 2880 x 2880, top-4, and 8 of 4096 x 14336, top-2 (64 and 256 tokens). Each tile of an expert's rows reads its weights.
@@ -91,14 +91,20 @@ TILES = (
     MoeTiles(rows=256, gate_up=_tile(128, 64, 64, 4, 3), down=_tile(64, 256, 64, 4, 3)),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
 )
-# For codes. Measured best on an H200 with 16 rows of each of 8, 82 and 126 experts of 2048 x 1536: blocks of 32 to 64
-# columns and two warps. Those of more rows are not measured yet; with fewer warps their registers do not suffice.
+# For codes. Measured best on an H100 with 128 experts of 2048 x 768, top-8, for 1 to 4, 16, 64 and 256 tokens: few rows
+# without the tensor cores, then blocks of 8 rows that scale them themselves, and from 8 rows an expert on a launch that
+# scales all. The two tables of more rows are not measured; with fewer warps their registers do not suffice.
 _UNSORTED_CODES = MoeTiles(
-    rows=0, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), sorted_slots=False, scaled=CODE_ROWS
+    rows=0,
+    gate_up=_tile(1, 8, 2048, 8, 1),
+    down=_tile(1, 16, 256, 2, 1),
+    sorted_slots=False,
+    scaled=RowScaling.INSIDE,
 )
 CODE_TILES = (
-    MoeTiles(rows=8, gate_up=_tile(16, 32, 128, 2, 4), down=_tile(16, 64, 128, 2, 4), scaled=CODE_ROWS),
-    MoeTiles(rows=20, gate_up=_tile(32, 32, 128, 2, 4), down=_tile(32, 64, 128, 2, 4), scaled=CODE_ROWS),
+    MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 4, 4), down=_tile(8, 128, 128, 4, 3), scaled=RowScaling.INSIDE),
+    MoeTiles(rows=8, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 4), scaled=CODE_ROWS),
+    MoeTiles(rows=20, gate_up=_tile(32, 64, 128, 4, 3), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
     MoeTiles(rows=48, gate_up=_tile(64, 64, 128, 4, 3), down=_tile(64, 64, 128, 4, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(128, 128, 64, 8, 3), scaled=CODE_ROWS),
 )

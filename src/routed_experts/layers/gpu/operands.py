@@ -36,7 +36,12 @@ def addressable_matrices(stack: int, inputs: int, outputs: int) -> int:
     counts elements in 32 bits in arrays of up to 4 GiB; the second half of the codes of such a stack is out of its
     reach. A longer array has 64 bits, so the stack is padded with matrices that are never read."""
     matrix = inputs * outputs
-    return stack if not _OFFSETS < stack * matrix <= _NARROW else _NARROW // matrix + 1
+    return stack if is_addressable(stack * matrix) else _NARROW // matrix + 1
+
+
+def is_addressable(num_codes: int) -> bool:
+    """Whether a kernel reads a stack of so many codes in full."""
+    return not _OFFSETS < num_codes <= _NARROW
 
 
 def check_weights(*weights: Weight | None) -> None:
