@@ -69,11 +69,10 @@ inline Codes matrix_of(Codes stack, int64_t index, int64_t depth, int64_t cols) 
   return {stack.format, stack.codes + index * rows * cols, stack.scales + index * groups * cols, stack.group};
 }
 
-// Prefetches rows of a matrix one by one, while other work goes on.
-template <class W>
+// Prefetches rows of a matrix one by one, while other work goes on; in bytes, so that tiles are the same for all weights.
 struct Prefetcher {
-  const W* row = nullptr;
-  int64_t step = 0, left = 0, width = 0;  // to the next row, rows, numbers of a row
+  const char* row = nullptr;
+  int64_t step = 0, left = 0, width = 0;  // to the next row, rows, bytes of a row
   void advance() {
     if (left == 0) return;
     prefetch(row, width);
@@ -115,11 +114,11 @@ inline vf total(const Scales& scales, int64_t begin, int v, bool fresh, const fl
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
-template <class U, class W>
+template <class U>
 struct Packed {
   const U* panel;
   int64_t ld;
-  Prefetcher<W>& prefetcher;
+  Prefetcher& prefetcher;
   void prefetch_next() const { prefetcher.advance(); }
   template <int Vectors>
   void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
@@ -214,11 +213,11 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
 }
 
 // Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is kTileVectors, 2 or 1 vectors.
-template <class U, class W, class ScalesOf>
+template <class U, class ScalesOf>
 inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld,
-                  const ScalesOf& scales, int64_t depth, float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
+                  const ScalesOf& scales, int64_t depth, float* out, int64_t ldo, Prefetcher& prefetcher) {
   const int64_t left = rows - first, tiles = (left + kTileRows - 1) / kTileRows;
-  const Packed<U, W> source{panel, ld, prefetcher};
+  const Packed<U> source{panel, ld, prefetcher};
   for (int64_t t = 0, r = first, end = 0; t < tiles; t++, r = end) {
     end = first + left * (t + 1) / tiles;
     const U* from = x + r * ldx;
@@ -380,7 +379,7 @@ void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w,
                   float* out, int64_t ldo) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = panel_width(c, cols);
+    width = c + kTileVectors * kLanes <= cols ? kTileVectors * kLanes : kLanes;
     const Direct<U, W> source{w + c, ldw, depth * kRowsOf<U, W> * ldw};
     const ScalesOf own = scales + c;
     for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
@@ -389,7 +388,6 @@ void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w,
         tile_rows<decltype(vectors)::value>(end - r, fresh, x + r * ldx, ldx, source, own, depth, out + r * ldo + c, ldo);
       };
       if (width == kTileVectors * kLanes) run(std::integral_constant<int, kTileVectors>{});
-      else if (width == 2 * kLanes) run(std::integral_constant<int, 2>{});
       else run(std::integral_constant<int, 1>{});
     }
   }
@@ -466,8 +464,11 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
       } else {
         done = fill<1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       }
-      Prefetcher<W> prefetcher;
-      if (next < full_cols) prefetcher = {from + next, ldw, deep * kRowsOf<U, W>, panel_width(next, full_cols)};
+      Prefetcher prefetcher;
+      if (next < full_cols) {
+        const int64_t bytes = panel_width(next, full_cols) * sizeof(W);
+        prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<U, W>, bytes};
+      }
       sweep(done, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
     }
   }
@@ -477,7 +478,7 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
 inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
                              int64_t ldo, bool fresh) {
   const int64_t full_cols = cols - cols % kLanes;
-  Prefetcher<float> no_prefetch;
+  Prefetcher no_prefetch;
   for (int64_t c = 0, width = 0; c < full_cols; c += width) {
     width = panel_width(c, full_cols);
     sweep(0, rows, width, fresh, x, ldx, w + c, ldw, NoScales{}, depth, out + c, ldo, no_prefetch);
