@@ -20,6 +20,7 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.virtual_tensors import CodedTensor
 
+_AXES = {ParamKind.MATRIX: 2, ParamKind.EXPERTS: 3}  # of the matrices of a layer
 _EXPERTS = frozenset({"gate_up", "down"})
 ONE_DEVICE = ParallelConfig(1)
 
@@ -67,7 +68,7 @@ def _coded(
     plain, stored = _by_array(table), _by_array(fuse_experts(table, names))
     found: dict[str, CodedArray] = {}
     for spec in layer.weights(config):
-        if spec.kind not in (ParamKind.MATRIX, ParamKind.EXPERTS) or len(spec.shape) < 2 or not stored[spec.name]:
+        if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
         form, group = _shared_form(stored[spec.name], matrices) if matrices else (E4M3, BLOCK)
         group = math.gcd(group, *_cuts(spec, support.parallel)) if group else 0
