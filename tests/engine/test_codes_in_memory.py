@@ -31,7 +31,7 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement import rebalance
 from support.engines import assert_idle
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, write_folder
-from support.quantized_families import ASK, ENGINE, FAMILIES, PROMPTS, answers, sized_case, write
+from support.quantized_families import ASK, ENGINE, FAMILIES, GPT_OSS, PROMPTS, answers, sized_case, write
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -60,19 +60,22 @@ def assert_near(own, expected):
 
 
 def of_codes(engine):
-    """Names of the arrays that are codes."""
+    """Names of the arrays that are codes, each of one byte an entry."""
     leaves = nnx.to_flat_state(engine.components.served.arrays)
-    return {".".join(map(str, path)) for path, leaf in leaves if leaf.dtype == jnp.float8_e4m3fn}
+    return {".".join(map(str, path)) for path, leaf in leaves if leaf.dtype.itemsize == 1}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Kimi-K2"])
+HALF_A_BYTE = {"Kimi-K2": "int8", GPT_OSS: "uint8"}  # and the dtype of codes
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, GPT_OSS])
 def test_codes_answer_as_their_numbers(tmp_path, family):
     written = write(tmp_path, family)
     with Engine(str(written.quantized), quantization="none", **ARRAY_CODE) as engine:
         expected = answers(engine)
         assert not of_codes(engine)
     with Engine(str(written.quantized), **ARRAY_CODE) as engine:
-        assert len(of_codes(engine)) >= 4
+        assert len(of_codes(engine)) >= (2 if family == "Kimi-K2" else 4)
         assert_near(answers(engine), expected)
         live = engine.score(PROMPTS[0])
         again = engine.score(PROMPTS[0], routed=live.routed_experts)
@@ -81,10 +84,10 @@ def test_codes_answer_as_their_numbers(tmp_path, family):
 
 
 @pytest.mark.parametrize("form", forms())
-def test_every_form_of_e4m3_stays_codes_and_no_other(tmp_path, form):
+def test_every_form_of_e4m3_and_symmetric_int4_stay_codes_and_no_other(tmp_path, form):
     written = write(tmp_path, "Qwen3-MoE", form)
     model = inspect_model(ServerArgs(model_path=str(written.quantized), dtype="float32", moe_backend="tiled"))
-    is_coded = form.startswith(("fp8", "float"))
+    is_coded = form.startswith(("fp8", "float")) or form == "int4"
     assert ("served as codes" in model.memory_plan[0]) == is_coded, model.memory_plan[0]
 
 
@@ -238,9 +241,17 @@ def test_what_codes_cannot_do_is_refused(qwen, options, message):
         Engine(str(qwen.quantized), **options, **ARRAY_CODE)
 
 
-def test_codes_of_4_bits_are_no_codes_of_8(tmp_path):
-    written = write(tmp_path, "Kimi-K2")
-    with pytest.raises(ConfigError, match=r"no matrix of this model \(int4 .*\) can be codes of 8 bits"):
+@pytest.fixture(scope="module", params=HALF_A_BYTE)
+def halves(request, tmp_path_factory):
+    """A checkpoint whose experts are codes of 4 bits, their dtype, and what array code answers with it."""
+    written = write(tmp_path_factory.mktemp(request.param.lower()), request.param)
+    with Engine(str(written.quantized), **ARRAY_CODE) as engine:
+        return written, HALF_A_BYTE[request.param], answers(engine)
+
+
+def test_codes_of_4_bits_are_no_codes_of_8(halves):
+    written, _, _ = halves
+    with pytest.raises(ConfigError, match=r"no matrix of this model \((int4|mxfp4) .*\) can be codes of 8 bits"):
         Engine(str(written.quantized), quantization="fp8_block", **ARRAY_CODE)
 
 
@@ -316,3 +327,62 @@ def test_prediction_layers_of_a_quantised_checkpoint_draft(tmp_path):
     assert answered(tmp_path / "small", quantization="none", **draft) == expected
     assert answered(tmp_path / "small", **draft) == expected
     assert answered(tmp_path / "small", deterministic=True)[0] == expected[0]
+
+
+def test_native_kernels_answer_as_array_code_and_take_half_a_byte_a_number(halves):
+    written, dtype, expected = halves
+    with Engine(
+        str(written.quantized), **ARRAY_CODE | dict(moe_backend="native", attention_backend="native")
+    ) as engine:
+        assert_near(answers(engine), expected)
+        at = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(engine.components.served.arrays)}
+        for name in of_codes(engine):
+            assert name.endswith(("gate_up", "down")) and at[name].dtype == dtype
+            bytes_of, scales = at[name].shape[-2], at[f"{name}_scale"].shape[-2]
+            assert scales == 2 * bytes_of // 32
+    model = inspect_model(ServerArgs(model_path=str(written.quantized), moe_backend="native", dtype="bfloat16"))
+    count = len(written.names) + (2 if dtype == "uint8" else 0)  # gate and up of a layer of GPT-OSS are one tensor
+    assert f"{count} tensors served as codes" in model.memory_plan[0], model.memory_plan[0]
+
+
+def test_updates_from_disk_of_codes_of_4_bits(halves, tmp_path):
+    """Of the same form: served; plain numbers and pushes of them: refused, and nothing changes."""
+    written, _, expected = halves
+    family = GPT_OSS if halves[1] == "uint8" else "Kimi-K2"
+    other = write(tmp_path, family, seed=1)
+    with Engine(str(other.quantized), **ARRAY_CODE) as engine:
+        others = answers(engine)
+        engine.update_weights_from_disk(written.quantized)
+        assert answers(engine) == expected != others
+        with pytest.raises(
+            WeightsMismatchError, match=r"is stored as plain numbers, and blocks\..* is served as (int4|e2m1) codes"
+        ):
+            engine.update_weights_from_disk(written.copy)
+        plain = nnx.state(ModelFolder.open(written.copy).load(jnp.dtype("float32")))
+        for how in (dict(copy=True), dict()):
+            with pytest.raises(
+                WeightsMismatchError, match=r"plain numbers for blocks\..*gate_up.*, served as codes of 4 bits"
+            ):
+                engine.update_weights(plain, **how)
+        assert answers(engine) == expected
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_shards_of_codes_of_4_bits_answer_as_one_device(halves, ep_size):
+    """Width 160 over 2 devices is 80 each, in groups of 16."""
+    written, _, expected = halves
+    with Engine(str(written.quantized), tp_size=2, ep_size=ep_size, **ARRAY_CODE) as engine:
+        assert of_codes(engine)
+        assert_near(answers(engine), expected)
+
+
+def test_plain_stacked_experts_are_quantised_to_8_bits(tmp_path):
+    """GPT-OSS in plain numbers, whose experts are [E, D, O]: from the folder and from a module alike."""
+    written = write(tmp_path, GPT_OSS)
+    with Engine(str(written.copy), quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) == 8
+        expected = answers(engine)
+    model = ModelFolder.open(written.copy).load(jnp.dtype("float32"))
+    with Engine(model=model, quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert answers(engine) == expected

@@ -30,7 +30,7 @@ from routed_experts.layers.native.ops import (
     native_rms_norm,
     native_router,
 )
-from routed_experts.layers.quantized import E4M3, QuantizedWeight
+from routed_experts.layers.quantized import CODE_DTYPES, E2M1, E4M3, INT4, QuantizedWeight
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -45,25 +45,53 @@ ROUNDING = {
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
 EXACT_LINEAR = jax.jit(native_exact_linear, static_argnames="dtype")
+FORMATS = E4M3, INT4, E2M1
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+HALVES = {  # by code
+    INT4: np.arange(-8.0, 8.0),
+    E2M1: np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+}
+LARGEST = {E4M3: 120.0, INT4: 5.0, E2M1: 3.0}  # usual sizes of codes
 
 
-def as_codes(array):
-    return jnp.asarray(array.view(jnp.float8_e4m3fn.dtype))
+def as_codes(array, form=E4M3):
+    return jnp.asarray(array.view(CODE_DTYPES[form]))
 
 
-def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None):
-    """Random finite codes, and scales; of matrices that are not `own` the scales are NaN."""
-    scales = rng.uniform(0.5, 1.5, (stack, math.ceil(depth / group), cols)) * size / 120
+def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None, form=E4M3):
+    """Random finite codes, and scales; of matrices that are not `own` the scales are NaN. Codes of 4 bits are of an
+    even number of inputs."""
+    scales = rng.uniform(0.5, 1.5, (stack, math.ceil(depth / group), cols)) * size / LARGEST[form]
     if own is not None:
         scales[[index for index in range(stack) if index not in own]] = np.nan
-    codes = as_codes(rng.choice(FINITE, (stack, depth, cols)))
-    return QuantizedWeight(codes=codes, scales=jnp.asarray(scales, jnp.float32), group=group, dtype=jnp.dtype(dtype))
+    if form == E4M3:
+        codes = rng.choice(FINITE, (stack, depth, cols))
+    else:
+        assert depth % 2 == 0, depth
+        codes = rng.integers(0, 256, (stack, depth // 2, cols)).astype(np.uint8)
+    return QuantizedWeight(
+        codes=as_codes(codes, form),
+        scales=jnp.asarray(scales, jnp.float32),
+        group=group,
+        format=form,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def values_of(codes, form):
+    """What the codes [I, O] or [I / 2, O] are, float64."""
+    if form == E4M3:
+        return np.asarray(codes, np.float64)
+    codes = np.asarray(codes).view(np.uint8)
+    values = np.empty((2 * codes.shape[0], codes.shape[1]))
+    for row, both in enumerate(codes):
+        values[2 * row], values[2 * row + 1] = HALVES[form][both % 16], HALVES[form][both // 16]
+    return values
 
 
 def looped(x, weight, index):
     """One group and one matrix at a time; and the sum of the sizes of what is added."""
-    codes, scales = (np.asarray(array[index], np.float64) for array in (weight.codes, weight.scales))
+    codes, scales = values_of(weight.codes[index], weight.format), np.asarray(weight.scales[index], np.float64)
     y = size = 0.0
     for j, scale in enumerate(scales):
         inputs = slice(j * weight.group, (j + 1) * weight.group)
@@ -72,14 +100,22 @@ def looped(x, weight, index):
     return y, size
 
 
+SHAPES = [(64, 64), (7, 5), (130, 200), (33, 17), (1040, 48), (200, 112), (17, 96), (258, 320)]
+SHAPES_OF_HALVES = [(64, 64), (6, 5), (130, 200), (1040, 48), (208, 112)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("depth", "cols"), [(64, 64), (7, 5), (130, 200), (33, 17), (1040, 48), (200, 112), (17, 96), (258, 320)]
+    ("form", "depth", "cols"),
+    [
+        *((E4M3, *shape) for shape in SHAPES),
+        *((form, *shape) for form in (INT4, E2M1) for shape in SHAPES_OF_HALVES),
+    ],
 )
-def test_products_equal_the_loop(dtype, depth, cols):
+def test_products_equal_the_loop(dtype, form, depth, cols):
     rng = np.random.default_rng(1)
     for group, fed in itertools.product(GROUPS, sorted({"float32", dtype})):
-        weight = coded(rng, 3, depth, cols, group, dtype, own=[1])
+        weight = coded(rng, 3, depth, cols, group, dtype, own=[1], form=form)
         x = jnp.asarray(rng.standard_normal((70, depth)), fed)
         expected, size = looped(np.asarray(x, np.float64), weight, 1)
         for rows in (1, 3, 70):
@@ -94,11 +130,18 @@ def test_products_equal_the_loop(dtype, depth, cols):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("depth", "cols"), [(96, 320), (1040, 48), (33, 48), (72, 40)])
-def test_a_row_of_a_product_is_its_own(dtype, depth, cols):
+@pytest.mark.parametrize(
+    ("form", "depth", "cols"),
+    [
+        *((E4M3, *shape) for shape in [(96, 320), (1040, 48), (33, 48), (72, 40)]),
+        *((form, *shape) for form in (INT4, E2M1) for shape in [(1040, 112), (72, 40)]),
+    ],
+)
+def test_a_row_of_a_product_is_its_own(dtype, form, depth, cols):
     rng = np.random.default_rng(2)
     for group in GROUPS:
-        weight, x = coded(rng, 1, depth, cols, group, dtype), jnp.asarray(rng.standard_normal((70, depth)), dtype)
+        weight = coded(rng, 1, depth, cols, group, dtype, form=form)
+        x = jnp.asarray(rng.standard_normal((70, depth)), dtype)
         expected = bits(LINEAR(x, weight, 0, dtype=jnp.float32))
         for count in COUNTS:
             rows = rng.permutation(70)[:count]
@@ -111,12 +154,14 @@ def test_a_row_of_a_product_is_its_own(dtype, depth, cols):
     rows=st.integers(1, 40),
     group=st.sampled_from(GROUPS),
     dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from(FORMATS),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=40)
-def test_any_product_equals_the_loop_and_its_rows_are_their_own(depth, cols, rows, group, dtype, seed):
+@settings(max_examples=60)
+def test_any_product_equals_the_loop_and_its_rows_are_their_own(depth, cols, rows, group, dtype, form, seed):
     rng = np.random.default_rng(seed)
-    weight = coded(rng, 2, depth, cols, group, dtype, own=[1])
+    depth = depth if form == E4M3 else 2 * math.ceil(depth / 2)
+    weight = coded(rng, 2, depth, cols, group, dtype, own=[1], form=form)
     x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
     got = native_linear(x, weight, 1, jnp.float32)
     expected, size = looped(np.asarray(x, np.float64), weight, 1)
@@ -137,12 +182,28 @@ def test_every_code_is_decoded_exactly():
             np.testing.assert_array_equal(got, values[rows])
 
 
-def expert_call(dtype, shape, group, *, layers=1, layer=0):
+@pytest.mark.parametrize("form", [INT4, E2M1])
+def test_every_byte_of_two_codes_is_decoded_exactly(form):
+    """Each in every column, with lines of four vectors and of one."""
+    shifted = np.stack([np.roll(np.arange(256, dtype=np.uint8), -shift) for shift in range(80)], axis=1)
+    for dtype, count in itertools.product(DTYPES, (512, 9, 1)):
+        ones = jnp.ones((1, 32, 80), jnp.float32)
+        weight = QuantizedWeight(
+            codes=as_codes(shifted[None], form), scales=ones, group=16, format=form, dtype=jnp.dtype(dtype)
+        )
+        values = values_of(shifted, form)
+        for start in range(0, 512, 101):
+            rows = (start + np.arange(count)) % 512
+            got = LINEAR(jnp.eye(512, dtype=dtype)[rows], weight, 0, dtype=jnp.float32)
+            np.testing.assert_array_equal(got, values[rows])
+
+
+def expert_call(dtype, shape, group, *, layers=1, layer=0, forms=(E4M3, E4M3)):
     call, rng = random_call(3, shape, layers=layers, layer=layer), np.random.default_rng(4)
     (_, _, count, dim, width), own = shape, range(layer * shape[2], (layer + 1) * shape[2])
     stacks = {
-        "gate_up": coded(rng, layers * count, dim, 2 * width, group, dtype, dim**-0.5, own),
-        "down": coded(rng, layers * count, width, dim, group, dtype, width**-0.5, own),
+        "gate_up": coded(rng, layers * count, dim, 2 * width, group, dtype, dim**-0.5, own, forms[0]),
+        "down": coded(rng, layers * count, width, dim, group, dtype, width**-0.5, own, forms[1]),
     }
     return dataclasses.replace(call, x=call.x.astype(dtype), **stacks)
 
@@ -164,6 +225,16 @@ def test_experts_equal_the_loop(dtype, group, shape):
     np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forms", [(INT4, INT4), (E2M1, E2M1), (INT4, E4M3), (E2M1, INT4)], ids="-".join)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 64, 16), (40, 3, 5, 70, 34), (300, 4, 8, 64, 48)])
+def test_experts_of_any_two_formats_equal_the_loop(dtype, forms, shape):
+    call = expert_call(dtype, shape, 32, layers=2, layer=1, forms=forms)
+    out = EXPERTS(call)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
+
+
 @pytest.mark.parametrize("activation", ["clamped swiglu", "tanh gelu"])
 def test_biased_experts_with_another_activation_equal_the_loop(activation):
     call, rng = expert_call("float32", (19, 3, 6, 80, 48), 32, layers=3, layer=1), np.random.default_rng(8)
@@ -173,9 +244,15 @@ def test_biased_experts_with_another_activation_equal_the_loop(activation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(256, 272), (64, 48), (40, 24)])  # D, F: parts, whole experts, no pairs
-def test_a_row_of_experts_is_its_own(dtype, shape):
-    call = dataclasses.replace(expert_call(dtype, (64, 2, 4, *shape), 32), valid=jnp.ones(64, bool))
+@pytest.mark.parametrize(
+    ("forms", "shape"),
+    [
+        *(((E4M3, E4M3), shape) for shape in [(256, 272), (64, 48), (40, 24)]),  # D, F: parts, whole experts, no pairs
+        ((INT4, E2M1), (256, 272)),
+    ],
+)
+def test_a_row_of_experts_is_its_own(dtype, forms, shape):
+    call = dataclasses.replace(expert_call(dtype, (64, 2, 4, *shape), 32, forms=forms), valid=jnp.ones(64, bool))
     expected, rng = bits(EXPERTS(call)), np.random.default_rng(5)
     for count in (1, 2, 3, 8, 25, 40):
         order, rows = rng.permutation(64), rng.permutation(64)[:count]
@@ -239,7 +316,7 @@ def test_codes_of_another_form_are_refused():
     for changes in ({"outputs_first": True}, {"format": "e2m1"}):
         with pytest.raises(AssertionError):
             native_linear(jnp.ones((3, 32)), dataclasses.replace(weight, **changes), 0, jnp.float32)
-    assert NATIVE_KERNELS.code_formats == {E4M3} and not NATIVE_KERNELS.outputs_first
+    assert NATIVE_KERNELS.code_formats == set(FORMATS) and not NATIVE_KERNELS.outputs_first
 
 
 MATRICES = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down")
@@ -253,12 +330,19 @@ MIXES = [
 ]
 
 
+MIXED = {"qkv": INT4, "out": E2M1, "gate_up": INT4, "down": E2M1, "shared_gate_up": E4M3, "shared_down": INT4}
+
+
 def stack_case(mix, dtype, group=32):
-    """A run of two layers with shared experts, of which the named matrices are codes."""
+    """A run of two layers with shared experts, of which the named matrices are codes; `mix` may give their formats."""
+    forms = mix if isinstance(mix, dict) else dict.fromkeys(mix, E4M3)
     case, rng = build_case(dtype=jnp.dtype(dtype), hidden=80, width=48, dim=16), np.random.default_rng(7)
     shapes = {name: getattr(case.arrays, name).shape for name in MATRICES[:4]}
     shapes |= {"shared_gate_up": (2, 80, 96), "shared_down": (2, 48, 80)}
-    weights = {name: coded(rng, *shape, group, dtype, shape[1] ** -0.5) for name, shape in shapes.items()}
+    weights = {
+        name: coded(rng, *shape, group, dtype, shape[1] ** -0.5, form=forms.get(name, E4M3))
+        for name, shape in shapes.items()
+    }
     weights = {name: w if name in mix else w.dequantize().astype(dtype) for name, w in weights.items()}
     return dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **weights))
 
@@ -305,7 +389,7 @@ def routed_call(x, routing, valid, arrays, first, count):
     )
 
 
-@pytest.mark.parametrize("mix", MIXES, ids="+".join)
+@pytest.mark.parametrize("mix", [*MIXES, MIXED], ids="+".join)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_run_with_any_mix_equals_its_layers(mix, dtype):
     """They multiply and round alike; what is between, as norms, may differ in the last place of a float32, and now and
@@ -320,10 +404,14 @@ def test_a_run_with_any_mix_equals_its_layers(mix, dtype):
     np.testing.assert_allclose(got[1][:real].astype(np.float32), normed[:real].astype(np.float32), atol=bound)
 
 
+@pytest.mark.parametrize("mix", [MATRICES, MIXED], ids="+".join)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_of_codes_follows_the_numbers(dtype):
+def test_a_run_of_codes_follows_the_numbers(mix, dtype):
     """The run of the same numbers, in float32."""
-    case, wide = stack_case(MATRICES, dtype), stack_case((), "float32")
+    case = stack_case(mix, dtype)
+    numbers = {name: getattr(case.arrays, name).dequantize() for name in MATRICES}
+    plain = stack_case((), "float32")
+    wide = dataclasses.replace(plain, arrays=dataclasses.replace(plain.arrays, **numbers))
     real = int(np.sum(case.step.valid))
     got, expected = (each.run(x=case.x.astype(jnp.float32))[0][:real] for each in (case, wide))
     difference = np.abs(got - expected)
@@ -358,8 +446,9 @@ GEMM_ALONE = """
 #include "gemm.h"
 #define PRODUCT(name, Row)                                                                              \\
   extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, const Row* x,          \\
-                       const rex::e4m3* codes, const float* scales, float* out) {                       \\
-    rex::gemm(rows, x, depth, rex::Codes{codes, scales, group}, cols, depth, cols, out, cols, true);    \\
+                       rex::Format format, const uint8_t* codes, const float* scales, float* out) {     \\
+    const rex::Codes w{format, codes, scales, group};                                                   \\
+    rex::gemm(rows, x, depth, w, cols, depth, cols, out, cols, true);                                   \\
   }
 PRODUCT(in_floats, float)
 PRODUCT(in_pairs, rex::bf16)
@@ -376,17 +465,18 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without):
     command += [f"-I{toolchain.HERE}", str(source), "-o", str(made)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     library, rng = ctypes.CDLL(str(made)), np.random.default_rng(9)
-    for (depth, cols), group in itertools.product([(1040, 112), (258, 64)], GROUPS):
-        weight = coded(rng, 1, depth, cols, group)
+    for form, (depth, cols), group in itertools.product(FORMATS, [(1040, 112), (258, 64)], GROUPS):
+        weight = coded(rng, 1, depth, cols, group, form=form)
         codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
         for name, dtype in (("in_floats", np.float32), ("in_pairs", jnp.bfloat16)):
             multiply = getattr(library, name)
-            multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + (ctypes.c_void_p,) * 4, None
+            kinds = (ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 3)
+            multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None
             x, products = rng.standard_normal((64, depth)).astype(dtype), []
             expected, size = looped(x.astype(np.float64), weight, 0)
             for rows in (64, 1, 2, 9, 25):
                 products.append(np.full((rows, cols), np.nan, np.float32))
-                arrays = (x, codes, scales, products[-1])
-                multiply(rows, depth, cols, group, *(array.ctypes.data for array in arrays))
+                pointers = (array.ctypes.data for array in (codes, scales, products[-1]))
+                multiply(rows, depth, cols, group, x.ctypes.data, FORMATS.index(form), *pointers)
                 np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
             assert np.all(np.abs(products[0] - expected) <= ROUNDING["float32"] * size)

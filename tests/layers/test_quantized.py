@@ -21,6 +21,24 @@ GRID = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float64)
 GRID = np.unique(GRID[np.isfinite(GRID)])  # sorted, without a second zero
 
 
+HALVES = {
+    "int4": [code - 8.0 for code in range(16)],
+    "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6],
+}
+
+
+def drawn_halves(rng, form, stack, inputs, outputs, group):
+    """The same of codes of 4 bits, two neighbouring inputs a byte."""
+    codes = rng.integers(0, 256, (stack, inputs // 2, outputs)).astype(np.uint8)
+    scales = rng.uniform(1e-3, 1e-1, (stack, math.ceil(inputs / group), outputs)).astype(np.float32)
+    numbers = np.empty((stack, inputs, outputs))
+    for i in range(inputs):
+        nibbles = codes[:, i // 2] // 16 if i % 2 else codes[:, i // 2] % 16
+        values = np.array([HALVES[form][nibble] for nibble in nibbles.ravel()]).reshape(nibbles.shape)
+        numbers[:, i] = values * scales[:, i // group].astype(np.float64)
+    return codes.view(np.int8) if form == "int4" else codes, scales, numbers
+
+
 def drawn(rng, stack, inputs, outputs, group):
     """Codes, scales and their numbers by a loop."""
     codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (stack, inputs, outputs)).astype(np.uint8).view(E4M3)
@@ -55,6 +73,23 @@ def test_numbers_are_codes_times_scales_rounded_once(inputs, outputs, group, out
     assert np.array_equal(stack.dequantize(), expected)
     assert np.array_equal(stack.slice(1, 2).dequantize(), expected[1:])
     assert np.array_equal(stack.take(jnp.array([2, 0, 2])).dequantize(), expected[[2, 0, 2]])
+
+
+@pytest.mark.parametrize("form", ["int4", "e2m1"])
+@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(("inputs", "group"), [(96, 32), (128, 128), (150, 16), (2, 16)])
+def test_numbers_of_4_bits_are_codes_times_scales(form, outputs_first, inputs, group):
+    codes, scales, numbers = drawn_halves(np.random.default_rng(6), form, 3, inputs, 20, group)
+    stack = weight(codes, scales, outputs_first=outputs_first)
+    assert stack.format == form and stack.shape == (3, inputs, 20) and (stack.group == group or len(scales[0]) == 1)
+    expected = numbers.astype(np.float32)
+    assert np.array_equal(stack.dequantize(), expected)
+    assert np.array_equal(stack.slice(1, 2).dequantize(), expected[1:])
+    assert np.array_equal(stack.take(jnp.array([2, 0, 2])).dequantize(), expected[[2, 0, 2]])
+    x = np.random.default_rng(7).standard_normal((5, inputs)).astype(np.float32)
+    exact = x.astype(np.float64) @ numbers[1]
+    bound = inputs * 2**-24 * (np.abs(x.astype(np.float64)) @ np.abs(numbers[1])).max()
+    assert np.abs(reference_linear(x, stack, 1, jnp.float32) - exact).max() <= bound
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])

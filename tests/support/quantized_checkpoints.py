@@ -202,6 +202,33 @@ def forms():
     }
 
 
+def mxfp4(weights):
+    """Blocks [E, O, B, 16] and exponents [E, O, B] of experts [E, I, O], and their numbers, float32."""
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    experts, inputs, outputs = weights.shape
+    rows = np.swapaxes(weights, 1, 2).reshape(experts, outputs, inputs // 32, 32)
+    exponents = np.ceil(np.log2(np.maximum(np.abs(rows).max(-1), 2.0**-100) / 6)).astype(np.int32)
+    sizes = np.ldexp(np.float32(1), exponents)[..., None]
+    codes = np.abs(rows[..., None] / sizes[..., None] - grid).argmin(-1)
+    numbers = np.swapaxes((grid[codes] * sizes).reshape(experts, outputs, inputs), 1, 2)
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    return blocks, (exponents + 127).astype(np.uint8), np.ascontiguousarray(numbers)
+
+
+def mxfp4_folder(plain, quantized, copy):
+    """Write the folder `plain` of GPT-OSS with experts of MXFP4, and its dequantised `copy`. Returns their names."""
+    tensors = load_file(Path(plain) / "model.safetensors")
+    config = json.loads((Path(plain) / "config.json").read_text())
+    names = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    stored, numbers = dict(tensors), dict(tensors)
+    for name in names:
+        blocks, scales, numbers[name] = mxfp4(stored.pop(name).astype(np.float32))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    write_folder(quantized, config | {"quantization_config": {"quant_method": "mxfp4"}}, stored)
+    write_folder(copy, config, numbers)
+    return names
+
+
 def quantize_folder(plain, quantized, copy, form, *, chosen=PROJECTIONS.fullmatch):
     """Write the folder `plain` quantised, and its dequantised `copy` of float32. Returns the names quantised."""
     tensors = load_file(Path(plain) / "model.safetensors")

@@ -8,7 +8,7 @@ import numpy as np
 
 from oracles.families import CASES, VOCAB_SIZE, Oracle
 from routed_experts import extract_routed_experts_from_meta_info
-from support.quantized_checkpoints import PROJECTIONS, forms, quantize_folder
+from support.quantized_checkpoints import PROJECTIONS, forms, mxfp4_folder, quantize_folder
 
 EXPERTS = re.compile(r".*\.experts\.\d+\..*_proj\.weight")  # all that Kimi-K2 quantises
 SMALL = dict(num_hidden_layers=2, hidden_size=192)
@@ -33,6 +33,7 @@ FAMILIES = {  # by name: the case, its sizes, the form
         "int4",
     ),
 }
+GPT_OSS = "GPT-OSS"  # with experts of MXFP4
 PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 20), (1, 7))]
 ENGINE = dict(
     skip_tokenizer_init=True,
@@ -52,7 +53,7 @@ ASK = dict(
 
 def sized_case(name, sizes):
     case = CASES[name]
-    layer_ids = (0, 1) if name == "MiniMaxM2" else (1,)
+    layer_ids = (0, 1) if name in ("MiniMaxM2", "GptOss") else (1,)
     return dataclasses.replace(case, config=case.config | SMALL | sizes, layer_ids=layer_ids)
 
 
@@ -66,9 +67,15 @@ class Written:
     names: list
 
 
-def write(folder, family, form=None):
+def write(folder, family, form=None, seed=None):
+    if family == GPT_OSS:
+        case = sized_case("GptOss", dict(intermediate_size=160))
+        oracle = Oracle(case if seed is None else dataclasses.replace(case, seed=seed), folder / "plain")
+        names = mxfp4_folder(folder / "plain", folder / "small", folder / "copy")
+        return Written(oracle, folder / "small", folder / "copy", names)
     name, sizes, own = FAMILIES[family]
-    oracle = Oracle(sized_case(name, sizes), folder / "plain")
+    case = sized_case(name, sizes)
+    oracle = Oracle(case if seed is None else dataclasses.replace(case, seed=seed), folder / "plain")
     chosen = EXPERTS if family == "Kimi-K2" else PROJECTIONS
     names = quantize_folder(
         folder / "plain", folder / "small", folder / "copy", forms()[form or own], chosen=chosen.fullmatch

@@ -2,6 +2,9 @@
 
     number[r, i, o] = value(codes[r, i, o]) * scales[r, i // group, o]
 
+Codes of 4 bits are two a byte, of neighbouring inputs: byte h of an output has input 2h in its lower half and 2h + 1 in
+its upper half. The dtype of an array tells the format of its codes.
+
 Kernels multiply rows by the values of codes, which bfloat16 holds exactly, and each group's sum in float32 by the
 scale of its output, so no weight is rounded:
 
@@ -19,22 +22,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 FLOAT32 = jnp.dtype(jnp.float32)
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
-CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType({E4M3: jnp.dtype(jnp.float8_e4m3fn)})
+INT4 = "int4"  # 4 bits: whole numbers plus 8, so -8 to 7 (compressed-tensors, pack-quantized)
+E2M1 = "e2m1"  # 4 bits: sign, two bits of exponent, one behind the point (OCP Microscaling Formats 1.0)
+CODE_DTYPES: Mapping[str, jnp.dtype] = MappingProxyType(
+    {E4M3: jnp.dtype(jnp.float8_e4m3fn), INT4: jnp.dtype(jnp.int8), E2M1: jnp.dtype(jnp.uint8)}
+)
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODE_VALUES: Mapping[str, tuple[float, ...]] = MappingProxyType(  # of the codes of 4 bits
+    {INT4: tuple(float(code - 8) for code in range(16)), E2M1: (*_FP4, *(-number for number in _FP4))}
+)
+
+
+def inputs_of_byte(format: str) -> int:
+    """Neighbouring inputs that a byte of codes holds."""
+    return 2 if format in CODE_VALUES else 1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
-    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. `dtype`: of the
-    model, which weights have that are no codes; kernels may round rows to it, as they would for such a weight."""
+    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. With codes of 4
+    bits the axis of inputs has I / 2 bytes. `dtype`: of the model, which weights have that are no codes; kernels may
+    round rows to it, as they would for such a weight."""
 
-    codes: Float[Array, "R I O"] | Float[Array, "R O I"]
+    codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"]
     scales: Float[Array, "R J O"]  # float32
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
@@ -43,17 +60,18 @@ class QuantizedWeight:
 
     @staticmethod
     def create(
-        codes: Float[Array, "R I O"] | Float[Array, "R O I"],
+        codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"],
         scales: Float[Array, "R J O"],
         *,
         outputs_first: bool = False,
         dtype: jnp.dtype = FLOAT32,
     ) -> "QuantizedWeight":
-        """From its arrays, whose shapes tell the group."""
-        inputs = codes.shape[-1 if outputs_first else -2]
-        group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
+        """From its arrays, whose dtype tells the format, and whose shapes tell the group."""
         format = next((name for name, dtype in CODE_DTYPES.items() if dtype == codes.dtype), None)
-        assert group is not None and format is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
+        assert format is not None, codes.dtype
+        inputs = codes.shape[-1 if outputs_first else -2] * inputs_of_byte(format)
+        group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
+        assert group is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
         return QuantizedWeight(
             codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first, dtype=dtype
         )
@@ -61,8 +79,9 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, int, int]:
         """R, I and O."""
-        stack, first, second = self.codes.shape
-        return (stack, second, first) if self.outputs_first else (stack, first, second)
+        stack, *sides = self.codes.shape
+        inputs, outputs = reversed(sides) if self.outputs_first else sides
+        return stack, inputs * inputs_of_byte(self.format), outputs
 
     def slice(self, first: Int[Array, ""] | int, count: int) -> "QuantizedWeight":
         """Neighbouring matrices of the stack."""
@@ -74,9 +93,19 @@ class QuantizedWeight:
 
     def dequantize(self) -> Float[Array, "R I O"]:
         """The numbers, float32: one product each, rounded to nearest even."""
-        codes = self.codes.astype(jnp.float32)
-        codes = jnp.swapaxes(codes, -1, -2) if self.outputs_first else codes
-        return codes * jnp.repeat(self.scales, self.group, axis=1)[:, : codes.shape[1]]
+        codes = jnp.swapaxes(self.codes, -1, -2) if self.outputs_first else self.codes
+        values = self._values(codes)
+        return values * jnp.repeat(self.scales, self.group, axis=1)[:, : values.shape[1]]
+
+    def _values(self, codes: Shaped[Array, "R bytes O"]) -> Float[Array, "R I O"]:
+        """What the codes are."""
+        if self.format not in CODE_VALUES:
+            return codes.astype(jnp.float32)
+        stack, count, outputs = codes.shape
+        whole = lax.bitcast_convert_type(codes, jnp.uint8)
+        halves = jnp.stack([whole & 15, whole >> 4], axis=2)  # [R, bytes, 2, O]
+        values = jnp.asarray(CODE_VALUES[self.format], jnp.float32)
+        return jnp.take(values, halves.astype(jnp.int32)).reshape(stack, 2 * count, outputs)
 
     def _map(self, select: Callable[[Array], Array]) -> "QuantizedWeight":
         """Select matrices. Codes are moved as bytes: on CPU XLA would convert all of them to floats and back."""

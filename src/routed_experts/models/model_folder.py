@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.core.errors import CheckpointError, ConfigError, WeightsMismatchError
+from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config, read_json_object
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
 from routed_experts.models.base.weight_format import placed
@@ -29,8 +30,14 @@ from routed_experts.models.loading.block_quantization import BlockCodes, BlockSc
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
-from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES, QuantizedCheckpoint, open_quantized
-from routed_experts.models.loading.virtual_tensors import VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.quantized_checkpoint import (
+    GROUP_SCALES,
+    NONE_KEPT,
+    QuantizedCheckpoint,
+    open_quantized,
+    show_codes,
+)
+from routed_experts.models.loading.virtual_tensors import CodedTensor, Swapped, VirtualCheckpoint, VirtualTensor
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
@@ -57,7 +64,8 @@ class ModelFolder:
     sources: tuple[WeightSource, ...]
     expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
     quantization: QuantizationConfig | None = None
-    quantized: QuantizedCheckpoint | None = None  # its matrices
+    stored: Checkpoint | QuantizedCheckpoint | None = None  # before the family's table names its tensors
+    quantized_tensors: Mapping[str, CodedTensor] = dataclasses.field(default_factory=dict)  # of the table
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
@@ -76,7 +84,8 @@ class ModelFolder:
             )
         quantization = QuantizationConfig.read(path, values)
         quantized = None if quantization is None else open_quantized(Checkpoint(path), quantization)
-        checkpoint = _shown(Checkpoint(path) if quantized is None else quantized.shown(), family)
+        stored = quantized or Checkpoint(path)
+        checkpoint = _shown(stored, family)
         sources = _sources(config, checkpoint)
         unused = (*_UNUSED, *config.unused(checkpoint.names()))
         check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
@@ -91,7 +100,8 @@ class ModelFolder:
             checkpoint=checkpoint,
             sources=sources,
             quantization=quantization,
-            quantized=quantized,
+            stored=stored,
+            quantized_tensors=_quantized_tensors(stored, family),
         )
 
     def dtype(self, expected: str) -> jnp.dtype:
@@ -104,51 +114,78 @@ class ModelFolder:
             return jnp.dtype("bfloat16")
         headers, sizes = self.checkpoint.names(), Counter[str]()
         names = [source.name for source in self.sources if source.name in headers]
-        quantized = () if self.quantized is None else self.quantized.matrices
-        for shape, dtype in (headers[name] for name in names if name not in quantized):
+        for shape, dtype in (headers[name] for name in names if name not in self.quantized_tensors):
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16"))
 
     def stored_form(self, dtype: jnp.dtype) -> tuple[int, str]:
         """Bytes of a quantised checkpoint, its formats and the served form in words; (0, "") for plain weights."""
-        if self.checkpoint is None or self.quantization is None or self.quantized is None:
+        if self.checkpoint is None or not self.quantized_tensors:
             return 0, ""
-        kept, total = len(self._kept_tensors(self.config.coded_arrays)), len(self.quantized.matrices)
+        kept, total = len(self._kept_tensors(self.config.coded_arrays)), len(self.quantized_tensors)
         served = f"served as {dtype}"
         if kept:
             others = "" if kept == total else f", the other {total - kept} as {dtype}"
             served = f"{kept} tensors served as codes, products in {dtype}{others}"
-        return self.checkpoint.num_bytes, f"{self.quantization}, {served}"
+        return self.checkpoint.num_bytes, f"{self.quantized_form}, {served}"
+
+    @property
+    def quantized_form(self) -> str:
+        """The formats of a quantised checkpoint in words; "" for plain weights."""
+        if self.quantization is not None:
+            return str(self.quantization)
+        return ", ".join(dict.fromkeys(f"{tensor}" for tensor in self.quantized_tensors.values()))
 
     def with_codes(self, support: CodeSupport) -> "ModelFolder":
         """The same model, whose matrices stay codes where the kernels take them (kept_codes.py)."""
-        matrices = {} if self.quantized is None else self.quantized.matrices
         names = () if self.checkpoint is None else self.checkpoint.names()
-        return self.coded_as(with_kept_codes(self.config, matrices, names, support))
+        return self.coded_as(with_kept_codes(self.config, self.quantized_tensors, names, support))
 
     def coded_as(self, config: FamilyConfig) -> "ModelFolder":
-        """The same model with the codes of `config`, which differs in these alone. Tensors that are stored as other
-        codes, or as plain numbers, are quantised when they are loaded. `self` has no codes."""
+        """The same model with the codes of `config`, which differs in these alone. For codes of e4m3, tensors that are
+        stored as other codes, or as plain numbers, are quantised when they are loaded; for codes of 4 bits they raise
+        WeightsMismatchError. `self` has no codes."""
         coded = config.coded_arrays
-        if not coded or self.checkpoint is None:
+        if not coded or self.checkpoint is None or self.stored is None:
             return dataclasses.replace(self, config=config)
         folder = dataclasses.replace(self, config=config, sources=_sources(config, self.checkpoint))
         kept = folder._kept_tensors(coded)
-        checkpoint = self.checkpoint if self.quantized is None else _shown(self.quantized.shown(kept), self.family)
+        checkpoint = _shown(self.stored, self.family, kept)
+        swapped: dict[str, VirtualTensor] = {}
         quantized: dict[str, VirtualTensor] = {}
+        sources: list[WeightSource] = []
         for source in folder.sources:
             array = coded.get(source.target)
+            if array is not None and not source.transpose:  # [E, I, O]
+                swapped[source.name] = Swapped(source.name)
+                *lead, inputs, outputs = source.shape
+                source = dataclasses.replace(source, shape=(*lead, outputs, inputs), transpose=True)
             if array is not None and source.name not in kept:
+                self._check_quantizes(array, source)
                 segments = array.segments_of(source)
                 scales = BlockScales(source.name, segments, array.group)
                 quantized |= {source.name: BlockCodes(source.name, segments), f"{source.name}{GROUP_SCALES}": scales}
-        if quantized:
-            checkpoint = VirtualCheckpoint(checkpoint, quantized)
-        return dataclasses.replace(folder, checkpoint=checkpoint, sources=tuple(coded_sources(folder.sources, coded)))
+            sources.append(source)
+        for tensors in (swapped, quantized):
+            checkpoint = VirtualCheckpoint(checkpoint, tensors) if tensors else checkpoint
+        return dataclasses.replace(folder, checkpoint=checkpoint, sources=tuple(coded_sources(sources, coded)))
+
+    def _check_quantizes(self, array: CodedArray, source: WeightSource) -> None:
+        """Raise where plain numbers cannot become the codes of an array."""
+        if array.format == E4M3:
+            return
+        stored = self.quantized_tensors.get(source.name)
+        form = "plain numbers" if stored is None else str(stored)
+        raise WeightsMismatchError(
+            f"{self.path}: {source.name} is stored as {form}, and {source.target} is served as {array.format} codes in "
+            f"groups of {array.group} inputs, to which nothing is quantised here; load a checkpoint of that form, or "
+            "build the engine with quantization='none'",
+            param="model_path",
+        )
 
     def _kept_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
         """The quantised tensors that stay codes, and the inputs that share a scale there."""
-        matrices = {} if self.quantized is None else self.quantized.matrices
+        matrices = self.quantized_tensors
         targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
         return {
             source.name: array.group
@@ -166,7 +203,7 @@ class ModelFolder:
         file = Path(path) / "config.json"
         quantization = QuantizationConfig.read(path, read_json_object(file)) if file.exists() else None
         plain = Checkpoint(path)
-        right = _shown(plain if quantization is None else open_quantized(plain, quantization).shown(), self.family)
+        right = _shown(plain if quantization is None else open_quantized(plain, quantization), self.family)
         expected = tuple(
             fuse_experts(filter(lambda source: targets(source.target), weight_sources(self.config)), right.names())
         )
@@ -225,10 +262,20 @@ class ModelFolder:
         return lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
-def _shown(checkpoint: Checkpoint, family: Family) -> Checkpoint:
-    """The tensors as the family's table names them."""
+def _shown(stored: Checkpoint | QuantizedCheckpoint, family: Family, kept: Mapping[str, int] = NONE_KEPT) -> Checkpoint:
+    """The tensors as the family's table names them; those of `kept` as `show_codes` has them."""
+    checkpoint = stored.shown(kept) if isinstance(stored, QuantizedCheckpoint) else stored
     virtual = family.virtual_tensors(checkpoint.names())
-    return VirtualCheckpoint(checkpoint, virtual) if virtual else checkpoint
+    return VirtualCheckpoint(checkpoint, show_codes(virtual, kept)) if virtual else checkpoint
+
+
+def _quantized_tensors(stored: Checkpoint | QuantizedCheckpoint, family: Family) -> dict[str, CodedTensor]:
+    """The tensors of the family's table that are quantised, by plain names."""
+    is_quantized = isinstance(stored, QuantizedCheckpoint)
+    matrices = stored.matrices if is_quantized else {}
+    virtual = family.virtual_tensors((stored.shown() if is_quantized else stored).names())
+    own = {name: tensor for name, tensor in virtual.items() if isinstance(tensor, CodedTensor)}
+    return {name: matrix for name, matrix in matrices.items() if name not in virtual} | own
 
 
 def _sources(config: FamilyConfig, checkpoint: Checkpoint) -> tuple[WeightSource, ...]:

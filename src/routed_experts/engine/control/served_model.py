@@ -135,9 +135,10 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
         text = f"quantization='fp8_block', but moe_backend={kernels.moe.name!r} takes no codes of 8 bits"
         raise ConfigError(f"{text}; choose moe_backend='auto', or quantization='none'")
     parallel = ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1, data=args.dp_size)
+    quantizes = args.quantization == "fp8_block"
     return CodeSupport(
-        formats=kernels.code_formats,
-        quantizes=args.quantization == "fp8_block",
+        formats=kernels.code_formats & {E4M3} if quantizes else kernels.code_formats,
+        quantizes=quantizes,
         outputs_first=kernels.outputs_first,
         stack_fits=kernels.code_stack_fits,
         parallel=parallel,
@@ -163,7 +164,7 @@ def with_kept_codes(
     if coded != config:
         return source, coded, create_sharding(args, coded, placement)
     if args.quantization == "fp8_block":
-        stored = f" ({source.quantization})" if isinstance(source, ModelFolder) and source.quantization else ""
+        stored = f" ({source.quantized_form})" if isinstance(source, ModelFolder) and source.quantized_form else ""
         text = f"quantization='fp8_block', but no matrix of this model{stored} can be codes of 8 bits on this machine"
         raise ConfigError(f"{text}; leave quantization out")
     return source, config, shards

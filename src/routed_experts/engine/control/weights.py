@@ -23,6 +23,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
+from routed_experts.layers.quantized import E4M3
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.kept_codes import without_codes
@@ -78,12 +79,24 @@ def _quantized(new: Weights, coded: Mapping[str, CodedArray]) -> Weights:
         return new
     arrays = dict(_leaves(new))
     plain = {name: _to_array(arrays.get(name)) for name in coded if f"{name}{SCALE}" not in arrays}
+    _refuse_plain({name: coded[name] for name, numbers in plain.items() if _is_numbers(numbers)})
     matching = {  # the others are told with all that differ
         name: numbers
         for name, numbers in plain.items()
         if _is_numbers(numbers) and numbers.shape[-1] == sum(coded[name].segments)
     }
     return arrays | quantized_arrays(matching, coded)
+
+
+def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
+    """Raise where plain arrays are given for codes to which nothing is quantised here."""
+    wrong = [name for name, array in given.items() if array.format != E4M3]
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        forms = ", ".join(sorted({given[name].format for name in wrong}))
+        text = f"state holds plain numbers for {', '.join(wrong[:_SHOWN])}{more}, served as codes of 4 bits ({forms})"
+        fix = "build the engine with quantization='none', or call update_weights_from_disk with a checkpoint of codes"
+        raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
 
 
 def delete_quantized(new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray]) -> None:
@@ -230,6 +243,8 @@ def _is_finite_on_host(array: np.ndarray) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):
             if np.isfinite(np.add.reduce(array, axis=None)):
                 return True
+    if array.dtype.kind in "iu":
+        return True
     if array.dtype == jnp.float8_e4m3fn:  # NaN alone has all bits but the sign
         return not bool(((array.view(np.uint8) & 0x7F) == 0x7F).any())
     if array.dtype not in (jnp.bfloat16, np.float16) or not array.flags.c_contiguous:

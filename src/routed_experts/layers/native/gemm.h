@@ -4,7 +4,7 @@
 // the next panel is prefetched from memory.
 // Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
 // A matrix of codes has a scale for each output and each group of inputs: products of a group are added alone, and their sum is multiplied
-// by the scale once, as it is added to out.
+// by the scale once, as it is added to out. Codes of 4 bits are two neighbouring inputs a byte, and are multiplied by two neighbours of a row.
 // All paths add the same products in the same order: a row's result is bitwise independent of the other rows of the call.
 #pragma once
 #include <algorithm>
@@ -18,26 +18,46 @@ constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
 static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
+constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 template <class W>
 constexpr int kPrefetchRows = sizeof(W) > 1 ? 3 : 1;  // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
 template <class W>
 constexpr int kPrefetchInto = sizeof(W) > 1 ? 1 : 2;  // the first cache, or the second, which takes more lines at once: 24 GB/s a core, not 10
-template <class U>
-constexpr int kRowsOf = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of what is multiplied
+template <class U, class W>
+constexpr int kRowsOf = kNeighbours<U> / kNeighbours<W>;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
-constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
+constexpr int64_t kPanelFloats = 512;  // of a column of a panel: 128 KiB, which stay in the second cache
 constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
-// A matrix of codes, or some of its columns. `group`: a multiple of 16.
-struct Codes {
-  const e4m3* codes;
+// A matrix of codes W, or some of its columns. `group`: a multiple of 16.
+template <class W>
+struct CodesOf {
+  const W* codes;
   const float* scales;  // [ceil(depth / group)], each a row as long as those of codes
   int64_t group;
 };
-inline Codes operator+(Codes w, int64_t cols) { return {w.codes + cols, w.scales + cols, w.group}; }
+template <class W>
+inline CodesOf<W> operator+(CodesOf<W> w, int64_t cols) { return {w.codes + cols, w.scales + cols, w.group}; }
+
+// The same, of a format that is not known when this is compiled.
+enum class Format { kE4m3, kInt4, kE2m1 };
+struct Codes {
+  Format format;
+  const uint8_t* codes;
+  const float* scales;
+  int64_t group;
+  int64_t inputs_of_byte() const { return format == Format::kE4m3 ? 1 : 2; }
+  template <class Body>
+  void with(const Body& body) const {
+    if (format == Format::kInt4) return body(CodesOf<int4>{reinterpret_cast<const int4*>(codes), scales, group});
+    if (format == Format::kE2m1) return body(CodesOf<e2m1>{reinterpret_cast<const e2m1*>(codes), scales, group});
+    body(CodesOf<e4m3>{reinterpret_cast<const e4m3*>(codes), scales, group});
+  }
+};
+inline Codes operator+(Codes w, int64_t cols) { return {w.format, w.codes + cols, w.scales + cols, w.group}; }
 
 // A matrix of a stack.
 template <class W>
@@ -45,15 +65,14 @@ inline const W* matrix_of(const W* stack, int64_t index, int64_t depth, int64_t 
   return stack + index * depth * cols;
 }
 inline Codes matrix_of(Codes stack, int64_t index, int64_t depth, int64_t cols) {
-  const int64_t groups = (depth + stack.group - 1) / stack.group;
-  return {stack.codes + index * depth * cols, stack.scales + index * groups * cols, stack.group};
+  const int64_t groups = (depth + stack.group - 1) / stack.group, rows = depth / stack.inputs_of_byte();
+  return {stack.format, stack.codes + index * rows * cols, stack.scales + index * groups * cols, stack.group};
 }
 
-// Prefetches rows of a matrix one by one, while other work goes on.
-template <class W>
+// Prefetches rows of a matrix one by one, while other work goes on; in bytes, so that tiles are the same for all weights.
 struct Prefetcher {
-  const W* row = nullptr;
-  int64_t step = 0, left = 0, width = 0;  // to the next row, rows, numbers of a row
+  const char* row = nullptr;
+  int64_t step = 0, left = 0, width = 0;  // to the next row, rows, bytes of a row
   void advance() {
     if (left == 0) return;
     prefetch(row, width);
@@ -66,7 +85,9 @@ template <class U>
 using Line = decltype(load(static_cast<const U*>(nullptr)));
 template <class U, int Vectors, class W>
 [[gnu::always_inline]] inline void take(const W* w, int64_t ldw, Line<U> (&line)[Vectors]) {
-  if constexpr (std::is_same_v<U, pair>) {
+  if constexpr (std::is_same_v<U, pair> && kNeighbours<W> == 2) {
+    zip(w, line);
+  } else if constexpr (std::is_same_v<U, pair>) {
     zip(w, w + ldw, line);
   } else {
 #pragma GCC unroll 4
@@ -79,8 +100,10 @@ struct Scales {
   const float* first;
   int64_t ld, group;
 };
+inline Scales operator+(const Scales& scales, int64_t cols) { return {scales.first + cols, scales.ld, scales.group}; }
 // Of a matrix that has none, depth is one group, whose sum continues what is in out.
 struct NoScales {};
+inline NoScales operator+(NoScales, int64_t) { return {}; }
 inline int64_t group_end(NoScales, int64_t, int64_t depth) { return depth; }
 inline int64_t group_end(const Scales& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
 inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{} : load(out); }
@@ -91,11 +114,11 @@ inline vf total(const Scales& scales, int64_t begin, int v, bool fresh, const fl
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
-template <class U, class W>
+template <class U>
 struct Packed {
   const U* panel;
   int64_t ld;
-  Prefetcher<W>& prefetcher;
+  Prefetcher& prefetcher;
   void prefetch_next() const { prefetcher.advance(); }
   template <int Vectors>
   void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
@@ -113,14 +136,28 @@ struct Packing {
   void prefetch_next() const {}
   template <int Vectors>
   void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
-    const W* from = w + d * kRowsOf<U> * ldw;
-    for (int row = 0; row < kRowsOf<U>; row++) prefetch(from + (kPackAhead + row) * ldw, Vectors * kLanes);
+    const W* from = w + d * kRowsOf<U, W> * ldw;
+    for (int row = 0; row < kRowsOf<U, W>; row++) prefetch(from + (kPackAhead + row) * ldw, Vectors * kLanes);
     take<U>(from, ldw, line);
     for (int v = 0; v < Vectors; v++) store(panel + d * ld + v * kLanes, line[v]);
   }
 };
 
-// U: float or pair; `depth` and `ldx` count them.
+// Or from w itself, whose line `ahead` is read when this one has been.
+template <class U, class W>
+struct Direct {
+  const W* w;
+  int64_t ldw, ahead;
+  void prefetch_next() const {}
+  template <int Vectors>
+  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
+    const W* from = w + d * kRowsOf<U, W> * ldw;
+    for (int row = 0; row < kRowsOf<U, W>; row++) prefetch<2>(from + row * ldw + ahead, Vectors * kLanes);
+    take<U>(from, ldw, line);
+  }
+};
+
+// U: float, floats or pair; `depth` and `ldx` count them.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
   for (int64_t first = 0, last = 0; first < depth; first = last) {
@@ -147,13 +184,19 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
   }
 }
 
+// Fills a panel.
+template <int Vectors, class U, class W>
+inline void unpack(const Packing<U, W>& source, int64_t depth) {
+  Line<U> line[Vectors];
+  for (int64_t d = 0; d < depth; d++) source.take_line(d, line);
+}
+
 // Fills a panel, and gives the rows of the tile that was multiplied meanwhile: codes are decoded alone, in the registers of its sums.
 template <int Vectors, class U, class W, class ScalesOf>
 inline int64_t fill(bool fresh, const U* x, int64_t ldx, const Packing<U, W>& source, const ScalesOf& scales, int64_t depth, float* out,
                     int64_t ldo) {
-  if constexpr (std::is_same_v<W, e4m3>) {
-    Line<U> line[Vectors];
-    for (int64_t d = 0; d < depth; d++) source.take_line(d, line);
+  if constexpr (std::is_same_v<ScalesOf, Scales>) {
+    unpack<Vectors>(source, depth);
     return 0;
   } else {
     tile<kTileRows, Vectors>(fresh, x, ldx, source, scales, depth, out, ldo);
@@ -170,11 +213,11 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
 }
 
 // Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is kTileVectors, 2 or 1 vectors.
-template <class U, class W, class ScalesOf>
+template <class U, class ScalesOf>
 inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld,
-                  const ScalesOf& scales, int64_t depth, float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
+                  const ScalesOf& scales, int64_t depth, float* out, int64_t ldo, Prefetcher& prefetcher) {
   const int64_t left = rows - first, tiles = (left + kTileRows - 1) / kTileRows;
-  const Packed<U, W> source{panel, ld, prefetcher};
+  const Packed<U> source{panel, ld, prefetcher};
   for (int64_t t = 0, r = first, end = 0; t < tiles; t++, r = end) {
     end = first + left * (t + 1) / tiles;
     const U* from = x + r * ldx;
@@ -204,14 +247,15 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
     store(out + r * ldo, sums, count);
   }
 }
-inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int count, float* out, int64_t ldo) {
+template <class U, class W>
+inline void ragged_columns(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int count, float* out, int64_t ldo) {
+  const int64_t group = w.group / kNeighbours<U>;
   for (int64_t r = 0; r < rows; r++) {
     vf whole = load(out + r * ldo, count);
-    for (int64_t begin = 0; begin < depth; begin += w.group) {
+    for (int64_t begin = 0; begin < depth; begin += group) {
       vf sums = {};
-      for (int64_t d = begin; d < std::min(depth, begin + w.group); d++)
-        sums = add_product(sums, x + r * ldx + d, load(w.codes + d * ldw, count));
-      whole = add_products(whole, load(w.scales + begin / w.group * ldw, count), sums);
+      for (int64_t d = begin; d < std::min(depth, begin + group); d++) sums = add_product(sums, x + r * ldx + d, load(w.codes + d * ldw, count));
+      whole = add_products(whole, load(w.scales + begin / group * ldw, count), sums);
     }
     store(out + r * ldo, whole, count);
   }
@@ -251,10 +295,10 @@ template <int Group, int Depth, int Vectors, class U>
 // `Depth` and `ldx` count U's.
 template <int Depth, int Vectors, class U, class W>
 [[gnu::always_inline]] inline void stream_columns(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
-  constexpr int kRows = Depth * kRowsOf<U>;
+  constexpr int kRows = Depth * kRowsOf<U, W>;
   Line<U> lines[Depth][Vectors];
 #pragma GCC unroll 8
-  for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U> * ldw, ldw, lines[d]);
+  for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U, W> * ldw, ldw, lines[d]);
   if (rows >= kPrefetchRows<W>)
 #pragma GCC unroll 16
     for (int d = 0; d < kRows; d++) prefetch<kPrefetchInto<W>>(w + (d + kRows) * ldw, Vectors * kLanes);
@@ -287,12 +331,15 @@ inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ld
   for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// x in blocks of kStreamDepth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
+// x in blocks of so many columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
 template <class U>
-inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, U* blocks) {
-  for (int64_t d = 0; d < depth; d += kStreamDepth)
-    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(U));
+inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, int64_t columns, U* blocks) {
+  for (int64_t d = 0; d < depth; d += columns)
+    for (int64_t r = 0; r < rows; r++, blocks += columns) std::memcpy(blocks, x + r * ldx + d, std::min(columns, depth - d) * sizeof(U));
 }
+
+// The widest piece of out that stays in the first cache.
+inline int64_t stream_columns_of(int64_t rows) { return kStreamFloats / rows / 64 * 64; }
 
 // Few rows of x, whose columns are walked in sequence.
 template <class U, class W>
@@ -304,14 +351,12 @@ struct Streamed {
 
   Streamed(Scratch& scratch, int64_t rows, const U* x, int64_t ldx, int64_t depth) : rows(rows), depth(depth), x(x), ldx(ldx) {
     U* to = scratch.take<U>(rows * deep());
-    block_rows(rows, x, ldx, deep(), to);
+    block_rows(rows, x, ldx, deep(), kStreamDepth, to);
     blocks = to;
   }
-  // The widest piece of out that stays in the first cache.
-  int64_t most_columns() const { return kStreamFloats / rows / 64 * 64; }
   // out += columns begin..end-1 of x times rows of w; begin is a multiple of kStreamDepth.
   void add(int64_t begin, int64_t end, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) const {
-    const int64_t step = kRowsOf<U> * ldw;
+    const int64_t step = kRowsOf<U, W> * ldw;
     int64_t d = begin;
     for (; d + kStreamDepth <= end; d += kStreamDepth) stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * step, ldw, cols, out, ldo);
     for (; d < end; d++) stream<1>(rows, x + d, ldx, w + d * step, ldw, cols, out, ldo);
@@ -323,28 +368,58 @@ void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, in
   thread_local Scratch scratch;
   const Streamed<U, W> few(scratch, rows, x, ldx, depth);
   for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = std::min(cols - c, few.most_columns());
+    width = std::min(cols - c, stream_columns_of(rows));
     few.add(0, depth, w + c, ldw, width, out + c, ldo);
   }
 }
 
-// The sums of a group are added up in scratch.
-template <class U>
-void streamed(int64_t rows, const U* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
-  thread_local Scratch scratch, sums_scratch;
-  const Streamed<U, e4m3> few(scratch, rows, x, ldx, depth);
-  const int64_t group = w.group / kRowsOf<U>;
+// Rows of codes that are walked side by side, and decoded for each tile. x: `depth` columns, one row after another.
+template <class U, class W, class ScalesOf>
+void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w, int64_t ldw, const ScalesOf& scales, int64_t depth, int64_t cols,
+                  float* out, int64_t ldo) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = std::min(cols - c, few.most_columns());
+    width = c + kTileVectors * kLanes <= cols ? kTileVectors * kLanes : kLanes;
+    const Direct<U, W> source{w + c, ldw, depth * kRowsOf<U, W> * ldw};
+    const ScalesOf own = scales + c;
+    for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
+      end = rows * (t + 1) / tiles;
+      auto run = [&](auto vectors) {
+        tile_rows<decltype(vectors)::value>(end - r, fresh, x + r * ldx, ldx, source, own, depth, out + r * ldo + c, ldo);
+      };
+      if (width == kTileVectors * kLanes) run(std::integral_constant<int, kTileVectors>{});
+      else run(std::integral_constant<int, 1>{});
+    }
+  }
+}
+
+// The groups of codes one after another. Those that have more rows than are walked side by side add up in scratch.
+template <class U, class W>
+void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  thread_local Scratch scratch, sums_scratch;
+  const int64_t group = w.group / kNeighbours<U>, part = std::min(group, kCodeDepth / kRowsOf<U, W>);
+  U* blocks = scratch.take<U>(rows * (depth + part));
+  block_rows(rows, x, ldx, depth, part, blocks);
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, stream_columns_of(rows));
     const int64_t step = width + kPad;
+    float* sums = sums_scratch.floats(rows * step);
     for (int64_t begin = 0; begin < depth; begin += group) {
-      float* sums = sums_scratch.zeros(rows * step);
-      few.add(begin, std::min(depth, begin + group), w.codes + c, ldw, width, sums, step);
-      const float* scales = w.scales + begin / group * ldw + c;
+      const Scales scales{w.scales + begin / group * ldw + c, ldw, group};
+      const int64_t end = std::min(depth, begin + group);
+      auto add = [&](int64_t d, const auto& by, bool fresh, float* to, int64_t ldt) {
+        const W* from = w.codes + d * kRowsOf<U, W> * ldw + c;
+        stream_codes(rows, fresh, blocks + d * rows, part, from, ldw, by, std::min(part, end - d), width, to, ldt);
+      };
+      if (part == group) {
+        add(begin, scales, false, out + c, ldo);
+        continue;
+      }
+      for (int64_t d = begin; d < end; d += part) add(d, NoScales{}, d == begin, sums, step);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < width; i += kLanes) {
           float* to = out + r * ldo + c + i;
-          store(to, add_products(load(to), load(scales + i), load(sums + r * step + i)));
+          store(to, total(scales + i, 0, 0, false, to, load(sums + r * step + i)));
         }
     }
   }
@@ -353,12 +428,13 @@ void streamed(int64_t rows, const U* x, int64_t ldx, Codes w, int64_t ldw, int64
 // Numbers of a matrix, and the scales of its rows from d on, which counts U's.
 template <class W>
 inline const W* numbers(const W* w) { return w; }
-inline const e4m3* numbers(Codes w) { return w.codes; }
+template <class W>
+inline const W* numbers(CodesOf<W> w) { return w.codes; }
 template <class U, class W>
 inline NoScales scales_from(const W*, int64_t, int64_t) { return {}; }
-template <class U>
-inline Scales scales_from(Codes w, int64_t ldw, int64_t d) {
-  const int64_t group = w.group / kRowsOf<U>;
+template <class U, class W>
+inline Scales scales_from(CodesOf<W> w, int64_t ldw, int64_t d) {
+  const int64_t group = w.group / kNeighbours<U>;
   return {w.scales + d / group * ldw, ldw, group};
 }
 
@@ -368,11 +444,12 @@ template <class U, class Matrix>
 void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
            bool fresh) {
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
+  constexpr int64_t kPanelDepth = kPanelFloats * sizeof(float) / sizeof(U);
   thread_local Scratch scratch;
   U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
   for (int64_t d = 0, deep = 0; d < depth; d += deep) {
     deep = std::min(kPanelDepth, depth - d);
-    const W* from = numbers(w) + d * kRowsOf<U> * ldw;
+    const W* from = numbers(w) + d * kRowsOf<U, W> * ldw;
     const bool anew = fresh && d == 0;
     for (int64_t c = 0, width = 0; c < full_cols; c += width) {
       width = panel_width(c, full_cols);
@@ -387,8 +464,11 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
       } else {
         done = fill<1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       }
-      Prefetcher<W> prefetcher;
-      if (next < full_cols) prefetcher = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, full_cols)};
+      Prefetcher prefetcher;
+      if (next < full_cols) {
+        const int64_t bytes = panel_width(next, full_cols) * sizeof(W);
+        prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<U, W>, bytes};
+      }
       sweep(done, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
     }
   }
@@ -398,7 +478,7 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
 inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
                              int64_t ldo, bool fresh) {
   const int64_t full_cols = cols - cols % kLanes;
-  Prefetcher<float> no_prefetch;
+  Prefetcher no_prefetch;
   for (int64_t c = 0, width = 0; c < full_cols; c += width) {
     width = panel_width(c, full_cols);
     sweep(0, rows, width, fresh, x, ldx, w + c, ldw, NoScales{}, depth, out + c, ldo, no_prefetch);
@@ -408,7 +488,7 @@ inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
-// Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it. Matrix: a pointer, or Codes.
+// Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it. Matrix: a pointer, or CodesOf.
 template <class U, class Matrix>
 void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
                    bool fresh) {
@@ -417,14 +497,26 @@ void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t
   streamed(rows, x, ldx, w, ldw, depth, full_cols, out, ldo);
 }
 
-template <class Matrix>
-void gemm(int64_t rows, const float* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
-             bool fresh = false) {
+template <class U, class Matrix>
+void gemm_all(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
   const int64_t full_cols = cols - cols % kLanes;
   gemm_whole_vectors(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
   if (full_cols == cols) return;
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + full_cols, out + r * ldo + cols, 0.0f);
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
+}
+
+template <class T>
+void gemm(int64_t rows, const float* x, int64_t ldx, const T* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+             bool fresh = false) {
+  gemm_all(rows, x, ldx, w, ldw, depth, cols, out, ldo, fresh);
+}
+// With codes of 4 bits, depth and `ldx` are even.
+inline void gemm(int64_t rows, const float* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  w.with([&](auto own) {
+    using U = std::conditional_t<kNeighbours<std::remove_const_t<std::remove_pointer_t<decltype(own.codes)>>> == 2, floats, float>;
+    gemm_all(rows, reinterpret_cast<const U*>(x), ldx / kNeighbours<U>, own, ldw, depth / kNeighbours<U>, cols, out, ldo, fresh);
+  });
 }
 
 // Whether this processor multiplies pairs faster than floats. Set once, before the first product (pairs_gain.h).
@@ -435,9 +527,11 @@ inline bool pairs_are_faster = true;
 inline bool pairs_fit(int64_t depth, int64_t cols) { return pairs_are_faster && depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
-template <class Matrix>
-void gemm(int64_t rows, const bf16* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
   gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
+}
+inline void gemm(int64_t rows, const bf16* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  w.with([&](auto own) { gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, own, ldw, depth / 2, cols, out, ldo, fresh); });
 }
 
 }  // namespace rex

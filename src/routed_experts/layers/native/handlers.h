@@ -21,15 +21,27 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
 // Nothing is converted on the way in: what a handler reads as one type must have it.
 inline ffi::Error mismatch(const std::string& what) { return ffi::Error::InvalidArgument("dtypes or shapes differ: " + what); }
 
+// Codes are told by their dtype: float8 for e4m3, int8 for whole numbers of 4 bits and uint8 for e2m1, both [R, I / 2, O].
+inline bool is_codes(ffi::DataType type) { return type == ffi::F8E4M3FN || type == ffi::S8 || type == ffi::U8; }
+inline Format format_of(ffi::DataType type) { return type == ffi::S8 ? Format::kInt4 : type == ffi::U8 ? Format::kE2m1 : Format::kE4m3; }
+// An axis of what an array holds.
+inline int64_t logical_dim(const ffi::AnyBuffer& array, int axis) {
+  const bool halves = is_codes(array.element_type()) && format_of(array.element_type()) != Format::kE4m3;
+  return array.dimensions()[axis] * (halves && axis == 1 ? 2 : 1);
+}
+
 // A stack of matrices as handlers take it: numbers [R, I, O], or codes and their scales; scales are [0] beside numbers.
 struct Matrices {
   ffi::AnyBuffer numbers, scales;
   int64_t group;  // 0 beside numbers
-  bool coded() const { return numbers.element_type() == ffi::F8E4M3FN; }
-  int64_t dim(int axis) const { return numbers.dimensions()[axis]; }
+  bool coded() const { return is_codes(numbers.element_type()); }
+  int64_t dim(int axis) const { return logical_dim(numbers, axis); }
   template <class T>
   const T* plain() { return numbers.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(numbers.untyped_data()); }
-  Codes codes() { return {static_cast<const e4m3*>(numbers.untyped_data()), static_cast<const float*>(scales.untyped_data()), group}; }
+  Codes codes() {
+    return {format_of(numbers.element_type()), static_cast<const uint8_t*>(numbers.untyped_data()), static_cast<const float*>(scales.untyped_data()),
+            group};
+  }
 };
 
 // "[2, 64]".

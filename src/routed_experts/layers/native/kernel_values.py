@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
+from routed_experts.layers.quantized import CODE_DTYPES, QuantizedWeight, Weight
 from routed_experts.layers.routing import SCORING_FUNCS, RouterSpec
 
 ACTIVATION_ORDER = ("silu", "clamped swiglu", "tanh gelu")  # of Activation in experts.h
@@ -32,7 +32,8 @@ def weight_arrays(weight: Weight) -> tuple[Array, Float[Array, "..."]]:
     """Numbers or codes, and scales, [0] beside numbers."""
     if not isinstance(weight, QuantizedWeight):
         return weight, jnp.zeros(0, jnp.float32)
-    assert weight.format == E4M3 and not weight.outputs_first, (weight.format, weight.outputs_first)
+    formats = [name for name, dtype in CODE_DTYPES.items() if dtype == weight.codes.dtype]  # as the kernels tell it
+    assert formats in ([], [weight.format]) and not weight.outputs_first, (weight.format, weight.outputs_first)
     return weight.codes, weight.scales
 
 

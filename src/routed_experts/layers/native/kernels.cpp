@@ -20,21 +20,22 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
                        ffi::AnyBuffer down_scales, ffi::Buffer<ffi::S32> first, ffi::AnyBuffer gate_up_bias, ffi::AnyBuffer down_bias,
                        ffi::Result<ffi::AnyBuffer> y, int64_t num_experts, int64_t activation, int64_t gate_up_group, int64_t down_group) {
   Matrices gate_up{gate_up_numbers, gate_up_scales, gate_up_group}, down{down_numbers, down_scales, down_group};
-  const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down_numbers.dimensions(), wide = gate_up_numbers.dimensions();
-  const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0], false, Activation(activation)};
+  const auto rows = x.dimensions(), chosen = ids.dimensions();
+  const int64_t stacked = down.dim(0);
+  const ExpertShape shape{rows[0], chosen[1], rows[1], down.dim(1), num_experts, first.typed_data()[0], false, Activation(activation)};
   const int64_t biases[] = {int64_t(gate_up_bias.element_count()), int64_t(down_bias.element_count())};
   const ffi::DataType dtype = gate_up_bias.element_type();  // of the model
-  if (down_numbers.element_type() != gate_up_numbers.element_type() || y->element_type() != x.element_type())
-    return mismatch("gate_up and down have one dtype, and x and y");
-  if (wide[0] != second[0] || wide[1] != shape.hidden || wide[2] != 2 * shape.width || second[2] != shape.hidden)
+  if ((down_numbers.element_type() != gate_up_numbers.element_type() && !(gate_up.coded() && down.coded())) || y->element_type() != x.element_type())
+    return mismatch("gate_up and down have one dtype or are both codes, and x and y have one dtype");
+  if (gate_up.dim(0) != stacked || gate_up.dim(1) != shape.hidden || gate_up.dim(2) != 2 * shape.width || down.dim(2) != shape.hidden)
     return mismatch("gate_up is [RE, D, 2F] and down [RE, F, D]");
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
     return mismatch("ids and weights are [N, K] and valid [N]");
-  if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
+  if (shape.first < 0 || shape.first + num_experts > stacked) return ffi::Error::InvalidArgument("the layer is outside the stack");
   for (const auto& [stack, name] : {std::pair(gate_up, "gate_up"), std::pair(down, "down")})
     if (const std::string fault = scales_fault(stack, name); !fault.empty()) return mismatch(fault);
   if (down_bias.element_type() != dtype || (!gate_up.coded() && gate_up_numbers.element_type() != dtype) ||
-      (biases[0] != 0 && biases[0] != second[0] * 2 * shape.width) || (biases[1] != 0 && biases[1] != second[0] * shape.hidden))
+      (biases[0] != 0 && biases[0] != stacked * 2 * shape.width) || (biases[1] != 0 && biases[1] != stacked * shape.hidden))
     return mismatch("biases are [RE, 2F] and [RE, D], or [0], of the dtype of the model, which experts have that are not codes");
   if (activation < 0 || activation > int64_t(Activation::kTanhGelu)) return ffi::Error::InvalidArgument("no such activation");
   Team team(pool);
@@ -54,15 +55,15 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
 ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer numbers, ffi::AnyBuffer scales, ffi::Buffer<ffi::S32> layer,
                       ffi::Result<ffi::AnyBuffer> y, bool exact, int64_t group) {
   Matrices weights{numbers, scales, group};
-  const auto rows = x.dimensions(), stack = numbers.dimensions();
-  const int64_t index = layer.typed_data()[0];
-  if (rows[1] != stack[1]) return mismatch("x is [N, D] and weights are [R, D, O]");
-  if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
+  const auto rows = x.dimensions();
+  const int64_t index = layer.typed_data()[0], depth = weights.dim(1), cols = weights.dim(2);
+  if (rows[1] != depth) return mismatch("x is [N, D] and weights are [R, D, O]");
+  if (index < 0 || index >= weights.dim(0)) return ffi::Error::InvalidArgument("the layer is outside the stack");
   if (const std::string fault = scales_fault(weights, "weights"); !fault.empty()) return mismatch(fault);
   Team team(pool);
   auto run = [&](auto row, auto stacked) {
     return dispatch_dtype(y->element_type(), [&](auto out) {
-      linear(team, rows[0], rows[1], stack[2], at<decltype(row)>(x), matrix_of(stacked, index, stack[1], stack[2]), at<decltype(out)>(y), exact);
+      linear(team, rows[0], depth, cols, at<decltype(row)>(x), matrix_of(stacked, index, depth, cols), at<decltype(out)>(y), exact);
       return ffi::Error::Success();
     });
   };

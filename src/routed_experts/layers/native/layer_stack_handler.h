@@ -68,7 +68,12 @@ struct StackBuffers {
     return (!records() || in<void>(block()) == out<void>(kIdsWritten)) &&
            (!records_weights() || in<void>(block() + 1) == out<void>(kWeightsWritten));
   }
-  int64_t dim(int64_t arg, int axis) const { return args[arg].dimensions()[axis]; }
+  int64_t dim(int64_t arg, int axis) const { return logical_dim(args[arg], axis); }
+  std::vector<int64_t> dims(int64_t arg) const {
+    std::vector<int64_t> all;
+    for (size_t axis = 0; axis < args[arg].dimensions().size(); axis++) all.push_back(dim(arg, axis));
+    return all;
+  }
   bool has(int64_t arg) const { return args[arg].element_count() != 0; }
   bool is(int64_t arg, std::initializer_list<int64_t> dims) const {
     const auto have = args[arg].dimensions();
@@ -127,9 +132,9 @@ struct StackBuffers {
   // The first array that is something else, with both shapes; "" if there is none. `first`: of these arrays among the arguments.
   std::string misfit(const std::vector<Expected>& all, int64_t first, const char* const* names, const std::string& of) const {
     for (const Expected& expected : all) {
-      const auto have = args[first + expected.arg].dimensions();
+      const std::vector<int64_t> have = dims(first + expected.arg);
       if (expected.optional && !has(first + expected.arg)) continue;
-      if (have.size() == expected.dims.size() && std::equal(have.begin(), have.end(), expected.dims.begin())) continue;
+      if (have == expected.dims) continue;
       return std::string(names[expected.arg]) + of + " is " + shape_text(have) + ", not " + shape_text(expected.dims);
     }
     return "";
@@ -177,10 +182,11 @@ struct StackBuffers {
       const ffi::DataType type = args[layer(position, arg)].element_type();
       const bool may_be_codes = std::find(kMatrices, std::end(kMatrices), arg) != std::end(kMatrices);
       if (arg == kSinks || arg == kSelectionBias ? type != ffi::F32
-                                                 : type != own && !(arg == kRouter && type == ffi::F32) && !(may_be_codes && type == ffi::F8E4M3FN))
+                                                 : type != own && !(arg == kRouter && type == ffi::F32) && !(may_be_codes && is_codes(type)))
         return false;
     }
-    return args[layer(position, kGateUp)].element_type() == args[layer(position, kDown)].element_type();
+    const ffi::DataType gate_up = args[layer(position, kGateUp)].element_type(), down = args[layer(position, kDown)].element_type();
+    return gate_up == down || (is_codes(gate_up) && is_codes(down));
   }
 
   // The first mismatch of dtypes or shapes; "" if there is none.

@@ -39,9 +39,34 @@ struct e4m3 {  // a code of 8 bits: sign, exponent less 7, three bits behind the
   uint8_t bits;
 };
 
+struct int4 {  // codes of 4 bits of two neighbouring inputs, the first in the lower half: whole numbers plus 8
+  uint8_t bits;
+};
+struct e2m1 {  // likewise: sign, exponent less 1, one bit behind the point
+  uint8_t bits;
+};
+
 struct [[gnu::may_alias]] pair {  // two neighbours of bfloat16, the first in the lower half
   uint32_t bits;
 };
+struct [[gnu::may_alias]] floats {  // two neighbours
+  float first, second;
+};
+struct vff {  // vectors of the first and of the second neighbours
+  vf first, second;
+};
+
+// Numbers of a row of x, or inputs of a matrix, that one T holds.
+template <class T>
+constexpr int kNeighbours = 1;
+template <>
+inline constexpr int kNeighbours<pair> = 2;
+template <>
+inline constexpr int kNeighbours<floats> = 2;
+template <>
+inline constexpr int kNeighbours<int4> = 2;
+template <>
+inline constexpr int kNeighbours<e2m1> = 2;
 
 template <class Vector, class T>
 inline Vector read(const T* p) {
@@ -58,7 +83,44 @@ inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subn
   return __builtin_convertvector((vx)half, vf) * 256.0f;
 }
 
+// What codes of 4 bits are, in bfloat16.
+template <class W>
+constexpr uint16_t kHalves[16] = {};
+template <>
+alignas(32) inline constexpr uint16_t kHalves<int4>[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+template <>
+alignas(32) inline constexpr uint16_t kHalves<e2m1>[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                           0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+
+#if defined(__AVX512F__)
+template <class W>
+inline vff decode(const W* p) {  // looks each half of a byte up
+  const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512 table = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHalves<W>))), 16);
+  return {(vf)_mm512_permutexvar_ps(codes, table), (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table)};
+}
+#else
+inline vf values(const int4*, vh codes) { return __builtin_convertvector(__builtin_convertvector(codes, vi) - 8, vf); }
+inline vf values(const e2m1*, vh codes) {  // their bits in float16 are 2^-14 of them, for subnormal numbers too
+  return __builtin_convertvector((vx)((codes & 7) << 9 | (codes & 8) << 12), vf) * 16384.0f;
+}
+template <class W>
+inline vff decode(const W* p) {
+  const vh codes = __builtin_convertvector(read<vb>(p), vh);
+  return {values(p, codes & 15), values(p, codes >> 4)};
+}
+#endif
+inline vff load(const int4* p) { return decode(p); }
+inline vff load(const e2m1* p) { return decode(p); }
+inline vff load(const floats* p) { return {load(&p->first), load(&p->first + kLanes)}; }  // as `store` has put them
+
 inline vu load(const pair* p) { return read<vu>(p); }
+template <class W>
+inline vu zip(const W* both) {  // pairs of the two numbers of each byte; bfloat16 has all of them
+  const vff numbers = load(both);
+  return (vu)numbers.first >> 16 | ((vu)numbers.second & 0xffff0000u);
+}
 inline vu zip(const bf16* first, const bf16* second) {  // pairs of one number of each
   const vh a = read<vh>(first), b = read<vh>(second);
 #if defined(__AVX512F__)
@@ -78,6 +140,26 @@ template <int Vectors, class W>
 [[gnu::always_inline]] inline void zip(const W* first, const W* second, vu (&pairs)[Vectors]) {
 #pragma GCC unroll 4
   for (int v = 0; v < Vectors; v++) pairs[v] = zip(first + v * kLanes, second + v * kLanes);
+}
+template <int Vectors, class W>
+[[gnu::always_inline]] inline void zip(const W* both, vu (&pairs)[Vectors]) {
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+  // A line of the cache. Both codes of a byte are shifted to the bottom of a word each, which is looked up by its lowest five bits: the fifth
+  // is of no account. Each shift makes two pairs of a quarter of a quarter of the line, so pairs of bytes are put there before.
+  if constexpr (Vectors == 4) {
+    const __m512i order = _mm512_set_epi16(31, 23, 15, 7, 30, 22, 14, 6, 29, 21, 13, 5, 28, 20, 12, 4, 27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHalves<W>)));
+    const __m512i codes = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(both));
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+      const __m512i shifts = _mm512_add_epi8(_mm512_set1_epi64(0x000c000800040000), _mm512_set1_epi16(16 * v));
+      pairs[v] = (vu)_mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(shifts, codes), table);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; v++) pairs[v] = zip(both + v * kLanes);
 }
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
 // The upper and the lower bytes of the bfloat16 numbers of codes 0..127.
@@ -118,6 +200,7 @@ alignas(64) inline constexpr CodeTable kCodeTable = code_table();
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 inline void store(pair* p, vu v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(floats* p, vff v) { store(&p->first, v.first), store(&p->first + kLanes, v.second); }
 inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
   vu bits = (vu)v;
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -149,7 +232,7 @@ inline void put(bf16* p, float x) {  // as `store` rounds
 
 // The first `count` lanes; the others are 0 and memory behind them is not touched.
 template <class T>
-inline vf load(const T* p, int count) {
+inline auto load(const T* p, int count) {
   T lanes[kLanes] = {};
   std::memcpy(lanes, p, count * sizeof(T));
   return load(lanes);
@@ -196,6 +279,7 @@ inline vf add_product(vf sums, const float* x, vf column) { return add_products(
 #else
 inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
 #endif
+inline vf add_product(vf sums, const floats* x, vff columns) { return add_product(add_product(sums, &x->first, columns.first), &x->second, columns.second); }
 inline vf add_product(vf sums, const pair* x, vu column) { return add_products(sums, vu{} + x->bits, column); }
 
 // Keeps a vector in a register: GCC would read it from memory at each use.

@@ -2,8 +2,8 @@
 fill them.
 
 An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
-and `name_scale` [..., J, O], float32. Both are sharded as the numbers were: outputs as they are, inputs in whole
-groups. Dims: I inputs, O outputs, J groups of inputs."""
+and `name_scale` [..., J, O], float32. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers
+were: outputs as they are, inputs in whole groups. Dims: I inputs, O outputs, J groups of inputs."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, quantize_blocks
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, inputs_of_byte, quantize_blocks
 from routed_experts.models.base.partitioning import AxisPartition, Segment
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import SCALE, ParamSpec
@@ -35,6 +35,10 @@ class CodedArray:
         """J."""
         return math.ceil(inputs / self.group)
 
+    def num_bytes(self, inputs: int) -> int:
+        """Bytes of the codes of an output."""
+        return inputs // inputs_of_byte(self.format)
+
     def segments_of(self, source: WeightSource) -> tuple[int, ...]:
         """The segments of one tensor: of experts that are stacked in one, several."""
         ends = list(itertools.accumulate(self.segments))
@@ -52,8 +56,9 @@ def coded_specs(specs: Iterable[ParamSpec], coded: Iterable[CodedArray]) -> Iter
             yield spec
             continue
         *lead, inputs, outputs = spec.shape
-        codes = (*lead, outputs, inputs) if array.outputs_first else spec.shape
-        partition = _swapped(spec.partition) if array.outputs_first else spec.partition
+        rows, partition = array.num_bytes(inputs), _by_group(spec.partition, inputs_of_byte(array.format))
+        codes = (*lead, outputs, rows) if array.outputs_first else (*lead, rows, outputs)
+        partition = _swapped(partition) if array.outputs_first else partition
         dtype = CODE_DTYPES[array.format]
         yield dataclasses.replace(spec, shape=codes, dtype=dtype, partition=partition)
         yield dataclasses.replace(
@@ -74,10 +79,8 @@ def coded_sources(sources: Iterable[WeightSource], coded: Mapping[str, CodedArra
             yield source
             continue
         assert source.transpose, source
-        if array.outputs_first:
-            yield dataclasses.replace(source, transpose=False, offset_axis=-2)
-        else:
-            yield source
+        codes = dataclasses.replace(source, shape=(*source.shape[:-1], array.num_bytes(source.shape[-1])))
+        yield dataclasses.replace(codes, transpose=False, offset_axis=-2) if array.outputs_first else codes
         yield dataclasses.replace(
             source,
             name=f"{source.name}{GROUP_SCALES}",

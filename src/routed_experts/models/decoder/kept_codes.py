@@ -2,8 +2,8 @@
 
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
 its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest. All others are
-dequantised when they are loaded. Of a plain checkpoint all are quantised, where that is asked for. Both arrays of
-experts are codes, or neither."""
+dequantised when they are loaded. Of a plain checkpoint all are quantised to e4m3, where that is asked for. Both arrays
+of experts are codes, or neither."""
 
 import dataclasses
 import logging
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from routed_experts.layers.quantized import BLOCK, E4M3, GROUPS
 from routed_experts.models.base.partitioning import ParallelConfig
-from routed_experts.models.base.quantization_config import Codes
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, layer_sources
 from routed_experts.models.decoder.layer_params import ParamKind, ParamSpec
 from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.loading.fused_experts import fuse_experts
-from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
+from routed_experts.models.loading.virtual_tensors import CodedTensor
 
 logger = logging.getLogger(__name__)
+_AXES = {ParamKind.MATRIX: 2, ParamKind.EXPERTS: 3}  # of the matrices of a layer
 _EXPERTS = frozenset({"gate_up", "down"})
 ONE_DEVICE = ParallelConfig(1)
 
@@ -43,10 +43,11 @@ NO_CODES = CodeSupport()
 
 
 def with_kept_codes(
-    config: FamilyConfig, matrices: Mapping[str, QuantizedMatrix], names: Iterable[str], support: CodeSupport
+    config: FamilyConfig, matrices: Mapping[str, CodedTensor], names: Iterable[str], support: CodeSupport
 ) -> FamilyConfig:
-    """The config, whose layers say which of their arrays are codes. `names`: of all tensors of the checkpoint."""
-    if E4M3 not in support.formats or not (matrices or support.quantizes):
+    """The config, whose layers say which of their arrays are codes. `matrices`: the quantised tensors, by plain names.
+    `names`: of all tensors of the checkpoint."""
+    if not support.formats or not (matrices or support.quantizes):
         return config
     shown = frozenset(names)
     layers = tuple(
@@ -88,7 +89,7 @@ def _coded(
     config: FamilyConfig,
     index: int,
     layer: LayerSpec,
-    matrices: Mapping[str, QuantizedMatrix],
+    matrices: Mapping[str, CodedTensor],
     names: frozenset[str],
     support: CodeSupport,
 ) -> tuple[CodedArray, ...]:
@@ -98,13 +99,18 @@ def _coded(
     plain, stored = _by_array(table), _by_array(fuse_experts(table, names))
     found: dict[str, CodedArray] = {}
     for spec in layer.weights(config):
-        if spec.kind not in (ParamKind.MATRIX, ParamKind.EXPERTS) or len(spec.shape) < 2 or not stored[spec.name]:
+        if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
-        group = _shared_group(stored[spec.name], matrices) if matrices else BLOCK
+        form, group = _shared_form(stored[spec.name], matrices) if matrices else (E4M3, BLOCK)
         group = math.gcd(group, *_cuts(spec, support.parallel)) if group else 0
-        if group >= GROUPS[-1]:
-            segments, order = _segments(plain[spec.name]), support.outputs_first
-            found[spec.name] = CodedArray(name=spec.name, group=group, segments=segments, outputs_first=order)
+        if form in support.formats and group >= GROUPS[-1]:
+            found[spec.name] = CodedArray(
+                name=spec.name,
+                group=group,
+                segments=_segments(plain[spec.name]),
+                format=form,
+                outputs_first=support.outputs_first,
+            )
     if not found.keys() >= _EXPERTS:
         return tuple(array for name, array in found.items() if name not in _EXPERTS)
     return tuple(found.values())
@@ -115,10 +121,10 @@ def without_codes(config: FamilyConfig) -> FamilyConfig:
     return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, coded=()) for layer in config.layers))
 
 
-def can_keep(array: CodedArray, source: WeightSource, matrices: Mapping[str, QuantizedMatrix]) -> bool:
+def can_keep(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
     """Whether a tensor of the array has codes that stay as they are."""
-    group = _shared_group((source,), matrices)
-    return group != 0 and group % array.group == 0
+    form, group = _shared_form((source,), matrices)
+    return form == array.format and group % array.group == 0
 
 
 def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:
@@ -134,16 +140,18 @@ def _segments(sources: Sequence[WeightSource]) -> tuple[int, ...]:
     return tuple(source.shape[-2] for source in sorted(own, key=lambda source: source.offset))
 
 
-def _shared_group(sources: Iterable[WeightSource], matrices: Mapping[str, QuantizedMatrix]) -> int:
-    """The largest group of inputs that the scales of all tensors of an array allow; 0 where one is no code."""
-    group = GROUPS[0]
+def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> tuple[str, int]:
+    """The format of all tensors of an array, and the largest group of inputs that the scales of all allow; ("", 0)
+    where one is no code, or has another format."""
+    forms, group = set[str | None](), GROUPS[0]
     for source in sources:
-        matrix = matrices.get(source.name)
-        if matrix is None or not source.transpose or not matrix.is_grouped or matrix.storage.codes is not Codes.E4M3:
-            return 0
-        columns = matrix.block[1]
-        group = math.gcd(group, columns) if matrix.grid[-1] > 1 else group
-    return group
+        matrix = matrices.get(source.name) if source.transpose else None
+        if matrix is None:
+            return "", 0
+        forms.add(matrix.code_format)
+        group = math.gcd(group, matrix.group)
+    form = forms.pop() if len(forms) == 1 else None
+    return ("", 0) if form is None else (form, group)
 
 
 def _cuts(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:

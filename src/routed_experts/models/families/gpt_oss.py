@@ -1,6 +1,6 @@
 """GPT-OSS (OpenAI 2025): every other layer sees a sliding window, a learned sink takes weight in each head, experts and
-routers have biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they
-are loaded.
+routers have biases, the gate is clamped. Experts come as bfloat16 [E, D, O], or in 4 bits (MXFP4) [E, O, D]: those stay
+codes where kernels take them, and are unpacked as they are loaded elsewhere. Dims: E experts, D inputs, O outputs.
 
 A checkpoint interleaves gate and up; here they are concatenated, so that all kernels see one layout."""
 
@@ -15,22 +15,22 @@ from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
-from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, Swapped, VirtualTensor
 
 _NAMES = ExpertNames(
     router="mlp.router.weight",
     router_bias="mlp.router.bias",
     stacked=(
-        Stacked(name="mlp.experts.gate_proj", to="gate_up", half="gate"),
-        Stacked(name="mlp.experts.up_proj", to="gate_up", half="up"),
+        Stacked(name="mlp.experts.gate_proj", to="gate_up", half="gate", transposed=True),
+        Stacked(name="mlp.experts.up_proj", to="gate_up", half="up", transposed=True),
         Stacked(name="mlp.experts.gate_proj_bias", to="gate_up_bias", half="gate"),
         Stacked(name="mlp.experts.up_proj_bias", to="gate_up_bias", half="up"),
-        Stacked(name="mlp.experts.down_proj", to="down"),
+        Stacked(name="mlp.experts.down_proj", to="down", transposed=True),
         Stacked(name="mlp.experts.down_proj_bias", to="down_bias"),
     ),
 )
 _INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
-_PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)_blocks")
+_PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)(?P<kind>|_blocks)")
 _POSITIONS = (  # defaults for configs without these keys
     ("rope_type", "yarn"),
     ("factor", 32.0),
@@ -69,16 +69,15 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
 
 
 def gpt_oss_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
-    """Gate and up separated, and packed tensors unpacked."""
+    """Gate and up separated, packed tensors unpacked, and all matrices [E, O, D]."""
     virtual: dict[str, VirtualTensor] = {}
     for name in headers:
         if match := _INTERLEAVED.fullmatch(name):
             kind = "" if match["kind"] == "_blocks" else match["kind"]
             for start, half in enumerate(("gate", "up")):
                 packed = Mxfp4(name, f"{match['at']}gate_up_proj_scales", start)
-                virtual[f"{match['at']}{half}_proj{kind}"] = (
-                    packed if match["kind"] == "_blocks" else Strided(name, start)
-                )
+                plain = Strided(name, start, swapped=kind == "")
+                virtual[f"{match['at']}{half}_proj{kind}"] = packed if match["kind"] == "_blocks" else plain
         elif match := _PACKED.fullmatch(name):
-            virtual[match["at"]] = Mxfp4(name, f"{match['at']}_scales")
+            virtual[match["at"]] = Mxfp4(name, f"{match['at']}_scales") if match["kind"] else Swapped(name)
     return virtual

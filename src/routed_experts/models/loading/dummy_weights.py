@@ -4,23 +4,28 @@ tests. An array's shape and name decide how it is filled.
 Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade. Matrices that write
 to the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them
 over all experts. Norms are 1 and other vectors are 0. Stacked arrays are filled a matrix at a time: the noise of a
-whole stack of layers would not fit in memory as well. Codes are normal, too, with scales for that variance."""
+whole stack of layers would not fit in memory as well. Codes of e4m3 are normal, too, and those of 4 bits all alike
+frequent, with scales for that variance."""
 
 import contextlib
 import functools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, GROUPS
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, inputs_of_byte
+from routed_experts.models.decoder.layer_params import SCALE
 
 M = TypeVar("M", bound=nnx.Module)
-_CODE_SCALE = 64.0  # standard deviation of codes, of which the largest is 448
+# Standard deviations of codes: of e4m3, of which the largest is 448; and of those of 4 bits, all alike frequent.
+_CODE_SCALES = {E4M3: 64.0} | {form: statistics.pstdev(values) for form, values in CODE_VALUES.items()}
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
@@ -35,13 +40,14 @@ def dummy_model(
     `device_for`: the device of the array of a dotted name, None for the default one. `put_array` puts an array on its
     devices before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
+    leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     filled = []
-    for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        name = ".".join(map(str, path))
+    for index, (name, (path, leaf)) in enumerate(leaves.items()):
         device = device_for(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
             key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-            drawn = _fill(key, name, leaf.shape, leaf.dtype)
+            _, codes = leaves.get(name.removesuffix(SCALE), (path, leaf))
+            drawn = _fill(key, name, leaf.shape, leaf.dtype) if codes is leaf else _scales(name, leaf, codes)
         filled.append((path, leaf.replace(drawn if put_array is None else put_array(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
@@ -50,15 +56,22 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     last = name.rsplit(".", 1)[-1]
     if last.endswith("norm"):
         return jnp.ones(shape, dtype)
-    matrix = last.removesuffix("_scale")
-    if matrix != last:  # of groups of inputs
-        return jnp.full(shape, _matrix_scale(matrix, shape[-2] * GROUPS[0]) / _CODE_SCALE, dtype)
     if jnp.dtype(dtype) == CODE_DTYPES[E4M3]:
-        return _normal(key, shape, jnp.dtype(dtype), _CODE_SCALE)
+        return _normal(key, shape, jnp.dtype(dtype), _CODE_SCALES[E4M3])
+    if jnp.dtype(dtype).itemsize == 1:  # two codes of 4 bits
+        return lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
     if len(shape) < 2 or "bias" in last or "sink" in last:
         return jnp.zeros(shape, dtype)
     scale = 1.0 if last == "embed" else _matrix_scale(last, shape[-2])
     return _normal(key, shape, jnp.dtype(dtype), scale)
+
+
+def _scales(name: str, scales: Any, codes: Any) -> Float[Array, "..."]:
+    """Of groups of inputs of a matrix of codes."""
+    form = next(form for form, dtype in CODE_DTYPES.items() if dtype == codes.dtype)
+    inputs = math.prod(codes.shape[-2:]) * inputs_of_byte(form) // scales.shape[-1]
+    matrix = name.rsplit(".", 1)[-1].removesuffix(SCALE)
+    return jnp.full(scales.shape, _matrix_scale(matrix, inputs) / _CODE_SCALES[form], scales.dtype)
 
 
 def _matrix_scale(name: str, inputs: int) -> float:

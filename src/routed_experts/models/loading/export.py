@@ -20,7 +20,8 @@ def hugging_face_tensors(
         array = arrays[source.target][source.index] if source.index else arrays[source.target]
         width = source.shape[-2] if source.transpose else source.shape[-1]
         array = array[..., source.offset : source.offset + width]
-        tensors[source.name] = np.ascontiguousarray(array.T if source.transpose else array).astype(jnp.dtype(dtype))
+        array = np.swapaxes(array, -1, -2) if source.transpose else array
+        tensors[source.name] = np.ascontiguousarray(array).astype(jnp.dtype(dtype))
         if tensors[source.name].shape != source.shape:
             raise ValueError(
                 f"{source.name} has shape {tensors[source.name].shape}, expected {source.shape}; correct the table "

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.quantized_tensors import GroupScales, QuantizedMatrix, StoredCodes
-from routed_experts.models.loading.virtual_tensors import Header, VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
+from routed_experts.models.loading.virtual_tensors import CodedTensor, Header, VirtualCheckpoint, VirtualTensor
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,19 @@ class QuantizedCheckpoint:
     hidden: tuple[str, ...]
 
     def shown(self, kept: Mapping[str, int] = NONE_KEPT) -> VirtualCheckpoint:
-        """The checkpoint with plain matrices. Those of `kept` are shown as their codes, with a tensor of scales for
-        groups of so many inputs, `<name>.group_scales`."""
-        tensors: dict[str, VirtualTensor] = dict(self.matrices)
-        for name, group in kept.items():
-            matrix = self.matrices[name]
-            tensors |= {name: StoredCodes(matrix), f"{name}{GROUP_SCALES}": GroupScales(matrix, group)}
-        return VirtualCheckpoint(self.stored, tensors, hidden=self.hidden)
+        """The checkpoint with plain matrices; those of `kept` as `show_codes` has them."""
+        return VirtualCheckpoint(self.stored, show_codes(self.matrices, kept), hidden=self.hidden)
+
+
+def show_codes(tensors: Mapping[str, VirtualTensor], kept: Mapping[str, int]) -> dict[str, VirtualTensor]:
+    """The tensors, and in place of those of `kept` their codes, and a tensor of scales for groups of so many inputs,
+    `<name>.group_scales`. Names of `kept` that are not among them are not looked at."""
+    shown = dict(tensors)
+    for name, group in kept.items():
+        tensor = tensors.get(name)
+        if isinstance(tensor, CodedTensor):
+            shown |= {name: tensor.as_codes(), f"{name}{GROUP_SCALES}": tensor.as_scales(group)}
+    return shown
 
 
 def open_quantized(checkpoint: Checkpoint, config: QuantizationConfig) -> QuantizedCheckpoint:

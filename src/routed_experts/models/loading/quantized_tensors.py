@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from routed_experts.core.errors import CheckpointError
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4
 from routed_experts.models.base.quantization_config import Codes, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.virtual_tensors import Header
@@ -84,6 +85,9 @@ class QuantizedMatrix:
     group_map: str | None = None
     unused: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return str(self.storage)
+
     @property
     def needs(self) -> tuple[str, ...]:
         named = (self.codes, self.scales, self.zero_points, self.group_map, *self.unused)
@@ -135,9 +139,25 @@ class QuantizedMatrix:
         )
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether each number is its code times a scale of its output and of neighbouring inputs."""
-        return self.zero_points is None and self.group_map is None
+    def code_format(self) -> str | None:
+        """The format of its codes, where each number is its code times a scale of its output and of neighbouring
+        inputs; None where it is not, and for integers that a whole row scales, whose last byte may be half full."""
+        if self.zero_points is not None or self.group_map is not None:
+            return None
+        if self.storage.codes is Codes.PACKED:
+            return INT4 if self.storage.bits == 4 and self.storage.columns else None
+        return E4M3 if self.storage.codes is Codes.E4M3 else None
+
+    @property
+    def group(self) -> int:
+        """Neighbouring inputs that share a scale; 0 for all of them."""
+        return self.block[1] if self.grid[-1] > 1 else 0
+
+    def as_codes(self) -> "StoredCodes":
+        return StoredCodes(self)
+
+    def as_scales(self, group: int) -> "GroupScales":
+        return GroupScales(self, group)
 
     def scales_of(self, checkpoint: Checkpoint, box: Box, *, step: int) -> Float[np.ndarray, "*E o j"]:
         """The scales of every number of the box in the columns box[-1].start, + step, + 2 step, ..."""
@@ -202,7 +222,8 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class StoredCodes:
-    """The codes of a matrix of e4m3, as they are stored."""
+    """The codes of a matrix of e4m3 or of 4 bits, as they are stored: the bytes of the words have two each, the lower
+    half first."""
 
     matrix: QuantizedMatrix
 
@@ -211,10 +232,18 @@ class StoredCodes:
         return self.matrix.needs
 
     def header(self, headers: Mapping[str, Header]) -> Header:
-        return self.matrix.shape, "float8_e4m3fn"
+        form, (*lead, inputs) = self.matrix.code_format, self.matrix.shape
+        assert form is not None, self.matrix
+        return (*lead, inputs // 2 if form == INT4 else inputs), CODE_DTYPES[form].name
 
     def read(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
         """The box. Raises CheckpointError for a NaN code."""
+        if self.matrix.code_format == INT4:
+            columns, count = box[-1], _WORD_BITS // 8
+            words = slice(columns.start // count, math.ceil(columns.stop / count))
+            stored = np.ascontiguousarray(checkpoint.read(self.matrix.codes, (*box[:-1], words)))
+            first = columns.start - words.start * count
+            return stored.astype("<i4", copy=False).view(np.int8)[..., first : first + columns.stop - columns.start]
         codes = checkpoint.read(self.matrix.codes, box)
         if ((codes.view(np.uint8) & 0x7F) == 0x7F).any():
             raise self.matrix.error(checkpoint, self.matrix.codes, "holds a NaN code", "finite numbers")

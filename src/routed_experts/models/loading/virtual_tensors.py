@@ -3,21 +3,23 @@ its last axes swapped, or numbers packed in 4 bits. They have names, shapes and 
 
 MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a
 byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B
-blocks of a row."""
+blocks of a row, J groups of inputs."""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from routed_experts.core.errors import CheckpointError
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1
 from routed_experts.models.loading.checkpoint import Checkpoint
 
-_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-FP4_VALUES = np.concatenate([_FP4, -_FP4])
+FP4_VALUES = np.array(CODE_VALUES[E2M1], np.float32)
+_BLOCK_INPUTS, _BLOCK_BYTES = 32, 16
 
 Header = tuple[tuple[int, ...], str]
 
@@ -33,6 +35,30 @@ class VirtualTensor(Protocol):
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
+@runtime_checkable
+class CodedTensor(VirtualTensor, Protocol):
+    """A virtual tensor [..., O, I] whose numbers are codes times scales, and which may be shown as these instead. As a
+    string it is its form in words."""
+
+    @property
+    def code_format(self) -> str | None:
+        """The format of its codes, one of CODE_DTYPES; None where they cannot stay as they are."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Neighbouring inputs that share a scale; 0 for all of them."""
+        ...
+
+    def as_codes(self) -> VirtualTensor:
+        """The codes [..., O, I], or [..., O, I / 2] where a byte has two."""
+        ...
+
+    def as_scales(self, group: int) -> VirtualTensor:
+        """The scales [..., O, J], of groups that divide its own."""
+        ...
+
+
 def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:
     """Of a family whose files hold what its table names."""
     return {}
@@ -40,22 +66,26 @@ def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTen
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Entries start, start + 2, ... of the last axis."""
+    """Entries start, start + 2, ... of the last axis. `swapped`: the last two axes are swapped then."""
 
     name: str
     start: int
+    swapped: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
         return (self.name,)
 
     def header(self, headers: Mapping[str, Header]) -> Header:
-        shape, dtype = headers[self.name]
-        return (*shape[:-1], shape[-1] // 2), dtype
+        (*lead, last), dtype = headers[self.name]
+        lead.append(last // 2)
+        return (*lead[:-2], lead[-1], lead[-2]) if self.swapped else tuple(lead), dtype
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
+        box = (*box[:-2], box[-1], box[-2]) if self.swapped else box
         last = slice(2 * box[-1].start, 2 * box[-1].stop)
-        return checkpoint.read(self.name, (*box[:-1], last))[..., self.start :: 2]
+        entries = checkpoint.read(self.name, (*box[:-1], last))[..., self.start :: 2]
+        return np.swapaxes(entries, -1, -2) if self.swapped else entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +108,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """[E, D, O] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
+    """[E, O, D] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
     bfloat16 holds it exactly."""
 
     blocks: str
@@ -91,17 +121,104 @@ class Mxfp4:
 
     def header(self, headers: Mapping[str, Header]) -> Header:
         experts, outputs, blocks, half = headers[self.blocks][0]
-        return (experts, blocks * half * 2, outputs if self.start is None else outputs // 2), "bfloat16"
+        return (experts, outputs if self.start is None else outputs // 2, blocks * half * 2), "bfloat16"
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
-        full = slice(None)
-        blocks = checkpoint.read(self.blocks, (box[0], full, full, full))
-        scales = checkpoint.read(self.scales, (box[0], full, full))
-        if self.start is not None:
-            blocks, scales = blocks[:, self.start :: 2], scales[:, self.start :: 2]
-        return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(
-            ml_dtypes.bfloat16
-        )
+        inner, first = _blocks_of(box[2], _BLOCK_INPUTS)
+        blocks, scales = (read(checkpoint, box[0], box[1], inner) for read in (self.read_blocks, self.read_scales))
+        numbers = dequantize_mxfp4(blocks, scales)
+        return numbers[:, :, box[2].start - first : box[2].stop - first].astype(ml_dtypes.bfloat16)
+
+    @property
+    def code_format(self) -> str:
+        return E2M1
+
+    @property
+    def group(self) -> int:
+        return _BLOCK_INPUTS
+
+    def as_codes(self) -> "Mxfp4Codes":
+        return Mxfp4Codes(self)
+
+    def as_scales(self, group: int) -> "Mxfp4Scales":
+        return Mxfp4Scales(self, group)
+
+    def read_blocks(
+        self, checkpoint: Checkpoint, experts: slice, outputs: slice, blocks: slice
+    ) -> UInt8[np.ndarray, "E O B 16"]:
+        """Blocks of some of its outputs."""
+        box = (experts, self._stored(outputs), blocks, slice(0, _BLOCK_BYTES))
+        return self._rows(checkpoint.read(self.blocks, box))
+
+    def read_scales(
+        self, checkpoint: Checkpoint, experts: slice, outputs: slice, blocks: slice
+    ) -> UInt8[np.ndarray, "E O B"]:
+        """Their exponents."""
+        return self._rows(checkpoint.read(self.scales, (experts, self._stored(outputs), blocks)))
+
+    def _stored(self, outputs: slice) -> slice:
+        return outputs if self.start is None else slice(2 * outputs.start, 2 * outputs.stop)
+
+    def _rows(self, stored: np.ndarray) -> np.ndarray:
+        return stored if self.start is None else stored[:, self.start :: 2]
+
+    def __str__(self) -> str:
+        return f"mxfp4 (groups of {_BLOCK_INPUTS})"
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Codes:
+    """The codes [E, O, D / 2], as they are stored."""
+
+    tensor: Mxfp4
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.tensor.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        (experts, outputs, inputs), _ = self.tensor.header(headers)
+        return (experts, outputs, inputs // 2), CODE_DTYPES[E2M1].name
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> UInt8[np.ndarray, "E O bytes"]:
+        inner, first = _blocks_of(box[2], _BLOCK_BYTES)
+        blocks = self.tensor.read_blocks(checkpoint, box[0], box[1], inner)
+        return blocks.reshape(*blocks.shape[:2], -1)[:, :, box[2].start - first : box[2].stop - first]
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Scales:
+    """The scales [E, O, J], float32: one for each output and `group` inputs, which divide a block."""
+
+    tensor: Mxfp4
+    group: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.tensor.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        (experts, outputs, inputs), _ = self.tensor.header(headers)
+        return (experts, outputs, inputs // self.group), "float32"
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> Float[np.ndarray, "E O J"]:
+        """The box. Raises CheckpointError for a scale that is NaN."""
+        count = _BLOCK_INPUTS // self.group  # of a block
+        inner, first = _blocks_of(box[2], count)
+        exponents = self.tensor.read_scales(checkpoint, box[0], box[1], inner)
+        if (exponents == 255).any():
+            raise CheckpointError(
+                f"{checkpoint.path}: {self.tensor.scales} holds 255, which is NaN; expected exponents 0 to 254; copy "
+                "the checkpoint again"
+            )
+        scales = np.repeat(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), count, axis=-1)
+        return scales[:, :, box[2].start - first : box[2].stop - first]
+
+
+def _blocks_of(side: slice, size: int) -> tuple[slice, int]:
+    """The blocks that a range meets, `size` entries each, and the first entry of those."""
+    blocks = slice(side.start // size, math.ceil(side.stop / size))
+    return blocks, blocks.start * size
 
 
 def dequantize_mxfp4(
