@@ -365,6 +365,7 @@ def prepare_case(
             eps=1e-6,
             bias=bias,
             traits=traits,
+            dtype=jnp.dtype(dtype),
         )
 
         def normed(x, scales):

@@ -38,6 +38,9 @@ struct f16 {
 struct e4m3 {  // a code of 8 bits: sign, exponent less 7, three bits behind the point; no infinity
   uint8_t bits;
 };
+struct kv8 {  // the same as a pool holds it, where a number may be NaN: layers/kv_format.py
+  uint8_t bits;
+};
 
 struct [[gnu::may_alias]] pair {  // two neighbours of bfloat16, the first in the lower half
   uint32_t bits;
@@ -55,6 +58,11 @@ inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p),
 inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
 inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subnormal numbers too
   const vh code = __builtin_convertvector(read<vb>(p), vh), half = (code & 0x7f) << 7 | (code & 0x80) << 8;
+  return __builtin_convertvector((vx)half, vf) * 256.0f;
+}
+inline vf load(const kv8* p) {  // as above; NaN is the code of all ones
+  const vh code = __builtin_convertvector(read<vb>(p), vh), size = code & 0x7f;
+  const vh half = size << 7 | (code & 0x80) << 8 | ((vh)(size == 0x7f) & 0x7c00);
   return __builtin_convertvector((vx)half, vf) * 256.0f;
 }
 
@@ -127,6 +135,16 @@ inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
 }
 inline void store(f16* p, vf v) {
   vx narrow = __builtin_convertvector(v, vx);
+  std::memcpy(p, &narrow, sizeof(narrow));
+}
+inline void store(kv8* p, vf v) {  // clipped to 448, to nearest, ties to even; a NaN stays one: as `to_stored` of layers/kv_format.py rounds
+  const vu bits = (vu)v;
+  vf size = (vf)(bits & 0x7fffffff);
+  size = size > 448.0f ? vf{} + 448.0f : size;
+  const vu wide = (vu)size, normal = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
+  const vu small = (vu)(size + 16384.0f) - 0x46800000;  // neighbours are 2^-9 apart there, as subnormal numbers are
+  const vu code = size == size ? (size < 0x1p-6f ? small : normal) : vu{} + 0x7f;
+  const vb narrow = __builtin_convertvector(code | (bits >> 24 & 0x80), vb);
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 
