@@ -444,7 +444,11 @@ def write_case(seed, seqs: Sequences, *, latent, dtype=jnp.float32, codes=False)
         same |= np.isnan(np.asarray(actual, np.float32)) & np.isnan(np.asarray(expected, np.float32))
         return Outcome(distance=0.0, wrong_ids=int(np.sum(~np.delete(same, int(first), axis=0))), bound=0.0)
 
-    return Case(kernel="write", name=f"{'latent rows' if latent else 'keys and values'}, {jnp.dtype(dtype)}{', codes' if codes else ''}", run=run)
+    return Case(
+        kernel="write",
+        name=f"{'latent rows' if latent else 'keys and values'}, {jnp.dtype(dtype)}{', codes' if codes else ''}",
+        run=run,
+    )
 
 
 def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32, features=False) -> Case:

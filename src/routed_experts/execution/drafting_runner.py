@@ -111,7 +111,9 @@ class DraftingRunner(ModelRunner):
     def overwrite_pool(self) -> None:
         """Fill both pools with a finite value that no softmax hides."""
         super().overwrite_pool()
-        self._draft_pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype), self._draft_pool)
+        self._draft_pool = jax.tree.map(
+            lambda leaf: jnp.full(leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype), self._draft_pool
+        )
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pools and the target's weights; those of the draft model stay."""

@@ -415,7 +415,12 @@ class ModelRunner:
     def overwrite_pool(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
         self.orders.send(OrderKind.OVERWRITE_POOL)
-        self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype, device=leaf.sharding), self._pool)
+        self._pool = jax.tree.map(
+            lambda leaf: jnp.full(
+                leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype, device=leaf.sharding
+            ),
+            self._pool,
+        )
 
 
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:

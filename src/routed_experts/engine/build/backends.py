@@ -240,7 +240,9 @@ def _first(entries: Mapping[str, BackendEntry[T]], names: tuple[str, ...], gap: 
 def _check_kv_format(args: ServerArgs, attention: AttentionBackend) -> None:
     """Raise ConfigError for a form of keys and values that the backend does not take."""
     if args.kv_cache_dtype == "fp8_e4m3" and E4M3 not in attention.kv_formats:
-        text = f"kv_cache_dtype={args.kv_cache_dtype!r}, but attention_backend={attention.name!r} reads no keys of 8 bits"
+        text = (
+            f"kv_cache_dtype={args.kv_cache_dtype!r}, but attention_backend={attention.name!r} reads no keys of 8 bits"
+        )
         raise ConfigError(f"{text}; choose attention_backend='paged', or leave kv_cache_dtype out")
 
 
