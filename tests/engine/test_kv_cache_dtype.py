@@ -1,5 +1,5 @@
-"""Engines whose keys and values are e4m3 codes: half of the bytes or less, and what holds with plain ones holds: rows are
-those that ran, an answer depends on its request alone, and on no cut of a prompt, cache hit, retraction or draft.
+"""Engines whose keys and values are e4m3 codes: half of the bytes or less, and what holds with plain ones holds: rows
+are those that ran, an answer depends on its request alone, and on no cut of a prompt, cache hit, retraction or draft.
 (Families: test_families_batch_invariance.py.) What cannot be is refused by name."""
 
 import numpy as np

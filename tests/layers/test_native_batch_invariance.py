@@ -116,7 +116,7 @@ def run_job(queue, x, ids, weights):
 
 
 class Served:
-    """A run of two layers over 64 requests of up to 48 tokens each: rows of every token. `codes`: of keys and values."""
+    """A run of two layers over 64 requests of up to 48 tokens each: rows of every token; with `codes` of keys."""
 
     PAGE, WIDTH, TOKENS = 8, 6, 96
 

@@ -22,8 +22,8 @@ from routed_experts.layers.gpu.moe import MoeTiles, Tile, choose_tiles, slot_out
 from routed_experts.layers.gpu.qk_norm_rope import prepare
 from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
-from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts
 from routed_experts.layers.norm import rms_norm

@@ -52,8 +52,8 @@ class FusedQKV:
     """Queries, keys and values as projected (or S parts of the sums, in float32, to which `bias` is added), with the
     arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
     angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
-    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. A kernel whose `fused_features` are empty gets angles twice and head norms, and nothing that
-    is None here."""
+    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. A kernel whose
+    `fused_features` are empty gets angles twice and head norms, and nothing that is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None

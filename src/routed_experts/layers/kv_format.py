@@ -1,9 +1,9 @@
 """The form in which a pool holds keys and values: floats, or e4m3 codes of 8 bits with scale 1 (float8_e4m3fn: 448 is
 the largest number, there is no infinity).
 
-A pool of codes is an array of uint8: where XLA writes a part of a float8 array on a CPU, it converts all of it to floats
-and back. Rounding takes place once, at the write. Attention reads what was written for tokens of the step, too, so
-that no result depends on where a prompt is cut."""
+A pool of codes is an array of uint8: where XLA writes a part of a float8 array on a CPU, it converts the whole array.
+Rounding takes place once, at the write. Attention reads what was written for tokens of the step, too, so that no result
+depends on where a prompt is cut."""
 
 import jax.numpy as jnp
 from jax import lax
