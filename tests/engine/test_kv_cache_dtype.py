@@ -12,6 +12,8 @@ from oracles.driver import assert_all_faithful, request
 from oracles.predictors import PredictorOracle
 from oracles.testbeds import random_prompt, tiny_testbed
 from routed_experts import ConfigError, Engine, SpeculativeConfig
+from routed_experts.cli.flags import engine_args
+from routed_experts.cli.main import make_parser
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
@@ -132,6 +134,28 @@ def test_states_of_recurrent_layers_stay_as_they_are(tmp_path):
 def test_the_names_of_other_servers(value):
     with lazy_compilation(), Engine(str(demo_model_path()), kv_cache_dtype=value, context_length=64, **SIZES) as engine:
         assert engine.server_args.kv_cache_dtype == ("auto" if value is None else "fp8_e4m3")
+
+
+def test_a_flag_has_the_same_names(capsys):
+    for words in (("--kv-cache-dtype", "fp8"), ("--kv-cache-dtype=fp8_e4m3",)):
+        assert (
+            ServerArgs(**engine_args(make_parser().parse_args(["serve", "MODEL", *words]))).kv_cache_dtype == "fp8_e4m3"
+        )
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "MODEL", "--kv-cache-dtype", "fp8_e5m2"])
+    assert "fp8_e5m2" in capsys.readouterr().err
+
+
+@pytest.mark.devices(2)
+def test_two_devices_hold_the_codes_of_their_heads(tmp_path):
+    write_family(tmp_path, "olmoe")
+    prompt = np.random.default_rng(2).integers(0, VOCAB_SIZE, 40).tolist()
+    kept, scores = dict(**SIZES, **CODES, attention_backend="paged", moe_backend="tiled"), []
+    for devices in (1, 2):
+        with lazy_compilation(), Engine(str(tmp_path), tp_size=devices, **kept) as engine:
+            scores.append(engine.score([prompt])[0].logprobs)
+            assert engine.components.plan.pool.stored_dtype == KV_CODES
+    np.testing.assert_allclose(*scores, atol=5e-3)
 
 
 @pytest.mark.parametrize("value", ["fp8_e5m2", "int8", "bfloat16", ""])

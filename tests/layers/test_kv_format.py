@@ -1,8 +1,11 @@
 """Keys and values as e4m3 codes: each rounding against a search over all numbers of e4m3, in array code and in C++;
 attention over codes against attention over their numbers; pools of codes are updated in place."""
 
+import ctypes
 import dataclasses
+import platform
 import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from layers.test_native_layer_stack import build_case
 from routed_experts.layers.attention import FusedQKV, write_kv
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
+from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import native_attention, native_qk_norm_rope, native_variant, native_write
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import rotary_cos_sin
@@ -81,6 +85,32 @@ def natively(numbers):
 def test_codes_are_those_of_a_search(dtype, store):
     numbers = all_numbers(dtype)
     np.testing.assert_array_equal(store(numbers), searched(numbers))
+
+
+ALONE = """
+#include "vec.h"
+extern "C" void store_and_load(const float* numbers, rex::kv8* codes, float* read, int64_t count) {
+  rex::convert(numbers, codes, count);
+  rex::convert(codes, read, count);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="leaves instructions of x86-64 out")
+@pytest.mark.parametrize("without", [(), ("-mno-avx512f",), ("-mno-avx512f", "-mno-fma", "-mno-f16c")], ids=" ".join)
+def test_processors_that_know_less_have_the_same_codes(tmp_path, without):
+    source, made = tmp_path / "alone.cpp", tmp_path / "alone.so"
+    source.write_text(ALONE)
+    command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *without]
+    command += [f"-I{toolchain.HERE}", str(source), "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    run = ctypes.CDLL(str(made)).store_and_load
+    run.argtypes, run.restype = (ctypes.c_void_p,) * 3 + (ctypes.c_int64,), None
+    numbers = np.concatenate([hard_numbers(), READ(np.arange(256, dtype=np.uint8))])
+    codes, read = np.empty(numbers.size, np.uint8), np.empty(numbers.size, np.float32)
+    run(numbers.ctypes.data, codes.ctypes.data, read.ctypes.data, numbers.size)
+    np.testing.assert_array_equal(codes, searched(numbers))
+    np.testing.assert_array_equal(read, READ(codes))
 
 
 def test_codes_are_read_as_their_numbers():

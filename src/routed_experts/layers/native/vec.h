@@ -62,7 +62,7 @@ inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subn
 }
 inline vf load(const kv8* p) {  // as above; NaN is the code of all ones
   const vh code = __builtin_convertvector(read<vb>(p), vh), size = code & 0x7f;
-  const vh half = size << 7 | (code & 0x80) << 8 | ((vh)(size == 0x7f) & 0x7c00);
+  const vh half = size << 7 | (code & 0x80) << 8 | ((vh)(size == vh{} + 0x7f) & 0x7c00);
   return __builtin_convertvector((vx)half, vf) * 256.0f;
 }
 
@@ -139,11 +139,12 @@ inline void store(f16* p, vf v) {
 }
 inline void store(kv8* p, vf v) {  // clipped to 448, to nearest, ties to even; a NaN stays one: as `to_stored` of layers/kv_format.py rounds
   const vu bits = (vu)v;
+  const vf largest = vf{} + 448.0f, least = vf{} + 0.015625f;  // 2^-6, of those that are not subnormal
   vf size = (vf)(bits & 0x7fffffff);
-  size = size > 448.0f ? vf{} + 448.0f : size;
+  size = size > largest ? largest : size;
   const vu wide = (vu)size, normal = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
   const vu small = (vu)(size + 16384.0f) - 0x46800000;  // neighbours are 2^-9 apart there, as subnormal numbers are
-  const vu code = size == size ? (size < 0x1p-6f ? small : normal) : vu{} + 0x7f;
+  const vu code = size == size ? (size < least ? small : normal) : vu{} + 0x7f;
   const vb narrow = __builtin_convertvector(code | (bits >> 24 & 0x80), vb);
   std::memcpy(p, &narrow, sizeof(narrow));
 }
