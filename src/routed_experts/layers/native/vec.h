@@ -53,17 +53,35 @@ inline Vector read(const T* p) {
   return v;
 }
 
+// Floats of the bits of float16. By name: GCC would convert a vector number by number.
+inline vf from_half(vh bits) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)bits);
+#else
+  return __builtin_convertvector((vx)bits, vf);
+#endif
+}
+// Codes of 8 bits in 16.
+inline vh widened(const void* p) {
+#if defined(__AVX512F__)
+  return (vh)_mm256_cvtepu8_epi16(read<__m128i>(static_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(read<vb>(static_cast<const vb*>(p)), vh);
+#endif
+}
+
 inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
-inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
+inline vf load(const f16* p) { return from_half(read<vh>(p)); }
 inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subnormal numbers too
-  const vh code = __builtin_convertvector(read<vb>(p), vh), half = (code & 0x7f) << 7 | (code & 0x80) << 8;
-  return __builtin_convertvector((vx)half, vf) * 256.0f;
+  const vh code = widened(p);
+  return from_half((code & 0x7f) << 7 | (code & 0x80) << 8) * 256.0f;
 }
 inline vf load(const kv8* p) {  // as above; NaN is the code of all ones
-  const vh code = __builtin_convertvector(read<vb>(p), vh), size = code & 0x7f;
-  const vh half = size << 7 | (code & 0x80) << 8 | ((vh)(size == vh{} + 0x7f) & 0x7c00);
-  return __builtin_convertvector((vx)half, vf) * 256.0f;
+  const vh code = widened(p), size = code & 0x7f;
+  return from_half(size << 7 | (code & 0x80) << 8 | ((vh)(size == vh{} + 0x7f) & 0x7c00)) * 256.0f;
 }
 
 inline vu load(const pair* p) { return read<vu>(p); }
