@@ -1,10 +1,12 @@
-"""What rollouts with codes of 8 bits cost in mismatch, and what replayed rows and training through the grid give back.
+"""What rollouts with codes of 8 bits cost in mismatch, of matrices or of keys and values, and what replayed rows and
+training through the grid give back.
 
     python benchmarks/quantized_rollouts.py [--sequences 768]     # CPU, the demo model
     python benchmarks/quantized_rollouts.py --small               # does it run
 
 One engine rolls out in bfloat16 with plain matrices, another with e4m3 codes in blocks of 128 x 128, made of the same
-float32 weights. The trainer's forward is float32: live, on the recorded rows, and both once more with the numbers of
+float32 weights, and two more do so with keys and values in e4m3. The trainer's forward is float32, with plain keys and
+values: live, on the recorded rows, and both once more with the numbers of
 the codes (`replay.quantised`). k3 is the mean of exp(d) - 1 - d, d the difference of logprobs; "flips" the share of
 slots in which the trainer's router would have chosen otherwise; "F(1.1)" the share of tokens whose ratio is beyond 1.1.
 Intervals are 95 % percentile bootstraps over sequences. Dims: B sequences, G tokens of an answer."""
@@ -12,6 +14,7 @@ Intervals are 95 % percentile bootstraps over sequences. Dims: B sequences, G to
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -30,7 +33,12 @@ from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import quantised
 
-ROLLOUTS = {"bfloat16": "none", "e4m3 codes": "fp8_block"}
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"quantization": "none"},
+    "e4m3 codes": {"quantization": "fp8_block"},
+    "e4m3 KV": {"quantization": "none", "kv_cache_dtype": "fp8_e4m3"},
+    "e4m3 codes and KV": {"quantization": "fp8_block", "kv_cache_dtype": "fp8_e4m3"},
+}
 
 
 def demo_prompts(sequences: int) -> np.ndarray:
@@ -61,11 +69,11 @@ def measure(sequences: int, new: int) -> list[dict[str, object]]:
     on_grid = nnx.merge(graphdef, jax.jit(quantised, static_argnums=1)(state, model.config))
     spec, prompts = model.config.capture_spec, demo_prompts(sequences)
     rows: list[dict[str, object]] = []
-    for name, quantization in ROLLOUTS.items():
+    for name, form in ROLLOUTS.items():
         args = ServerArgs(
             model_path=str(folder),
             dtype="bfloat16",
-            quantization=quantization,
+            **form,
             enable_return_routed_experts=True,
             context_length=PROMPT + new + 8,
             precompile_bs_paddings=(min(256, sequences),),

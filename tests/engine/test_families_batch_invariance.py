@@ -27,6 +27,8 @@ FAMILIES = (
 )
 # Four in pieces, and three whose layers run in one kernel.
 IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "BailingHybrid", "Gemma4", "GptOss", "Qwen3Moe", "Mixtral")
+# Keys and values of 8 bits: in one kernel, in pages of two shapes, and beside states.
+IN_CODES = ("Qwen3Moe", "Gemma4", "Qwen3Next")
 LONG_IN_BFLOAT16 = ("Qwen3Next", "Gemma4")  # BailingHybrid has states, too; attention in pieces is DeepseekV3's
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
@@ -46,10 +48,11 @@ def mixed_request(index):
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((name, "float32"), id=f"{name}-float32") for name in FAMILIES),
+        *(pytest.param((name, "float32", "auto"), id=f"{name}-float32") for name in FAMILIES),
+        *(pytest.param((name, "bfloat16", "fp8_e4m3"), id=f"{name}-codes") for name in IN_CODES),
         *(
             pytest.param(
-                (name, "bfloat16"),
+                (name, "bfloat16", "auto"),
                 id=f"{name}-bfloat16",
                 marks=[pytest.mark.thorough] if name in LONG_IN_BFLOAT16 else [],
             )
@@ -59,10 +62,11 @@ def mixed_request(index):
 )
 def served(request):
     """A family's bench, and the drives of every request alone."""
-    name, dtype = request.param
+    name, dtype, kv_cache_dtype = request.param
     with tempfile.TemporaryDirectory() as folder:
         Oracle(CASES[name], folder)
-        bench = Bench(ModelFolder.open(folder).load(jnp.dtype(dtype)), moe_backend="auto", **SIZES)
+        model = ModelFolder.open(folder).load(jnp.dtype(dtype))
+        bench = Bench(model, moe_backend="auto", kv_cache_dtype=kv_cache_dtype, **SIZES)
     alone = []
     for index in range(len(PROMPTS)):
         alone.append(bench.drive(max_running_requests=1, disable_radix_cache=True))

@@ -22,6 +22,7 @@ from layers.test_moe import random_call, silu, with_rows
 from layers.test_native_layer_stack import build_case
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.layers.kv_format import KV_CODES, to_stored
 from routed_experts.layers.layer_stack import StackOffsets, StepInputs
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.host_expert_queue import HostExpertQueue
@@ -115,11 +116,11 @@ def run_job(queue, x, ids, weights):
 
 
 class Served:
-    """A run of two layers over 64 requests of up to 48 tokens each: rows of every token."""
+    """A run of two layers over 64 requests of up to 48 tokens each: rows of every token; with `codes` of keys."""
 
     PAGE, WIDTH, TOKENS = 8, 6, 96
 
-    def __init__(self, dtype, hidden, width, experts=6):
+    def __init__(self, dtype, hidden, width, experts=6, codes=False):
         rng, self.case = (
             np.random.default_rng(6),
             build_case(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20),
@@ -129,6 +130,7 @@ class Served:
         self.rows = jnp.asarray(rng.standard_normal((ROWS, 48, hidden)), dtype)
         self.angles = rng.standard_normal((2, 48, 20)).astype(np.float32)
         self.pool = jnp.asarray(rng.standard_normal((2 * pages, self.PAGE, 4, 20)), jnp.float32)
+        self.pool = to_stored(self.pool, KV_CODES) if codes else self.pool
         self.block = empty_block(6, self.TOKENS)
         self.num_pages, self._run = pages, jax.jit(self._traced)
 
@@ -169,7 +171,7 @@ class Served:
         return bits(pool).reshape(2, self.num_pages, -1)[:, self.table[request]]
 
 
-RUNS = [*((dtype, 64, 48) for dtype in DTYPES), ("bfloat16", 40, 24)]
+RUNS = [*((dtype, 64, 48) for dtype in DTYPES), ("bfloat16", 40, 24), ("bfloat16", 64, 48, 6, True)]
 
 
 @functools.cache

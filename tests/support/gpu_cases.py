@@ -23,6 +23,7 @@ from routed_experts.layers.gpu.qk_norm_rope import prepare
 from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts
 from routed_experts.layers.norm import rms_norm
@@ -301,13 +302,16 @@ def attention_case(
     sinks=False,
     stacked=False,
     max_queries=0,
+    codes=False,
 ) -> Case:
     """`features`: an AttentionFeatures without sinks, or none; `sinks`: random ones, of a stack of layers where
-    `stacked`; `max_queries`: the kernel of verify steps."""
+    `stacked`; `max_queries`: the kernel of verify steps; `codes`: in the pool, whose numbers the oracle reads."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
+        stored = to_stored(pool, KV_CODES) if codes else pool
+        pool = from_stored(stored, dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
         batch = dataclasses.replace(batch, max_queries=max_queries)
         kernel = decode_attention if decode else verify_attention
@@ -318,7 +322,7 @@ def attention_case(
             own = expected
         extra = {"sinks": (stack, jnp.int32(1))} if sinks and stacked else {}
         actual = jax.jit(lambda q, p, b: attend(q, p, first, b, own, **extra, interpret=interpret))(
-            queries, pool, batch
+            queries, stored, batch
         )
         if features is None and not sinks:
             plain = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
@@ -331,18 +335,29 @@ def attention_case(
     sizes = f"{len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}"
     own = "" if features is None else f", window {features.window}, chunk {features.chunk}, scale {features.scale}"
     rest = f"{own}{', sinks' if sinks else ''}{', stacked' if stacked else ''}, page {seqs.page}, {jnp.dtype(dtype)}"
+    rest += ", codes" if codes else ""
     return Case(kernel="attention", name=f"{kind}, {sizes}{rest}", run=run)
 
 
 def prepare_case(
-    seed, seqs: Sequences, *, decode, dtype=jnp.float32, traits=PLAIN_TRAITS, frequencies=None, biased=False, parts=0
+    seed,
+    seqs: Sequences,
+    *,
+    decode,
+    dtype=jnp.float32,
+    traits=PLAIN_TRAITS,
+    frequencies=None,
+    biased=False,
+    parts=0,
+    codes=False,
 ) -> Case:
     """`frequencies`: of the rotary positions where they are not of whole heads; `biased` projections; `parts` of the
-    projection's sums, or the projection itself."""
+    projection's sums, or the projection itself; `codes`: in the pool."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
+        pool = to_stored(pool, KV_CODES) if codes else pool
         rows, counts, dim = batch.positions.shape[0], (seqs.heads, seqs.groups, seqs.groups), seqs.head_dim
         rotary = RotarySpec(
             inverse=tuple(1e4 ** -(np.arange(frequencies or dim // 2) / dim)), interleaved=traits.interleaved
@@ -365,6 +380,7 @@ def prepare_case(
             eps=1e-6,
             bias=bias,
             traits=traits,
+            dtype=jnp.dtype(dtype),
         )
 
         def normed(x, scales):
@@ -388,11 +404,13 @@ def prepare_case(
         outputs, plain_outputs = (jax.jit(program)(projected, pool) for program in (run_kernel, plain))
         (actual, pool), (expected, expected_pool) = outputs, plain_outputs
         assert actual.dtype == dtype
+        pool, expected_pool = (from_stored(x, jnp.float32) for x in (pool, expected_pool))
         untouched = np.isnan(np.asarray(pool, np.float32)) != np.isnan(np.asarray(expected_pool, np.float32))
         untouched[int(first)] = False  # padding goes to this page in the one, nowhere in the other
         both = [np.nan_to_num(np.delete(np.asarray(x, np.float32), int(first), axis=0)) for x in (pool, expected_pool)]
         far = max(distance(actual[:num_tokens], expected[:num_tokens]), distance(*both))
-        return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=bound(dtype))
+        allowed = max(bound(dtype), 1e-3) if codes else bound(dtype)  # one of two neighbours, for a number between them
+        return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=allowed)
 
     changed = [f"{n} {v}" for n, v in dataclasses.asdict(traits).items() if v != getattr(PLAIN_TRAITS, n)]
     words = [
@@ -400,23 +418,25 @@ def prepare_case(
         f"{frequencies} frequencies" if frequencies else "",
         "biased" if biased else "",
         f"{parts} parts",
+        "codes" if codes else "",
     ]
     sizes = f"{len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads"
     kind = f"{'decode' if decode else 'extend'}, {sizes}, {jnp.dtype(dtype)}"
     return Case(kernel="prepare", name=", ".join([kind, *filter(None, words)]), run=run)
 
 
-def write_case(seed, seqs: Sequences, *, latent, dtype=jnp.float32) -> Case:
-    """Keys and values, or latent rows, to their slots; what has no slot here keeps its bits."""
+def write_case(seed, seqs: Sequences, *, latent, dtype=jnp.float32, codes=False) -> Case:
+    """Keys and values, or latent rows, to their slots; what has no slot here keeps its bits. `codes`: of numbers of all
+    sizes."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, _ = attention_inputs(rng, seqs, decode=False, dtype=dtype)
         pool = pool[:, :, :1] if latent else pool
-        keys, values = (
-            jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.groups, seqs.head_dim)), dtype)
-            for _ in range(2)
-        )
+        pool = to_stored(pool, KV_CODES) if codes else pool
+        shape = (batch.positions.shape[0], seqs.groups, seqs.head_dim)
+        sizes = (np.exp2(rng.uniform(-12, 12, shape)) if codes else 1.0 for _ in range(2))
+        keys, values = (jnp.asarray(rng.standard_normal(shape) * size, dtype) for size in sizes)
         new = (keys[:, :1], None) if latent else (keys, values)
         actual = jax.jit(lambda *args: gpu_write(*args, first, batch, interpret=interpret))(pool, *new)
         expected = write_latent(pool, new[0], first, batch) if latent else write_kv(pool, *new, first, batch)
@@ -424,7 +444,11 @@ def write_case(seed, seqs: Sequences, *, latent, dtype=jnp.float32) -> Case:
         same |= np.isnan(np.asarray(actual, np.float32)) & np.isnan(np.asarray(expected, np.float32))
         return Outcome(distance=0.0, wrong_ids=int(np.sum(~np.delete(same, int(first), axis=0))), bound=0.0)
 
-    return Case(kernel="write", name=f"{'latent rows' if latent else 'keys and values'}, {jnp.dtype(dtype)}", run=run)
+    return Case(
+        kernel="write",
+        name=f"{'latent rows' if latent else 'keys and values'}, {jnp.dtype(dtype)}{', codes' if codes else ''}",
+        run=run,
+    )
 
 
 def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32, features=False) -> Case:
@@ -564,6 +588,7 @@ def small_cases() -> Iterator[Case]:
     yield prepare_case(14, dataclasses.replace(ragged, **odd), decode=False)
     yield from family_cases(ragged, spread)
     yield from verify_cases()
+    yield from kv_code_cases(ragged, spread)
 
 
 def verify_cases() -> Iterator[Case]:
@@ -605,6 +630,22 @@ def family_cases(ragged: Sequences, spread: Sequences) -> Iterator[Case]:
     for latent in (False, True):
         yield write_case(29, dataclasses.replace(long, **odd), latent=latent)
         yield write_case(30, ragged, latent=latent, dtype=half)
+
+
+def kv_code_cases(ragged: Sequences, spread: Sequences) -> Iterator[Case]:
+    """Pools of codes."""
+    half, odd = jnp.bfloat16, {"heads": 6, "groups": 2, "head_dim": 12}
+    for dtype, splits in ((jnp.float32, 1), (half, 4)):
+        yield attention_case(41, spread, decode=True, splits=splits, dtype=dtype, codes=True)
+        yield attention_case(42, dataclasses.replace(ragged, **odd), decode=False, dtype=dtype, codes=True)
+        yield prepare_case(43, dataclasses.replace(ragged, **odd), decode=False, dtype=dtype, codes=True)
+        yield write_case(44, dataclasses.replace(ragged, **odd), latent=False, dtype=dtype, codes=True)
+    verified = Sequences(spans=((3, 4), (0, 1), (90, 5), (17, 2), (40, 3)), padding=3, empty=2)
+    yield attention_case(45, verified, decode=False, max_queries=5, splits=2, dtype=half, codes=True)
+    features = AttentionFeatures(window=21)
+    yield attention_case(46, ragged, decode=False, features=features, sinks=True, dtype=half, codes=True)
+    plain = StackTraits(qk_norm="", rotary=False)
+    yield prepare_case(47, spread, decode=True, traits=plain, parts=2, dtype=half, codes=True)
 
 
 def large_router_cases() -> Iterator[Case]:
@@ -667,6 +708,24 @@ def large_cases() -> Iterator[Case]:
     )
     yield from large_verify_cases()
     yield from large_family_cases()
+    yield from large_kv_code_cases()
+
+
+def large_kv_code_cases() -> Iterator[Case]:
+    """Pools of codes of Qwen3-30B-A3B, GPT-OSS-20b and Qwen3-Next, at decode, extend and verify."""
+    half, rng = jnp.bfloat16, np.random.default_rng(0)
+    decoded = tuple((int(before), 1) for before in rng.integers(0, 1100, 40))
+    prompts = ((0, 700), (300, 129), (0, 1), (90, 40))
+    drafted = tuple((int(before), int(rng.integers(1, 9))) for before in rng.integers(0, 1100, 16))
+    for heads, groups, head_dim in ((32, 4, 128), (64, 8, 64), (16, 2, 256)):
+        sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "page": 16, "empty": 3}
+        for spans, decode in ((decoded, True), (prompts, False)):
+            seqs = Sequences(spans=spans, **sizes)
+            yield attention_case(51, seqs, decode=decode, dtype=half, codes=True)
+            yield prepare_case(52, seqs, decode=decode, dtype=half, codes=True)
+        seqs = Sequences(spans=drafted, **sizes)
+        yield attention_case(53, seqs, decode=False, max_queries=8, dtype=half, codes=True)
+        yield write_case(54, Sequences(spans=prompts, **sizes), latent=False, dtype=half, codes=True)
 
 
 def large_verify_cases() -> Iterator[Case]:

@@ -99,6 +99,7 @@ OTHER_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(  # of na
     {
         "dtype": {"half": "float16", "float": "float32"},
         "quantization": {"fp8": "fp8_block", "compressed-tensors": "auto", "mxfp4": "auto", None: "auto"},
+        "kv_cache_dtype": {"fp8": "fp8_e4m3"},
         "device": {"gpu": "cuda"},
         "attention_backend": dict.fromkeys(_ATTENTION_KERNELS.split(), "auto"),
         "moe_backend": dict.fromkeys(_MOE_KERNELS.split(), "auto"),
@@ -424,10 +425,10 @@ REFUSED: tuple[NameGroup, ...] = (
             speculative_draft_model_quantization torchao_config""",
     ),
     NameGroup(
-        reason="the KV cache has the dtype of the model; leave it out",
+        reason="keys of 8 bits have scale 1, and kernels choose the precision of attention; leave it out",
         own=("auto",),
         switches="calculate_kv_scales",
-        values="kv_cache_dtype override_attention_dtype",
+        values="override_attention_dtype",
     ),
     NameGroup(
         reason="recurrent states are kept as the model defines them; leave it out",

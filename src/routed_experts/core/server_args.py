@@ -16,6 +16,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
 Quantization = Literal["auto", "none", "fp8_block"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+KVCacheDtype = Literal["auto", "fp8_e4m3"]
+KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
@@ -33,6 +35,8 @@ class ServerArgs:
     batch composition: one padded shape, and backends that are batch-invariant (`native` on a CPU, else `reference`).
     `quantization`: "none" dequantises a quantised checkpoint as it is loaded; "fp8_block" keeps all matrices of layers
     as e4m3 codes with scales, those of a checkpoint as they are, plain ones quantised in blocks of 128 x 128.
+    `kv_cache_dtype`: "fp8_e4m3" rounds keys and values to e4m3 with scale 1 as they are written; a checkpoint's scales
+    of them are not read.
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
@@ -40,6 +44,7 @@ class ServerArgs:
     tokenizer_path: str | None = None  # the model's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
     quantization: Quantization = "auto"  # auto: codes of a checkpoint stay codes where the kernels take them
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's dtype
     device: str = "auto"  # the kind of JAX's default devices, which JAX_PLATFORMS chooses
     random_seed: int = 0  # seeds of requests that bring none
     context_length: int | None = None  # the model's own
@@ -201,6 +206,7 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "tokenizer_path": _optional(_text),
         "dtype": _check_choice(DTYPES),
         "quantization": _check_choice(QUANTIZATIONS),
+        "kv_cache_dtype": _check_choice(KV_CACHE_DTYPES),
         "device": _check_choice(DEVICES),
         "random_seed": _at_least(0, most=MAX_RANDOM_SEED),
         "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),

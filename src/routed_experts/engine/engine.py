@@ -34,7 +34,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams, may_compile
-from routed_experts.core.server_args import Quantization, ServerArgs
+from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, WeightVersion, int_as_text
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
@@ -127,6 +127,7 @@ class Engine:
         tokenizer_path: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         quantization: Quantization = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         device: str = "auto",
         random_seed: int = 0,
         context_length: int | None = None,
@@ -176,6 +177,7 @@ class Engine:
             tokenizer_path=_path_text(tokenizer_path),
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             random_seed=random_seed,
             context_length=context_length,

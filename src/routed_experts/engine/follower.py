@@ -22,7 +22,7 @@ from routed_experts.core.errors import ConfigError, PlacementError, ProcessMisma
 from routed_experts.core.keywords import check_keywords
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
-from routed_experts.core.server_args import Quantization, ServerArgs
+from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.core.weight_version import INITIAL_LABEL, int_as_text
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_follower
@@ -186,6 +186,7 @@ def follow(
     tokenizer_path: str | os.PathLike[str] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: str = "auto",
     random_seed: int = 0,
     context_length: int | None = None,
@@ -223,6 +224,7 @@ def follow(
         tokenizer_path=None if tokenizer_path is None else str(tokenizer_path),
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         device=device,
         random_seed=random_seed,
         context_length=context_length,

@@ -17,7 +17,7 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
-from routed_experts.core.server_args import Quantization, ServerArgs
+from routed_experts.core.server_args import KVCacheDtype, Quantization, ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
@@ -53,6 +53,7 @@ class LLM:
         revision: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         quantization: Quantization = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         device: str = "auto",
         load_format: str = "auto",
         seed: int = 0,
@@ -94,6 +95,7 @@ class LLM:
             tokenizer_path=tokenizer,
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             device=device,
             load_format=load_format,
             random_seed=seed,

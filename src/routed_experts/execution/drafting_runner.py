@@ -33,6 +33,7 @@ from routed_experts.execution.slot_state import SlotState, advance_program, loca
 from routed_experts.execution.standalone_programs import OWN_LAG, run_standalone
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.kv_format import to_stored
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.base.weight_format import shape_of
@@ -110,7 +111,9 @@ class DraftingRunner(ModelRunner):
     def overwrite_pool(self) -> None:
         """Fill both pools with a finite value that no softmax hides."""
         super().overwrite_pool()
-        self._draft_pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype), self._draft_pool)
+        self._draft_pool = jax.tree.map(
+            lambda leaf: jnp.full(leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype), self._draft_pool
+        )
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pools and the target's weights; those of the draft model stay."""

@@ -77,12 +77,13 @@ class MemoryPlan:
         penalties = "token counts of request slots, five bytes a vocabulary entry"
         of_ranks = f"of these whole in each of {self.num_ranks} data ranks, which have pages and requests of their own"
         stored = f"checkpoint      {format_size(self.checkpoint_bytes)}  {self.checkpoint_form}"
+        form = ", e4m3" if self.pool.codes else ""
         return [
             *([stored] if self.checkpoint_form else []),
             f"weights         {format_size(self.weights)}",
             *([f"  by data rank  {format_size(self.rank_weights)}  {of_ranks}"] if self.num_ranks > 1 else []),
             f"penalties       {format_size(self.penalties)}  {penalties}",
-            f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
+            f"KV pages        {format_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes{form}",
             f"capture, device {format_size(self.capture_device)}  rows of two steps",
             f"capture, host   {format_size(self.capture_host)}  {rows}",
             *([verify] if self.verify_scores else []),

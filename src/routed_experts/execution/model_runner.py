@@ -28,6 +28,7 @@ from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
 from routed_experts.execution.spmd import REPLICATED, num_ranks, sharded_zeros
 from routed_experts.execution.verify import ACCEPTED_COLUMN
+from routed_experts.layers.kv_format import to_stored
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
 from routed_experts.models.base.weight_format import format_of, shape_of
@@ -414,7 +415,12 @@ class ModelRunner:
     def overwrite_pool(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
         self.orders.send(OrderKind.OVERWRITE_POOL)
-        self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
+        self._pool = jax.tree.map(
+            lambda leaf: jnp.full(
+                leaf.shape, to_stored(jnp.float32(3e4), leaf.dtype), leaf.dtype, device=leaf.sharding
+            ),
+            self._pool,
+        )
 
 
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:

@@ -59,7 +59,7 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
 
 def with_inputs(pool: HybridPool, shape: RecurrentShape, num_tokens: int) -> HybridPool:
     """The pool with place for the inputs [T M ...] of a step's first `num_tokens` tokens."""
-    num_layers, empty = jax.tree.leaves(pool.states)[0].shape[0], shape.no_inputs(num_tokens, pool.pages.dtype)
+    num_layers, empty = jax.tree.leaves(pool.states)[0].shape[0], shape.no_inputs(num_tokens, pool.state_dtype)
     inputs = jax.tree.map(lambda leaf: jnp.zeros((num_layers, *leaf.shape), leaf.dtype), empty)
     return dataclasses.replace(pool, inputs=inputs)
 
@@ -112,7 +112,7 @@ def _recur(
     if backend.recur is not None and isinstance(inputs, DeltaInputs):
         read, states = backend.recur(inputs, cache.states, layer, slots, fresh, starts)
         return read, dataclasses.replace(cache, states=states)
-    empty = inputs.shape.zeros(slots.shape[0], cache.pages.dtype)
+    empty = inputs.shape.zeros(slots.shape[0], cache.state_dtype)
     old = jax.tree.map(lambda leaf, own: leaf[layer, slots].reshape(own.shape), cache.states, empty)
     read, new = inputs.ragged(select_states(fresh, empty, old), starts)
     states = jax.tree.map(

@@ -18,6 +18,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
+from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
+from routed_experts.layers.quantized import E4M3
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
 MASK_VALUE = -1e30  # masks a score; finite, because inf - inf is NaN
@@ -50,8 +52,8 @@ class FusedQKV:
     """Queries, keys and values as projected (or S parts of the sums, in float32, to which `bias` is added), with the
     arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
     angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
-    wider; 0: their width. A kernel whose `fused_features` are empty gets angles twice and head norms, and nothing that
-    is None here."""
+    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. A kernel whose
+    `fused_features` are empty gets angles twice and head norms, and nothing that is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None
@@ -64,6 +66,7 @@ class FusedQKV:
     sinks: Float[Array, "R H"] | None = None
     head_dim: int = dataclasses.field(default=0, metadata={"static": True})
     traits: StackTraits = dataclasses.field(default=PLAIN_TRAITS, metadata={"static": True})
+    dtype: jnp.dtype | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,8 @@ class AttentionBackend:
     that start anew, query starts) -> (what was read, states).
 
     `batch_invariant`: in programs of one shape, a token's bits depend on its own sequence alone, however that is cut
-    into steps; deterministic mode takes no other."""
+    into steps; deterministic mode takes no other. `kv_formats`: the codes that all of them write and read in place of
+    keys and values (not of latent rows), in the words of CODE_DTYPES; the pool is then as in kv_format.py."""
 
     name: str
     run: Callable[
@@ -140,6 +144,7 @@ class AttentionBackend:
         | None
     ) = None
     batch_invariant: bool = False
+    kv_formats: frozenset[str] = frozenset()
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a default for attention with features, unless it has its own."""
@@ -158,7 +163,7 @@ def write_kv(
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
     both = jnp.pad(both, ((0, 0), (0, 0), (0, pool.shape[3] - both.shape[2])))  # on TPU a pool is as wide as its lanes
-    return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
+    return pool.at[first_page + page, batch.positions % page_size].set(to_stored(both, pool.dtype))
 
 
 def attend_all(
@@ -191,11 +196,12 @@ def gather_pages(
     pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
     """Return the keys and values of the listed pages, page after page; of a pool that is wider than the heads,
-    `head_dim` numbers."""
+    `head_dim` numbers; codes as their numbers."""
     # As rows of C: else, with fewer than 4 kv heads, the TPU compiler transposes the whole pool in every layer before
     # it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
     both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])[..., :head_dim]
+    both = from_stored(both, jnp.float32) if pool.dtype == KV_CODES else both
     return both[..., 0, :], both[..., 1, :]
 
 
@@ -350,7 +356,9 @@ def causal_attention(
 
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
     {
-        "reference": AttentionBackend(name="reference", run=reference_attention, batch_invariant=True),
-        "paged": AttentionBackend(name="paged", run=paged_attention),
+        "reference": AttentionBackend(
+            name="reference", run=reference_attention, batch_invariant=True, kv_formats=frozenset({E4M3})
+        ),
+        "paged": AttentionBackend(name="paged", run=paged_attention, kv_formats=frozenset({E4M3})),
     }
 )

@@ -3,7 +3,8 @@
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot
 holds the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent
 attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Where layers differ in G or C,
-there is such an array for each shape (GroupedPages), and a page is one of each. Recurrent layers keep a state for each
+there is such an array for each shape (GroupedPages), and a page is one of each. Keys and values may be codes of 8 bits
+(layers/kv_format.py), which latent rows and states never are. Recurrent layers keep a state for each
 request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R request
 slots."""
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from routed_experts.layers.cache_layout import CacheLayout, GroupedPages
+from routed_experts.layers.kv_format import KV_CODES
 from routed_experts.layers.recurrent import RecurrentShape
 
 
@@ -27,6 +29,11 @@ class HybridPool:
     pages: Any  # Float[Array, "LP page 2G C"] or GroupedPages, or their shapes
     states: Any  # of RecurrentShape.zeros, or their shapes
     inputs: Any = None  # RecurrentInputs with leaves [T ...]
+
+    @property
+    def state_dtype(self) -> jnp.dtype:
+        """The dtype of what a state holds of a convolution's inputs; pages may have another."""
+        return jax.tree.leaves(self.states)[0].dtype
 
 
 TPU_LANES = 128
@@ -51,7 +58,7 @@ def tiled_state(shape: tuple[int, ...]) -> tuple[int, ...]:
 class KVPoolSpec:
     """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding. `others`: layers
     whose rows have another shape. `tiled_states`: states have the dims of `tiled_state`, which every read and
-    write converts."""
+    write converts. `dtype`: of states, and of keys and values that are not `codes`."""
 
     num_layers: int
     num_pages: int
@@ -65,12 +72,21 @@ class KVPoolSpec:
     num_requests: int = 0
     others: tuple[CacheLayout, ...] = ()
     tiled_states: bool = False
+    codes: bool = False
 
     @staticmethod
     def create(
-        cache: CacheLayout, *, num_pages: int, page_size: int, dtype: jnp.dtype, num_requests: int, platform: str
+        cache: CacheLayout,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        num_requests: int,
+        platform: str,
+        codes: bool = False,
     ) -> "KVPoolSpec":
         """The pool of a model's cache, with rows as wide as a platform has them."""
+        assert not (codes and any(group.latent for group in cache.groups)), "latent rows are never codes"
         first, *others = (
             dataclasses.replace(group, head_dim=row_width(group.head_dim, platform)) for group in cache.groups
         )
@@ -87,7 +103,13 @@ class KVPoolSpec:
             num_requests=num_requests,
             others=tuple(others),
             tiled_states=platform == "tpu",
+            codes=codes,
         )
+
+    @property
+    def stored_dtype(self) -> jnp.dtype:
+        """Of the arrays of pages."""
+        return KV_CODES if self.codes else self.dtype
 
     @property
     def rows(self) -> int:
@@ -99,7 +121,7 @@ class KVPoolSpec:
         """Shape and dtype of the array, or of each of a GroupedPages or a HybridPool."""
         sizes = [(group.num_layers, group.rows, group.head_dim) for group in (self, *self.others)]
         arrays = tuple(
-            jax.ShapeDtypeStruct((layers * self.num_pages, self.page_size, rows, width), self.dtype)
+            jax.ShapeDtypeStruct((layers * self.num_pages, self.page_size, rows, width), self.stored_dtype)
             for layers, rows, width in sizes
         )
         pages = GroupedPages(arrays) if self.others else arrays[0]
@@ -124,7 +146,7 @@ class KVPoolSpec:
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
         numbers = sum(group.num_layers * group.rows * group.head_dim for group in (self, *self.others))
-        return numbers * self.dtype.itemsize
+        return numbers * self.stored_dtype.itemsize
 
     @property
     def state_bytes(self) -> int:

@@ -19,7 +19,7 @@ from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.parallel import AxisGroup, Rerouter
-from routed_experts.layers.quantized import CODE_DTYPES
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
@@ -176,6 +176,7 @@ class BackendRegistry:
         attention = pick(
             "attention_backend", args.attention_backend, self.attention, attention_auto, missing=attention_gap
         )
+        _check_kv_format(args, attention)
         if args.deterministic:
             _check_batch_invariant("moe_backend", args.moe_backend, kernels.batch_invariant)
             _check_batch_invariant("attention_backend", args.attention_backend, attention.batch_invariant)
@@ -234,6 +235,15 @@ def _attention_gap(needs: RequiredFeatures) -> Callable[[AttentionBackend], froz
 def _first(entries: Mapping[str, BackendEntry[T]], names: tuple[str, ...], gap: Callable[[T], frozenset[str]]) -> T:
     """The first of these backends that lacks nothing."""
     return next(backend for name in names if not gap(backend := entries[name].load()))
+
+
+def _check_kv_format(args: ServerArgs, attention: AttentionBackend) -> None:
+    """Raise ConfigError for a form of keys and values that the backend does not take."""
+    if args.kv_cache_dtype == "fp8_e4m3" and E4M3 not in attention.kv_formats:
+        text = (
+            f"kv_cache_dtype={args.kv_cache_dtype!r}, but attention_backend={attention.name!r} reads no keys of 8 bits"
+        )
+        raise ConfigError(f"{text}; choose attention_backend='paged', or leave kv_cache_dtype out")
 
 
 def _check_batch_invariant(field: str, name: str, batch_invariant: bool) -> None:

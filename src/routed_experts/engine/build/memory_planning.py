@@ -92,7 +92,12 @@ def abstract_arrays(source: ModelFolder | Decoder, config: DecoderConfig, dtype:
 def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of
     bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are
-    the same. Raises what `common_dtype` raises."""
+    the same. With `kv_cache_dtype` they are codes on every platform. Raises what `common_dtype` raises, and ConfigError
+    for codes of latent rows."""
+    codes = args.kv_cache_dtype != "auto"
+    if codes and any(group.latent for group in config.cache.groups):
+        text = f"kv_cache_dtype={args.kv_cache_dtype!r} with latent attention (MLA): the rotary numbers of a latent row"
+        raise ConfigError(f"{text} lose too much in 8 bits; leave kv_cache_dtype out")
     dtype = common_dtype(state)
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
@@ -103,6 +108,7 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
         dtype=dtype,
         num_requests=args.running_limit + 1,
         platform=jax.default_backend(),
+        codes=codes,
     )
 
 

@@ -40,6 +40,8 @@ from routed_experts.layers.gpu.paged_softmax import (
 )
 from routed_experts.layers.gpu.qk_norm_rope import FEATURES, prepare
 from routed_experts.layers.gpu.ragged import find_tile, most_tiles
+from routed_experts.layers.kv_format import KV_CODES, from_stored
+from routed_experts.layers.quantized import E4M3
 
 # (head dims up to, rows of a tile, keys of a step, warps, stages): measured best on an H200 at 16 prompts of 1,024
 EXTEND_STEPS = ((64, 128, 64, 8, 3), (128, 64, 32, 4, 2), (256, 128, 64, 8, 2), (2**31, 64, 32, 8, 2))
@@ -56,16 +58,22 @@ def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array
     return add_scores(state, jnp.dot(rows, keys.T, preferred_element_type=jnp.float32), values, mask, scale)
 
 
-def _load_keys(pool: Any, pages: Array, positions: Array, owned: Array | None, group: Array) -> tuple[Array, Array]:
-    """Keys and values [T C] of the positions in their pages; zeros where not `owned`, unless it is None."""
+def _load_keys(
+    pool: Any, pages: Array, positions: Array, owned: Array | None, group: Array, dtype: Any
+) -> tuple[Array, Array]:
+    """Keys and values [T C] of the positions in their pages; zeros where not `owned`, unless it is None. Codes become
+    numbers of `dtype`, that of queries."""
     page_size, dim = pool.shape[1], pool.shape[3]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else (lanes < dim)[None, :]
     mask = real if owned is None else owned[:, None] if real is None else owned[:, None] & real
-    other = None if mask is None else 0.0
+    other = None if mask is None else jnp.zeros((), pool.dtype)
     slots = pages[:, None], (positions % page_size)[:, None]
-    keys = plgpu.load(pool.at[(*slots, 2 * group, lanes[None, :])], mask=mask, other=other)
-    return keys, plgpu.load(pool.at[(*slots, 2 * group + 1, lanes[None, :])], mask=mask, other=other)
+    rows = (2 * group, 2 * group + 1)
+    keys, values = (plgpu.load(pool.at[(*slots, row, lanes[None, :])], mask=mask, other=other) for row in rows)
+    if pool.dtype != KV_CODES:
+        return keys, values
+    return from_stored(keys, dtype), from_stored(values, dtype)
 
 
 def load_sinks(sinks: list[Any], heads: Array, mask: Array) -> Array | None:
@@ -110,7 +118,7 @@ def _decode(
         state, pages = carry
         positions = start + index * keys + jnp.arange(keys)
         owned = positions < end
-        k, v = _load_keys(pool, pages, positions, owned, group)
+        k, v = _load_keys(pool, pages, positions, owned, group, rotated.dtype)
         return _add_keys(state, rotated, k, v, owned[None, :], scale), load_pages(index + 1)
 
     scores = load_sinks(sinks, heads, head < share)
@@ -213,7 +221,7 @@ def _extend(
             if not seen_by_all:
                 owned = (key_positions >= bounds[0]) & (key_positions < bounds[-1])
                 mask = visibility_mask(row_positions[:, None], key_positions[None, :], features)
-            k, v = _load_keys(pool, pages, key_positions, owned, group)
+            k, v = _load_keys(pool, pages, key_positions, owned, group, rotated.dtype)
             return _add_keys(state, rotated, k, v, mask, scale), load_pages(number + 1)
 
         bounds = visible_bounds(positions[start], positions[last - 1], features)
@@ -309,7 +317,7 @@ def _verify(
             (state, pages), key_positions = carry, start + index * keys + jnp.arange(keys)
             owned = key_positions < end
             seen = visibility_mask(row_positions[:, None], key_positions[None, :], features) & owned[None, :]
-            k, v = _load_keys(pool, pages, key_positions, owned, group)
+            k, v = _load_keys(pool, pages, key_positions, owned, group, rotated.dtype)
             return _add_keys(state, rotated, k, v, seen, scale), load_pages(index + 1)
 
         scores = load_sinks(sinks, heads, head < share)
@@ -422,6 +430,7 @@ def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
         write=functools.partial(gpu_write, interpret=interpret),
         latent=functools.partial(gpu_latent, interpret=interpret),
         recur=functools.partial(gpu_delta, interpret=interpret),
+        kv_formats=frozenset({E4M3}),
     )
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.kv_format import to_stored
 
 
 def batch_arrays(batch: PagedBatch) -> list[Array]:
@@ -34,7 +35,7 @@ def store_rows(
     page = jnp.where(is_valid, first + page, pool.shape[0])
     plgpu.store(
         pool.at[page[:, None], (position % page_size)[:, None], row, lanes[None, :]],
-        value.astype(pool.dtype),
+        to_stored(value, pool.dtype),
         mask=is_valid[:, None] & (lanes < end)[None, :],
     )
 

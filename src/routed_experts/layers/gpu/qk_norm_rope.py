@@ -198,8 +198,7 @@ def prepare(
     sizes = _Sizes(
         heads=heads, groups=groups, frequencies=angles, rows=rows, stride=stride, eps=projected.eps, traits=traits
     )
-    norm = projected.q_norm
-    dtype = norm.dtype if norm is not None else projected.qkv.dtype if projected.qkv.ndim == 2 else pool.dtype
+    dtype = projected.dtype or projected.qkv.dtype
     inputs = _inputs(projected, qkv, first_page, dtype, [heads * dim, (heads + groups) * dim], angles)
     arrays = [*inputs.values(), *batch_arrays(batch), pool]
     queries, pool = pl.pallas_call(

@@ -62,7 +62,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   Team team(pool);
   return dispatch_dtype(queries.element_type(), [&](auto query) {
     using Q = decltype(query);
-    return dispatch_dtype(cache.element_type(), [&](auto stored) {
+    return dispatch_pool(cache.element_type(), [&](auto stored) {
       using T = decltype(stored);
       attention(team, shape, step, at<Q>(queries), at<T>(cache), at<Q>(out));
       return ffi::Error::Success();
@@ -89,7 +89,7 @@ ffi::Error run_kv_write(ffi::ThreadPool pool, ffi::AnyBuffer keys, ffi::AnyBuffe
     using X = decltype(type);
     const WriteInputs<X> inputs{at<X>(keys), both ? at<X>(values) : nullptr, positions.typed_data(), token_rows.typed_data(),
                                 page_table.typed_data(), valid.typed_data()};
-    return dispatch_dtype(cache.element_type(), [&](auto stored) {
+    return dispatch_pool(cache.element_type(), [&](auto stored) {
       kv_write(team, shape, inputs, at<decltype(stored)>(written));
       return ffi::Error::Success();
     });

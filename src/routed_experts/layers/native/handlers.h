@@ -75,6 +75,12 @@ ffi::Error dispatch_dtype(ffi::DataType dtype, Body&& body) {
   }
 }
 
+// The same for a pool of keys and values, which may be codes in bytes.
+template <class Body>
+ffi::Error dispatch_pool(ffi::DataType dtype, Body&& body) {
+  return dtype == ffi::U8 ? body(kv8{}) : dispatch_dtype(dtype, body);
+}
+
 // Call `body` with values of the types of rows and of the weights that they meet. Rows are floats, or what the weights are.
 template <class Body>
 ffi::Error dispatch_rows(ffi::DataType rows, ffi::DataType weights, Body&& body) {

@@ -93,7 +93,7 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
     using T = decltype(type);
     const QkNormRopeInputs<X, T> inputs{at<X>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
                                         positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
-    return dispatch_dtype(cache.element_type(), [&](auto stored) {
+    return dispatch_pool(cache.element_type(), [&](auto stored) {
       qk_norm_rope(team, shape, inputs, at<X>(queries), at<decltype(stored)>(written));
       return ffi::Error::Success();
     });

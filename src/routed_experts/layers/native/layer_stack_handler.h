@@ -297,7 +297,7 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
     T* normed = b.out<T>(kNormed);
     std::memset(static_cast<void*>(normed + count), 0, (padded - s.tokens) * s.hidden * sizeof(T));
     convert(b.out<X>(kStream), scratch.stream, count);
-    return dispatch_dtype(b.args[kCache].element_type(), [&](auto stored) {
+    return dispatch_pool(b.args[kCache].element_type(), [&](auto stored) {
       layer_stack(team, s, traits, arrays, b.in<T>(kNextNorm), in, scratch, normed, b.out<decltype(stored)>(kWritten), record, padded, replay);
       convert(scratch.stream, b.out<X>(kStream), count);
       return ffi::Error::Success();

@@ -354,4 +354,5 @@ NATIVE_ATTENTION = AttentionBackend(
     latent=native_latent,
     recur=native_delta,
     batch_invariant=True,
+    kv_formats=frozenset({E4M3}),
 )

@@ -38,6 +38,9 @@ struct f16 {
 struct e4m3 {  // a code of 8 bits: sign, exponent less 7, three bits behind the point; no infinity
   uint8_t bits;
 };
+struct kv8 {  // the same as a pool holds it, where a number may be NaN: layers/kv_format.py
+  uint8_t bits;
+};
 
 struct int4 {  // codes of 4 bits of two neighbouring inputs, the first in the lower half: whole numbers plus 8
   uint8_t bits;
@@ -75,12 +78,35 @@ inline Vector read(const T* p) {
   return v;
 }
 
+// Floats of the bits of float16. By name: GCC would convert a vector number by number.
+inline vf from_half(vh bits) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)bits);
+#else
+  return __builtin_convertvector((vx)bits, vf);
+#endif
+}
+// Codes of 8 bits in 16.
+inline vh widened(const void* p) {
+#if defined(__AVX512F__)
+  return (vh)_mm256_cvtepu8_epi16(read<__m128i>(static_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(read<vb>(static_cast<const vb*>(p)), vh);
+#endif
+}
+
 inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
-inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
+inline vf load(const f16* p) { return from_half(read<vh>(p)); }
 inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subnormal numbers too
-  const vh code = __builtin_convertvector(read<vb>(p), vh), half = (code & 0x7f) << 7 | (code & 0x80) << 8;
-  return __builtin_convertvector((vx)half, vf) * 256.0f;
+  const vh code = widened(p);
+  return from_half((code & 0x7f) << 7 | (code & 0x80) << 8) * 256.0f;
+}
+inline vf load(const kv8* p) {  // as above; NaN is the code of all ones
+  const vh code = widened(p), size = code & 0x7f;
+  return from_half(size << 7 | (code & 0x80) << 8 | ((vh)(size == vh{} + 0x7f) & 0x7c00)) * 256.0f;
 }
 
 // What codes of 4 bits are, in bfloat16.
@@ -210,6 +236,17 @@ inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
 }
 inline void store(f16* p, vf v) {
   vx narrow = __builtin_convertvector(v, vx);
+  std::memcpy(p, &narrow, sizeof(narrow));
+}
+inline void store(kv8* p, vf v) {  // clipped to 448, to nearest, ties to even; a NaN stays one: as `to_stored` of layers/kv_format.py rounds
+  const vu bits = (vu)v;
+  const vf largest = vf{} + 448.0f, least = vf{} + 0.015625f;  // 2^-6, of those that are not subnormal
+  vf size = (vf)(bits & 0x7fffffff);
+  size = size > largest ? largest : size;
+  const vu wide = (vu)size, normal = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
+  const vu small = (vu)(size + 16384.0f) - 0x46800000;  // neighbours are 2^-9 apart there, as subnormal numbers are
+  const vu code = size == size ? (size < least ? small : normal) : vu{} + 0x7f;
+  const vb narrow = __builtin_convertvector(code | (bits >> 24 & 0x80), vb);
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 

@@ -152,6 +152,7 @@ class _FusedLayer:
             sinks=self._get("sinks"),
             head_dim=mixer.head_dim,
             traits=mixer.traits,
+            dtype=self.next_norms.dtype,
         )
 
     def _rows(self, moe_layer: Int[Array, ""]) -> LayerRouting | None:
