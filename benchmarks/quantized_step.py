@@ -1,15 +1,23 @@
-"""The decode step with codes of 8 bits beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes.
+"""The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes: all
+matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have them.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
+<<<<<<< HEAD
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
     python benchmarks/quantized_step.py --small      # does it run
+=======
+    python benchmarks/quantized_step.py --form int4
+    python benchmarks/quantized_step.py --small      # a CPU, a small model: does it run
+>>>>>>> codes-native
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
-bytes that a step must read over --bandwidth: codes have one, scales four a group of 128. A run whose logprobs are not
-finite fails."""
+bytes that a step must read over --bandwidth: codes have one or half a one, scales four a group of 128 or 32. A run
+whose logprobs are not finite fails."""
 
 import argparse
+import dataclasses
+import functools
 import json
 import statistics
 import tempfile
@@ -23,9 +31,12 @@ from step import QWEN3_30B_A3B, Run, drive, experts_a_step, floor_bytes
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
+from routed_experts.layers.quantized import E2M1, INT4
+from routed_experts.models.decoder.coded_arrays import CodedArray
 from routed_experts.models.model_folder import ModelFolder
 
-CODE_BYTES = 1 + 4 / 128  # a code, and its part of a scale
+FP8_BLOCK = "fp8_block"
+CODE_BYTES = {FP8_BLOCK: 1 + 4 / 128, INT4: 1 / 2 + 4 / 32, E2M1: 1 / 2 + 4 / 32}  # a code, and its part of a scale
 VARIANTS = ("plain", "codes", "codes, capture off")
 
 
@@ -45,12 +56,25 @@ def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]
     asked = {"enable_return_routed_experts": True}
     plain = ModelFolder.open(folder, load_format="dummy").load(jax.numpy.dtype(args.dtype))
     engines = {"plain": build_engine(ServerArgs(**server, **asked), model=plain)}
-    coded = ServerArgs(**server, **asked, quantization="fp8_block")
-    engines["codes"] = build_engine(coded, load_format="dummy")
+    engines["codes"] = build_coded(folder, ServerArgs(**server, **asked), args.form)
     if not args.without_off:
-        off = ServerArgs(**server, quantization="fp8_block")
-        engines["codes, capture off"] = build_engine(off, load_format="dummy")
+        engines["codes, capture off"] = build_coded(folder, ServerArgs(**server), args.form)
     return engines
+
+
+def build_coded(folder: Path, server: ServerArgs, form: str) -> EngineComponents:
+    """An engine of codes."""
+    if form == FP8_BLOCK:
+        return build_engine(dataclasses.replace(server, quantization=FP8_BLOCK), load_format="dummy")
+    model = ModelFolder.open(folder, load_format="dummy")
+    hidden, layers = model.config.hidden_size, []
+    for layer in model.config.layers:
+        width = {spec.name: spec.shape for spec in layer.weights(model.config)}["down"][1]
+        outputs = {"gate_up": (width, width), "down": (hidden,)}
+        arrays = (CodedArray(name=name, group=32, segments=parts, format=form) for name, parts in outputs.items())
+        layers.append(dataclasses.replace(layer, coded=tuple(arrays)))
+    coded = model.coded_as(dataclasses.replace(model.config, layers=tuple(layers)))
+    return build_engine(server, model=coded.load(jax.numpy.dtype(server.dtype)))
 
 
 def weight_bytes(engine: EngineComponents) -> int:
@@ -58,15 +82,15 @@ def weight_bytes(engine: EngineComponents) -> int:
     return engine.plan.weights
 
 
-def coded_floor(config: dict[str, object], layers: int, batch: int, context: float, experts: float) -> float:
+def coded_floor(form: str, config: dict[str, object], layers: int, batch: int, context: float, experts: float) -> float:
     """Bytes that a step with codes must read; routers, the head, keys and values are of two bytes."""
     dim, heads, groups, c, width = (
         int(str(config[name]))
         for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size")
     )
-    matrices = dim * (2 * heads + 2 * groups) * c + experts * 3 * dim * width
+    attention = dim * (2 * heads + 2 * groups) * c if form == FP8_BLOCK else 0
     plain = floor_bytes(config, layers, batch, context, experts)
-    return plain - layers * matrices * (2 - CODE_BYTES)
+    return plain - layers * (attention + experts * 3 * dim * width) * (2 - CODE_BYTES[form])
 
 
 def measure(
@@ -95,7 +119,8 @@ def measure(
     rows = []
     for name in names:
         experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
-        floor = (floor_bytes if name == "plain" else coded_floor)(config, layers, batch, context, experts)
+        floor_of = floor_bytes if name == "plain" else functools.partial(coded_floor, args.form)
+        floor = floor_of(config, layers, batch, context, experts)
         medians = [statistics.median(run.steps) for run in runs[name]]
         ratios = sorted(a / b for a, b in zip(base, medians, strict=True))
         rows.append(
@@ -124,6 +149,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--form", choices=tuple(CODE_BYTES), default=FP8_BLOCK)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second")
     parser.add_argument("--without-off", action="store_true", help="no engine without capture: memory for two")

@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 FLOAT32 = jnp.dtype(jnp.float32)
+SCALE = "_scale"  # behind the name of an array of codes: its scales
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
 INT4 = "int4"  # 4 bits: whole numbers plus 8, so -8 to 7 (compressed-tensors, pack-quantized)

@@ -23,11 +23,10 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import E4M3
+from routed_experts.layers.quantized import E4M3, SCALE
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.kept_codes import without_codes
-from routed_experts.models.decoder.layer_params import SCALE
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 

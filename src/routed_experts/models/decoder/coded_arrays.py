@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, inputs_of_byte, quantize_blocks
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SCALE, inputs_of_byte, quantize_blocks
 from routed_experts.models.base.partitioning import AxisPartition, Segment
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import SCALE, ParamSpec
+from routed_experts.models.decoder.layer_params import ParamSpec
 from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES
 
 

@@ -16,11 +16,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.quantized import QuantizedWeight, Weight
+from routed_experts.layers.quantized import SCALE, QuantizedWeight, Weight
 from routed_experts.models.base.partitioning import AxisPartition, expert_parallel
 from routed_experts.models.decoder.sparse_block import ExpertWeights
 
-SCALE = "_scale"  # behind the name of an array of codes
 _PLAIN = "input_norm"  # an array of every layer, which has the model's dtype
 
 

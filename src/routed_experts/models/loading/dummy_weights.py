@@ -20,8 +20,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, inputs_of_byte
-from routed_experts.models.decoder.layer_params import SCALE
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, SCALE, inputs_of_byte
 
 M = TypeVar("M", bound=nnx.Module)
 # Standard deviations of codes: of e4m3, of which the largest is 448; and of those of 4 bits, all alike frequent.
