@@ -2,13 +2,9 @@
 matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have them.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
-<<<<<<< HEAD
+    python benchmarks/quantized_step.py --form int4
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
     python benchmarks/quantized_step.py --small      # does it run
-=======
-    python benchmarks/quantized_step.py --form int4
-    python benchmarks/quantized_step.py --small      # a CPU, a small model: does it run
->>>>>>> codes-native
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
