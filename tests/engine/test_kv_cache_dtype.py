@@ -102,9 +102,10 @@ def test_a_prompt_in_chunks_is_the_whole_prompt_in_bfloat16():
     assert results[0] == results[1]
 
 
-def test_drafts_of_a_model_change_no_answer(tmp_path):
-    """Its own pool has the model's dtype."""
-    PredictorOracle("Glm4Moe", tmp_path, modules=1)
+@pytest.mark.parametrize("family", ["Glm4Moe", "Qwen3Next"])
+def test_drafts_of_a_model_change_no_answer(tmp_path, family):
+    """Its own pool has the model's dtype, and so have the states of recurrent layers."""
+    PredictorOracle(family, tmp_path, modules=1)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in (5, 17, 9, 30)]
     kept = dict(**SIZES, **CODES, deterministic=True, enable_return_routed_experts=True)
