@@ -100,8 +100,7 @@ def main() -> None:
     sequences, new = (8, 8) if args.small else (args.sequences, NEW)
     rows = measure(sequences, new)
     print_table(rows)
-    if not args.small:
-        print(write_result(args.name, rows, sequences=sequences, new=new))
+    print(write_result(args.name, rows, sequences=sequences, new=new))
 
 
 if __name__ == "__main__":

@@ -165,8 +165,7 @@ def main() -> None:
             rows += measure(engines, config, args.layers, args, batch)
             print_table(rows[-len(engines) :])
     print_table(rows)
-    if not args.small:
-        print(write_result(args.name, rows, layers=args.layers, new=args.new, prompt=args.prompt))
+    print(write_result(args.name, rows, layers=args.layers, new=args.new, prompt=args.prompt))
 
 
 if __name__ == "__main__":

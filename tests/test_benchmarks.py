@@ -39,6 +39,7 @@ SMALLEST = {
     "launches": ["--small"],
     "quantized_layers": ["--small"],
     "quantized_product": ["--small"],
+    "quantized_rollouts": ["--small"],
     "quantized_step": ["--small"],
     "replay": ["--small"],
     "residency": ["--small"],
@@ -49,6 +50,7 @@ SMALLEST = {
 }
 LONG = {  # 10 s or more, also in their smallest form
     *("capture", "cpu_parts", "draft_models", "expert_offload", "host_work", "launches"),
+    *("quantized_layers", "quantized_rollouts", "quantized_step"),
     *("residency", "selection", "speculative", "step"),
 }
 NOT_RUN = {
