@@ -38,7 +38,8 @@ Load = Mapping[str, Any]  # of one data rank, in the fields of SGLang
 _SUMMED = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 _SERVER_INFO_FIELDS = (
     "dtype quantization kv_cache_dtype random_seed tp_size ep_size dp_size page_size mem_fraction_static "
-    "max_total_tokens max_running_requests max_queued_requests chunked_prefill_size max_prefill_tokens precompile_bs_paddings precompile_token_paddings "
+    "max_total_tokens max_running_requests max_queued_requests chunked_prefill_size max_prefill_tokens "
+    "precompile_bs_paddings precompile_token_paddings "
     "disable_radix_cache attention_backend moe_backend enable_return_routed_experts "
     "enable_return_routed_experts_weights routed_experts_weights_dtype "
     "logprobs_mode deterministic skip_tokenizer_init context_length memory_plan "
