@@ -2,6 +2,7 @@
 numbers, up to the order of sums, and alike to the bit wherever the codes come from."""
 
 import contextlib
+import dataclasses
 import json
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from oracles.families import Oracle
+from oracles.families import CASES, Oracle
 from oracles.predictors import PredictorOracle
 from routed_experts import (
     ConfigError,
@@ -27,11 +28,23 @@ from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.execution.compile_count import CompileCount
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.kept_codes import CodeSupport
+from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement import rebalance
 from support.engines import assert_idle
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, write_folder
-from support.quantized_families import ASK, ENGINE, FAMILIES, GPT_OSS, PROMPTS, answers, sized_case, write
+from support.quantized_families import (
+    ASK,
+    ENGINE,
+    FAMILIES,
+    GPT_OSS,
+    PROMPTS,
+    Written,
+    answers,
+    sized_case,
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -386,3 +399,97 @@ def test_plain_stacked_experts_are_quantised_to_8_bits(tmp_path):
     model = ModelFolder.open(written.copy).load(jnp.dtype("float32"))
     with Engine(model=model, quantization="fp8_block", **ARRAY_CODE) as engine:
         assert answers(engine) == expected
+
+
+def half_precision(written, folder, *, plain_layers=()):
+    """The quantised folder as published ones are: its plain tensors are bfloat16, and some layers are plain."""
+    tensors, copy = read_tensors(written.quantized), read_tensors(written.copy)
+    config = json.loads((written.quantized / "config.json").read_text())
+    prefixes = tuple(f"model.layers.{index}." for index in plain_layers)
+    if prefixes:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+        tensors |= {name: tensor for name, tensor in copy.items() if name.startswith(prefixes)}
+        config["quantization_config"]["modules_to_not_convert"] = [prefix.rstrip(".") for prefix in prefixes]
+    wide = [name for name, tensor in tensors.items() if tensor.dtype == np.float32 and "scale" not in name]
+    return write_folder(folder, config, tensors | {name: tensors[name].astype(jnp.bfloat16) for name in wide})
+
+
+def test_scales_do_not_decide_the_dtype_that_is_served(qwen, tmp_path):
+    """Many codes have more bytes of scales than there are of plain tensors; in what is quantised no others are left."""
+    config = json.loads((qwen.quantized / "config.json").read_text())
+    folder = half_precision(qwen, tmp_path / "small")
+    coded = ModelFolder.open(folder).with_codes(CodeSupport(formats=frozenset({"e4m3"})))
+    assert config["quantization_config"] and coded.config.coded_arrays
+    widened = {name: tensor for name, tensor in coded.checkpoint.names().items() if tensor[1] == "float32"}
+    assert widened and coded.dtype("auto") == jnp.bfloat16
+    plain = write_folder(
+        tmp_path / "plain",
+        {name: value for name, value in config.items() if name != "quantization_config"},
+        {name: tensor.astype(jnp.bfloat16) for name, tensor in read_tensors(qwen.copy).items()},
+    )
+    options = dict(quantization="fp8_block", moe_backend="tiled", attention_backend="paged")
+    model = inspect_model(ServerArgs(model_path=str(plain), **options))
+    assert model.dtype == "bfloat16"
+    assert "8 arrays of layers served as e4m3 codes" in model.memory_plan[0]
+    with Engine(str(plain), **options, **ENGINE) as engine:
+        assert len(of_codes(engine)) == 8 and model.memory_plan[0] in engine.memory_plan
+
+
+def test_plain_layers_beside_equal_ones_of_codes_take_pushes(tmp_path):
+    """Layers of codes are blocks of their own; a trainer has all of them in one."""
+    case = sized_case("Qwen3Moe", dict(moe_intermediate_size=320, num_hidden_layers=4, mlp_only_layers=[]))
+    oracle = Oracle(dataclasses.replace(case, layer_ids=(0, 1, 2, 3)), tmp_path / "plain")
+    names = quantize_folder(oracle.folder, tmp_path / "all", tmp_path / "copy", forms()["fp8 blocks"])
+    written = Written(oracle, tmp_path / "all", tmp_path / "copy", names)
+    tensors, copy = read_tensors(written.quantized), read_tensors(written.copy)
+    config = json.loads((written.quantized / "config.json").read_text())
+    prefixes = ("model.layers.0.", "model.layers.2.")
+    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0", "model.layers.2"]
+    mixed = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+    mixed |= {name: tensor for name, tensor in copy.items() if name.startswith(prefixes)}
+    folder = write_folder(tmp_path / "mixed", config, mixed)
+    plain = nnx.state(ModelFolder.open(written.copy).load(jnp.dtype("float32")))
+    other = jax.tree.map(lambda leaf: leaf * 1.25, plain)
+    with Engine(str(folder), **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) == 8, "two layers of the four, each a block of its own"
+        expected = answers(engine)
+        engine.update_weights(other)
+        assert answers(engine) != expected
+        engine.update_weights(plain)
+        once = answers(engine)
+        assert_near(once, expected)
+        given = jax.tree.map(jnp.copy, plain)
+        engine.update_weights(given, donate=True)
+        assert answers(engine) == once
+        assert given["blocks"][0][0]["gate_up"].get_raw_value().is_deleted()
+    with Engine(str(folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert len(of_codes(engine)) == 4, "all layers alike, in one block"
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLMoe", "Llama4", "GptOss", "GraniteMoe", "Qwen3Next"])
+def test_a_folder_and_a_push_of_its_weights_are_quantised_alike(tmp_path, name):
+    """Also stacks of experts [E, I, O], and matrices of fewer than 128 inputs or outputs."""
+    folder = Oracle(CASES[name], tmp_path / "plain").folder
+    state = nnx.state(ModelFolder.open(folder).load(jnp.dtype("float32")))
+    with Engine(str(folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        loaded = answers(engine)
+        engine.update_weights(jax.tree.map(lambda leaf: leaf * 1.25, state))
+        assert answers(engine) != loaded
+        engine.update_weights(state)
+        assert answers(engine) == loaded
+
+
+def test_codes_are_not_exported_as_numbers(qwen):
+    folder = ModelFolder.open(qwen.quantized).with_codes(CodeSupport(formats=frozenset({"e4m3"})))
+    with pytest.raises(ValueError, match="the model's matrices are codes"):
+        hugging_face_tensors(folder.load(jnp.dtype("float32")), folder.sources)
+
+
+@pytest.mark.devices(4)
+def test_data_ranks_serve_codes(qwen):
+    sizes = dict(tp_size=4, dp_size=2, **ARRAY_CODE)
+    with Engine(str(qwen.quantized), quantization="none", **sizes) as engine:
+        expected = answers(engine)
+    with Engine(str(qwen.quantized), **sizes) as engine:
+        assert of_codes(engine)
+        assert_near(answers(engine), expected)

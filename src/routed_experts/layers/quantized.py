@@ -117,6 +117,7 @@ class QuantizedWeight:
 
 Weight = Float[Array, "R I O"] | QuantizedWeight
 LARGEST_E4M3 = 448.0
+LEAST_PEAK = LARGEST_E4M3 * 2.0**-126  # of a block that has a scale: smaller ones are zeros
 _AT_ONCE = 1 << 26  # numbers that are quantised at once
 BLOCK = 128  # inputs and outputs that share a scale where plain numbers are quantised
 
@@ -126,11 +127,22 @@ def quantize_blocks(
     numbers: Float[Array, "R I O"], *, segments: tuple[int, ...], group: int, outputs_first: bool = False
 ) -> tuple[Float[Array, "R I O"] | Float[Array, "R O I"], Float[Array, "R J O"]]:
     """Codes of e4m3, and scales for groups of inputs, of blocks of 128 x 128: a block's scale is its largest absolute
-    value over 448, or 1 for a block of zeros, and a code the number over the scale, rounded to nearest even. Blocks of
-    each of the `segments` of the outputs begin anew, and the last ones are cut short. All in float32: the result does
-    not depend on the device. Some matrices at a time: temporaries stay near 256 MiB."""
-    quantize = functools.partial(_quantize_matrix, segments=segments, group=group, outputs_first=outputs_first)
-    return lax.map(quantize, numbers, batch_size=max(1, _AT_ONCE // math.prod(numbers.shape[1:])))
+    value over 448, and a code the number over the scale, rounded to nearest even. A block of zeros, or of numbers whose
+    scale would be below the least normal number, has the scale 1 and zeros. Blocks of each of the `segments` of the
+    outputs begin anew, and the last ones are cut short. All in float32. Some matrices at a time: temporaries stay
+    near 1 GiB, or a few matrices."""
+    stack, dtype = numbers.shape[0], numbers.dtype
+    most = max(1, _AT_ONCE // math.prod(numbers.shape[1:]))
+    batch = next(size for size in range(min(most, stack), 0, -1) if stack % size == 0)
+    bits = {2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]  # bits are not converted outside of the loop
+
+    def quantize(stored: Array) -> tuple[Array, Array]:
+        matrix = functools.partial(_quantize_matrix, segments=segments, group=group, outputs_first=outputs_first)
+        return jax.vmap(matrix)(lax.bitcast_convert_type(stored, dtype))
+
+    stored = lax.bitcast_convert_type(numbers, bits).reshape(stack // batch, batch, *numbers.shape[1:])
+    codes, scales = lax.map(quantize, stored)
+    return codes.reshape(stack, *codes.shape[2:]), scales.reshape(stack, *scales.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -161,20 +173,23 @@ def _quantize_matrix(
 ) -> tuple[Float[Array, "I O"] | Float[Array, "O I"], Float[Array, "J O"]]:
     wide, inputs = numbers.astype(jnp.float32), numbers.shape[0]
     parts = jnp.split(jnp.abs(wide), np.cumsum(segments)[:-1].tolist(), axis=1)
-    peaks = jnp.concatenate([_block_peaks(part) for part in parts], axis=1)  # [blocks of I, O]
-    # By no constant: XLA would multiply by its inverse, which rounds otherwise.
-    scales = jnp.where(peaks > 0, peaks, 1.0) / jnp.where(peaks > 0, LARGEST_E4M3, 1.0)
-    codes = _rounded(wide / jnp.repeat(scales, BLOCK, axis=0)[:inputs]).astype(jnp.float8_e4m3fn)
+    peaks = jnp.concatenate([_block_peaks(part) for part in parts], axis=1)  # [blocks of I, blocks of O]
+    # XLA multiplies by the inverse of a divisor that is a constant, or that it can invert before it is repeated; that
+    # rounds otherwise. So divisors depend on every number.
+    is_scaled = peaks >= LEAST_PEAK
+    scales = jnp.where(is_scaled, peaks, 1.0) / jnp.where(is_scaled, LARGEST_E4M3, 1.0)
+    scales = jnp.take(scales, block_of_outputs(segments), axis=1)  # [blocks of I, O]
+    by_number = jnp.repeat(scales, BLOCK, axis=0)[:inputs]
+    codes = _rounded(wide / jnp.where(wide == 0, 1.0, by_number)).astype(jnp.float8_e4m3fn)
     groups = np.arange(math.ceil(inputs / group)) * group // BLOCK
     return codes.T if outputs_first else codes, jnp.take(scales, groups, axis=0)
 
 
-def _block_peaks(sizes: Float[Array, "I O"]) -> Float[Array, "blocks O"]:
-    """The largest number of the block of each output."""
+def _block_peaks(sizes: Float[Array, "I O"]) -> Float[Array, "I_blocks O_blocks"]:
+    """The largest number of each block."""
     inputs, outputs = sizes.shape
     padded = jnp.pad(sizes, ((0, -inputs % BLOCK), (0, -outputs % BLOCK)))
-    peaks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK).max((1, 3))
-    return jnp.repeat(peaks, BLOCK, axis=1)[:, :outputs]
+    return padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK).max((1, 3))
 
 
 def block_of_outputs(segments: tuple[int, ...]) -> Int[np.ndarray, " O"]:

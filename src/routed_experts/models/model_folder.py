@@ -64,6 +64,7 @@ class ModelFolder:
     sources: tuple[WeightSource, ...]
     expert_sources: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder of experts
     quantization: QuantizationConfig | None = None
+    own_dtype: jnp.dtype | None = None  # before matrices became codes
     stored: Checkpoint | QuantizedCheckpoint | None = None  # before the family's table names its tensors
     quantized_tensors: Mapping[str, CodedTensor] = dataclasses.field(default_factory=dict)  # of the table
 
@@ -110,6 +111,8 @@ class ModelFolder:
         parameters are always float32."""
         if expected != "auto":
             return jnp.dtype(expected)
+        if self.own_dtype is not None:
+            return self.own_dtype
         if self.checkpoint is None:
             return jnp.dtype("bfloat16")
         headers, sizes = self.checkpoint.names(), Counter[str]()
@@ -120,9 +123,14 @@ class ModelFolder:
 
     def stored_form(self, dtype: jnp.dtype) -> tuple[int, str]:
         """Bytes of a quantised checkpoint, its formats and the served form in words; (0, "") for plain weights."""
-        if self.checkpoint is None or not self.quantized_tensors:
+        coded, stored = self.config.coded_arrays, self.quantized_tensors
+        if self.checkpoint is None or not (stored or coded):
             return 0, ""
-        kept, total = len(self._kept_tensors(self.config.coded_arrays)), len(self.quantized_tensors)
+        quantized = len(coded) if not stored else 0
+        if quantized:
+            form = f"plain, {quantized} arrays of layers served as e4m3 codes (blocks 128 x 128), products in {dtype}"
+            return self.checkpoint.num_bytes, form
+        kept, total = len(self._kept_tensors(coded)), len(stored)
         served = f"served as {dtype}"
         if kept:
             others = "" if kept == total else f", the other {total - kept} as {dtype}"
@@ -148,7 +156,8 @@ class ModelFolder:
         coded = config.coded_arrays
         if not coded or self.checkpoint is None or self.stored is None:
             return dataclasses.replace(self, config=config)
-        folder = dataclasses.replace(self, config=config, sources=_sources(config, self.checkpoint))
+        sources_of_config = _sources(config, self.checkpoint)
+        folder = dataclasses.replace(self, config=config, sources=sources_of_config, own_dtype=self.dtype("auto"))
         kept = folder._kept_tensors(coded)
         checkpoint = _shown(self.stored, self.family, kept)
         swapped: dict[str, VirtualTensor] = {}

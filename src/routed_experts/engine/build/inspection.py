@@ -9,7 +9,8 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.memory_planning import plan_engine, with_checkpoint_form
-from routed_experts.engine.control.served_model import code_support, create_sharding
+from routed_experts.engine.control.served_model import code_support, create_sharding, with_kept_codes
+from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
 
@@ -40,10 +41,12 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     path = find_model(args.model_path, revision=args.revision, weights=load_format != "dummy")
     folder = ModelFolder.open(str(path), load_format=load_format)
     kernels, _ = DEFAULT_BACKENDS.choose(args, folder.config.needs)
-    plain, folder = folder, folder.with_codes(code_support(args, kernels))
-    config, dtype = folder.config, folder.dtype(args.dtype)
+    plain, shards = folder, create_sharding(args, folder.config)
+    folder, config, shards = with_kept_codes(args, folder, folder.config, shards, code_support(args, kernels), None)
+    assert isinstance(folder, ModelFolder) and isinstance(config, FamilyConfig)
+    dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
-    planned = plan_engine(args, config, arrays, create_sharding(args, config))
+    planned = plan_engine(args, config, arrays, shards)
     plan = with_checkpoint_form(planned.memory, folder, args.dtype)
     return Inspection(
         architecture=folder.architecture,

@@ -83,6 +83,6 @@ class MemoryControl:
             if state is not None:
                 self._context.check_not_prepared("resume_memory_occupation(state)")
             served = self._context.served_model
-            arrays = None if state is None else served.device_put(to_state(state, served.arrays, served.coded))
+            arrays = None if state is None else served.device_put(to_state(state, served.arrays, served.coded_config))
             new = self._context.next_version(label)
             self._context.thread.run_drained(lambda: resume(arrays, new))

@@ -1,7 +1,7 @@
 """The served model: as its folder describes it, and as it is on one device or sharded over several."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_format import placed
-from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
+from routed_experts.models.decoder.coded_arrays import quantized_arrays
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.kept_codes import NO_CODES, CodeSupport
@@ -56,9 +56,9 @@ class ServedModel:
         return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=module.config, shards=shards)
 
     @property
-    def coded(self) -> Mapping[str, CodedArray]:
-        """The arrays that are served as codes and scales, by dotted path."""
-        return self.config.coded_arrays if isinstance(self.config, FamilyConfig) else {}
+    def coded_config(self) -> FamilyConfig | None:
+        """The config, where some arrays are served as codes and scales."""
+        return self.config if isinstance(self.config, FamilyConfig) and self.config.coded_arrays else None
 
     @property
     def as_loaded(self) -> nnx.State[Any, Any]:

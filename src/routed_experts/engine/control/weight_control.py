@@ -93,10 +93,10 @@ class WeightControl:
             check = to_copies if copy else to_state
 
             def load() -> nnx.State[Any, Any]:
-                arrays = check(state, served.arrays, served.coded)
+                arrays = check(state, served.arrays, served.coded_config)
                 arrays = self._device_put(served, arrays, donate=donate or copy)
-                if donate:
-                    delete_quantized(state, jax.block_until_ready(arrays), served.coded)
+                if donate and served.coded_config is not None:
+                    delete_quantized(state, jax.block_until_ready(arrays), served.coded_config)
                 return arrays
 
             self._swap(

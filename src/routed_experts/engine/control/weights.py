@@ -9,7 +9,6 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,38 +24,35 @@ from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
 from routed_experts.layers.quantized import E4M3, SCALE
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
+from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.kept_codes import without_codes
+from routed_experts.models.decoder.layer_regrouping import is_grouped_alike, regroup
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
 _SHOWN = 4
 PLAIN_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-NOTHING_CODED: Mapping[str, CodedArray] = MappingProxyType({})
 _BLOCK = 1 << 17  # numbers of half precision that are checked at once
 
 
-def to_state(
-    new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray] = NOTHING_CODED
-) -> nnx.State[Any, Any]:
+def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
-    Plain arrays of those that are served as codes are quantised.
+    `config`: of a model that is served with codes; plain arrays in their place are quantised.
 
     Raises WeightsMismatchError with the first paths that differ, or that hold NaN or infinity."""
-    inputs, expected = _matched(_quantized(new, coded), served, any_dtype=False)
+    inputs, expected = _matched(_quantized(new, config), served, any_dtype=False)
     _check_finite(inputs, param="state")
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
     )
 
 
-def to_copies(
-    new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray] = NOTHING_CODED
-) -> nnx.State[Any, Any]:
+def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
     copies, casts and looks for NaN and infinity. Raises as `to_state`, but for dtypes that can be cast."""
-    inputs, expected = _matched(_quantized(new, coded), served, any_dtype=True)
+    inputs, expected = _matched(_quantized(new, config), served, any_dtype=True)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
         by_devices[frozenset(array.devices()) if isinstance(array, jax.Array) else frozenset()].append(name)
@@ -72,11 +68,14 @@ def to_copies(
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
 
 
-def _quantized(new: Weights, coded: Mapping[str, CodedArray]) -> Weights:
-    """The arrays of `new` with codes and scales in place of plain arrays of numbers that are served as codes."""
-    if not coded:
+def _quantized(new: Weights, config: FamilyConfig | None) -> Weights:
+    """The arrays of `new` in the blocks of the config that is served, with codes and scales in place of plain arrays
+    of numbers that are served as codes."""
+    if config is None:
         return new
-    arrays = dict(_leaves(new))
+    arrays, coded = dict(_leaves(new)), config.coded_arrays
+    if not any(f"{name}{SCALE}" in arrays for name in coded):
+        arrays = _regrouped(arrays, config)
     plain = {name: _to_array(arrays.get(name)) for name in coded if f"{name}{SCALE}" not in arrays}
     _refuse_plain({name: coded[name] for name, numbers in plain.items() if _is_numbers(numbers)})
     matching = {  # the others are told with all that differ
@@ -85,6 +84,23 @@ def _quantized(new: Weights, coded: Mapping[str, CodedArray]) -> Weights:
         if _is_numbers(numbers) and numbers.shape[-1] == sum(coded[name].segments)
     }
     return arrays | quantized_arrays(matching, coded)
+
+
+def _regrouped(arrays: dict[str, Any], config: FamilyConfig) -> dict[str, Any]:
+    """Plain arrays in the blocks that the served config has; arrays that do not fit are left to be told."""
+    source = without_codes(config)
+    if is_grouped_alike(source, config):
+        return arrays
+    plain = {name: _to_array(leaf) for name, leaf in arrays.items()}
+    shapes = {
+        ".".join(map(str, path)): leaf.shape
+        for path, leaf in nnx.to_flat_state(decoder_shapes(source, jnp.dtype(jnp.float32)))
+    }
+    if any(not _is_array(plain.get(name)) or plain[name].shape != shape for name, shape in shapes.items()):
+        return arrays
+    if any(isinstance(array, jax.Array) and array.is_deleted() for array in plain.values()):
+        return arrays
+    return regroup(plain, source, config)
 
 
 def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
@@ -98,11 +114,13 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
         raise WeightsMismatchError(f"{text}, to which nothing is quantised here; {fix}", param="state")
 
 
-def delete_quantized(new: Weights, served: nnx.State[Any, Any], coded: Mapping[str, CodedArray]) -> None:
-    """Delete the plain arrays of `new` in whose place `served` has codes."""
+def delete_quantized(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig) -> None:
+    """Delete the plain arrays of `new` in whose place `served` has codes, or the rows of several blocks."""
     arrays = dict(_leaves(new))
     kept = {id(_to_array(leaf)) for leaf in jax.tree.leaves(served)}
-    for name in coded:
+    is_alike = is_grouped_alike(without_codes(config), config)
+    names = config.coded_arrays if is_alike else [name for name in arrays if name.startswith("blocks.")]
+    for name in names:
         numbers = _to_array(arrays.get(name))
         if isinstance(numbers, jax.Array) and id(numbers) not in kept and not numbers.is_deleted():
             numbers.delete()

@@ -2,8 +2,8 @@
 
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
 its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest. All others are
-dequantised when they are loaded. Of a plain checkpoint all are quantised to e4m3, where that is asked for. Both arrays
-of experts are codes, or neither."""
+dequantised when they are loaded. Plain matrices are quantised to e4m3, where that is asked for and the checkpoint has
+no codes of another format. Both arrays of experts are codes, or neither."""
 
 import dataclasses
 import logging
@@ -94,6 +94,7 @@ def _coded(
     support: CodeSupport,
 ) -> tuple[CodedArray, ...]:
     """The arrays of one layer that stay codes."""
+    quantizes = support.quantizes and (not matrices or any(one.code_format == E4M3 for one in matrices.values()))
     scope = CheckpointScope(target="", row=0, prefix=f"{config.stem}layers.{index}.")
     table = tuple(layer_sources(config, layer, scope))
     plain, stored = _by_array(table), _by_array(fuse_experts(table, names))
@@ -101,7 +102,9 @@ def _coded(
     for spec in layer.weights(config):
         if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
-        form, group = _shared_form(stored[spec.name], matrices) if matrices else (E4M3, BLOCK)
+        form, group = _shared_form(stored[spec.name], matrices)
+        if group == 0 and quantizes and not any(source.name in matrices for source in stored[spec.name]):
+            form, group = E4M3, BLOCK
         group = math.gcd(group, *_cuts(spec, support.parallel)) if group else 0
         if form in support.formats and group >= GROUPS[-1]:
             found[spec.name] = CodedArray(
@@ -137,7 +140,8 @@ def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:
 def _segments(sources: Sequence[WeightSource]) -> tuple[int, ...]:
     """The outputs of the tensors that are side by side in one matrix of an array."""
     own = [source for source in sources if source.index == sources[0].index]
-    return tuple(source.shape[-2] for source in sorted(own, key=lambda source: source.offset))
+    ordered = sorted(own, key=lambda source: source.offset)
+    return tuple(source.shape[-2 if source.transpose else -1] for source in ordered)
 
 
 def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from routed_experts.layers.quantized import BLOCK, LARGEST_E4M3, block_of_outputs
+from routed_experts.layers.quantized import BLOCK, LARGEST_E4M3, LEAST_PEAK, block_of_outputs
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.virtual_tensors import Header
 
@@ -95,7 +95,7 @@ class _Blocks:
         peaks = np.maximum.reduceat(peaks, np.arange(0, right - left, BLOCK), axis=-1)
         return _Blocks(
             numbers=numbers,
-            scales=np.where(peaks > 0, peaks / np.float32(LARGEST_E4M3), np.float32(1)),
+            scales=np.where(peaks >= LEAST_PEAK, peaks / np.float32(LARGEST_E4M3), np.float32(1)),
             first_row=low,
             first_column=left,
             row_blocks=row_blocks,

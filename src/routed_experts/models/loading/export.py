@@ -14,7 +14,10 @@ def hugging_face_tensors(
 ) -> dict[str, np.ndarray]:
     """Every tensor of the table under its Hugging Face name, in `dtype`, on the host; `checkpoint.save` writes them.
     Raises ValueError where the table does not fit the model's arrays."""
-    arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    leaves = nnx.to_flat_state(nnx.state(model))
+    if any(leaf.get_metadata("quantized", False) for _, leaf in leaves):
+        raise ValueError("the model's matrices are codes; export the weights of the trainer, or of quantization='none'")
+    arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in leaves}
     tensors: dict[str, np.ndarray] = {}
     for source in sources:
         array = arrays[source.target][source.index] if source.index else arrays[source.target]
