@@ -4,6 +4,7 @@ An architecture that models/registry.py does not list is refused with the list o
 
 import dataclasses
 import fnmatch
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -42,6 +43,7 @@ from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
 
+logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another.
 _UNUSED = ("*rotary_emb.inv_freq",)
@@ -175,6 +177,8 @@ class ModelFolder:
                 scales = BlockScales(source.name, segments, array.group)
                 quantized |= {source.name: BlockCodes(source.name, segments), f"{source.name}{GROUP_SCALES}": scales}
             sources.append(source)
+        if quantized:
+            logger.info("%d tensors are quantised to e4m3 as they are loaded", len(quantized) // 2)
         for tensors in (swapped, quantized):
             checkpoint = VirtualCheckpoint(checkpoint, tensors) if tensors else checkpoint
         return dataclasses.replace(folder, checkpoint=checkpoint, sources=tuple(coded_sources(sources, coded)))
