@@ -92,9 +92,9 @@ TILES = (
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
 )
 # For codes. Measured on an H100 with 128 experts of 2048 x 768, top-8, for 1 to 4, 16, 64 and 256 tokens: few rows
-# without the tensor cores, then blocks that scale their rows themselves, and from 8 rows an expert on a launch that scales
-# all. Blocks of 8 rows were 2 % faster at 16 and 64 tokens; their values were not compared on a card. The two tables of more
-# rows are not measured; with fewer warps their registers do not suffice.
+# without the tensor cores, then blocks that scale their rows themselves, and from 8 rows an expert on a launch that
+# scales all. Blocks of 8 rows were 2 % faster at 16 and 64 tokens; their values were not compared on a card. The two
+# tables of more rows are not measured; with fewer warps their registers do not suffice.
 _UNSORTED_CODES = MoeTiles(
     rows=0,
     gate_up=_tile(1, 8, 2048, 8, 1),
