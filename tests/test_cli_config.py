@@ -119,7 +119,7 @@ def test_an_object_is_the_json_of_its_flag(tmp_path):
         ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
         ("7", "holds a single value"),
         ("precompile-bs-paddings: [a]", "precompile-bs-paddings: invalid int value"),
-        ("quantization: fp8", "quantization: 'fp8' is refused"),
+        ("torchao-config: int8wo", "torchao-config: 'int8wo' is refused"),
         ("enable_lora: true", "enable_lora is refused"),
         ("weights-root: ~", "weights-root has no value"),
         ("api-key:", "api-key has no value"),

@@ -101,11 +101,11 @@ def test_a_unit_that_differs_is_not_taken_for_ours():
     ("words", "message"),
     [
         (
-            ("--quantization", "fp8"),
-            "argument --quantization: 'fp8' is refused: quantised checkpoints are recognised by",
+            ("--torchao-config", "int8wo"),
+            "argument --torchao-config: 'int8wo' is refused: quantised checkpoints are recognised by",
         ),
-        (("-q", "awq"), "argument -q: 'awq' is refused"),
-        (("--quantization=fp8",), "argument --quantization: 'fp8' is refused"),
+        (("-q", "awq"), "argument --quantization: invalid choice: 'awq'"),
+        (("--torchao-config=int8wo",), "argument --torchao-config: 'int8wo' is refused"),
         (("--enable-lora",), "argument --enable-lora is refused: adapters are not served; merge the adapter"),
         (("--enable_lora",), "argument --enable_lora is refused"),
         (("--lora-modules", "a=b", "c=d"), "--lora-modules"),
@@ -132,15 +132,16 @@ def test_what_is_refused_names_the_flag_and_what_to_use(capsys, words, message):
 
 
 def test_all_refused_flags_are_named_in_one_error(capsys, tmp_path):
-    words = "--enable-lora --trust-remote-code --quantization fp8 --port 1 -pp 2 --tp 2 --enable-lora"
+    words = "--enable-lora --trust-remote-code --torchao-config int8wo --port 1 -pp 2 --tp 2 --enable-lora"
     lines = refusal(capsys, *words.split()).splitlines()
-    heads = ["argument --enable-lora is", "argument --quantization: 'fp8' is", "argument -pp: '2' is"]
+    heads = ["argument --enable-lora is", "argument --torchao-config: 'int8wo' is", "argument -pp: '2' is"]
     assert [
         line.removeprefix("routed-experts serve: error: ").partition(" refused: ")[0] for line in lines[:-1]
     ] == heads
     assert lines[-1] == "see routed-experts serve --help"
-    content = {"model": "MODEL", "enable-lora": True, "dtype": "half", "quantization": "fp8"}
-    with pytest.raises(ConfigError, match=r"serve\.json: enable-lora is refused: .*; quantization: 'fp8' is refused: "):
+    content = {"model": "MODEL", "enable-lora": True, "dtype": "half", "torchao-config": "int8wo"}
+    both = r"serve\.json: enable-lora is refused: .*; torchao-config: 'int8wo' is refused: "
+    with pytest.raises(ConfigError, match=both):
         read(tmp_path, content)
 
 
@@ -189,7 +190,7 @@ def read(tmp_path, content, *words):
 def test_a_file_has_the_same_names(tmp_path):
     content = {
         **{"model": "MODEL", "trust-remote-code": True, "enforce_eager": False, "max-num-seqs": 64, "tp": 2},
-        **{"cuda-graph-sizes": [1, 2], "compilation-config": {"mode": 3}, "quantization": None, "swap-space": 4},
+        **{"cuda-graph-sizes": [1, 2], "compilation-config": {"mode": 3}, "torchao-config": None, "swap-space": 4},
         **{"enable-lora": False, "hf-overrides": {}, "dtype": "half"},
     }
     options = read(tmp_path, content, "--log-requests")
@@ -199,7 +200,7 @@ def test_a_file_has_the_same_names(tmp_path):
         *("--trust-remote-code", "--enforce_eager", "--cuda-graph-sizes", "--compilation-config", "--swap-space"),
         "--log-requests",
     )
-    for wrong in ({"quantization": "fp8"}, {"enable-lora": True}, {"hf-overrides": {"a": 1}}, {"lora-paths": ["x"]}):
+    for wrong in ({"torchao-config": "x"}, {"enable-lora": True}, {"hf-overrides": {"a": 1}}, {"lora-paths": ["x"]}):
         with pytest.raises(ConfigError, match=r"serve\.json: .* is refused: "):
             read(tmp_path, {"model": "MODEL"} | wrong)
     with pytest.raises(ConfigError, match=r"serve\.json: trust-remote-cod is no flag of serve"):
