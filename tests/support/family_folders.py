@@ -123,7 +123,10 @@ def write_family(path, name, *, seed=0, **changed) -> Path:
     family = FAMILIES[config["architectures"][0]]
     read = family.read_config(ConfigReader(config, Path(path) / "config.json"))
     rng = np.random.default_rng(seed)
-    return save(path, config, {source.name: _random(rng, source.name, source.shape) for source in weight_sources(read)})
+    tensors = {source.name: _random(rng, source.name, source.shape) for source in weight_sources(read)}
+    for layer in [layer for layer in tensors if name == "gpt-oss" and layer.endswith("experts.down_proj")]:
+        tensors[layer] = np.ascontiguousarray(tensors[layer].swapaxes(1, 2))  # stored [E, F, D], read [E, D, F]
+    return save(path, config, tensors)
 
 
 def _random(rng, name, shape):
