@@ -49,6 +49,13 @@ from support.quantized_families import (
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 ARRAY_CODE = dict(dtype="float32", moe_backend="tiled", attention_backend="paged", **ENGINE)
+
+
+def rarely(*values, id=None):
+    """A case of scripts/thorough: another one of its kind runs always."""
+    return pytest.param(*values, id=id, marks=pytest.mark.thorough)
+
+
 ORDER_OF_SUMS = 2e-5  # of logprobs
 
 
@@ -81,7 +88,9 @@ def of_codes(engine):
 HALF_A_BYTE = {"Kimi-K2": "int8", GPT_OSS: "uint8"}  # and the dtype of codes
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, GPT_OSS])
+@pytest.mark.parametrize(
+    "family", ["DeepSeek-V3", "Qwen3-MoE", GPT_OSS, *map(rarely, ("MiniMax-M2", "GLM-4", "Kimi-K2"))]
+)
 def test_codes_answer_as_their_numbers(tmp_path, family):
     written = write(tmp_path, family)
     with Engine(str(written.quantized), quantization="none", **ARRAY_CODE) as engine:
@@ -209,7 +218,7 @@ def test_a_trainer_through_the_grid_has_the_numbers_that_are_served(qwen):
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize(("tp_size", "ep_size"), [rarely(2, 1), (4, 1), rarely(4, 4)])
 def test_shards_of_codes_answer_as_shards_of_numbers(tmp_path, tp_size, ep_size):
     """Width 320 over 4 devices is 80 each, in groups of 16; 192 is 48."""
     case = sized_case(
@@ -275,7 +284,7 @@ def scores(folder, rows=None, **options):
         return np.concatenate([result.logprobs for result in results]), [r.routed_experts for r in results]
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("family", ["Qwen3-MoE", rarely("DeepSeek-V3")])
 def test_native_codes_err_no_more_than_numbers_that_are_rounded_to_bfloat16(tmp_path, family):
     """Against the float32 numbers: codes of a bfloat16 model round no weight."""
     folder = write(tmp_path, family).quantized
@@ -381,7 +390,7 @@ def test_updates_from_disk_of_codes_of_4_bits(halves, tmp_path):
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("ep_size", [1, rarely(2)])
 def test_shards_of_codes_of_4_bits_answer_as_one_device(halves, ep_size):
     """Width 160 over 2 devices is 80 each, in groups of 16."""
     written, _, expected = halves
@@ -390,6 +399,7 @@ def test_shards_of_codes_of_4_bits_answer_as_one_device(halves, ep_size):
         assert_near(answers(engine), expected)
 
 
+@pytest.mark.thorough
 def test_plain_stacked_experts_are_quantised_to_8_bits(tmp_path):
     """GPT-OSS in plain numbers, whose experts are [E, D, O]: from the folder and from a module alike."""
     written = write(tmp_path, GPT_OSS)
@@ -435,7 +445,7 @@ def test_scales_do_not_decide_the_dtype_that_is_served(qwen, tmp_path):
         assert len(of_codes(engine)) == 8 and model.memory_plan[0] in engine.memory_plan
 
 
-@pytest.mark.parametrize("left_out", [(0, 2), (0, 3)], ids=["in turns", "both ends"])
+@pytest.mark.parametrize("left_out", [pytest.param((0, 2), id="in turns"), rarely((0, 3), id="both ends")])
 def test_plain_layers_beside_equal_ones_of_codes_take_pushes(tmp_path, left_out):
     """Layers of codes are blocks of their own, or alternate in one; a trainer has all of them alike."""
     case = sized_case("Qwen3Moe", dict(moe_intermediate_size=320, num_hidden_layers=4, mlp_only_layers=[]))
@@ -467,7 +477,7 @@ def test_plain_layers_beside_equal_ones_of_codes_take_pushes(tmp_path, left_out)
         assert len(of_codes(engine)) == 4, "all layers alike, in one block"
 
 
-@pytest.mark.parametrize("name", ["Qwen3VLMoe", "Llama4", "GptOss", "GraniteMoe", "Qwen3Next"])
+@pytest.mark.parametrize("name", ["Qwen3VLMoe", "GraniteMoe", *map(rarely, ("Llama4", "GptOss", "Qwen3Next"))])
 def test_a_folder_and_a_push_of_its_weights_are_quantised_alike(tmp_path, name):
     """Also stacks of experts [E, I, O], and matrices of fewer than 128 inputs or outputs."""
     folder = Oracle(CASES[name], tmp_path / "plain").folder
@@ -486,6 +496,7 @@ def test_codes_are_not_exported_as_numbers(qwen):
         hugging_face_tensors(folder.load(jnp.dtype("float32")), folder.sources)
 
 
+@pytest.mark.thorough
 @pytest.mark.devices(4)
 def test_data_ranks_serve_codes(qwen):
     sizes = dict(tp_size=4, dp_size=2, **ARRAY_CODE)
