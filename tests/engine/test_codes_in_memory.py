@@ -37,7 +37,6 @@ from support.quantized_checkpoints import forms, quantize_folder, read_tensors, 
 from support.quantized_families import (
     ASK,
     ENGINE,
-    FAMILIES,
     GPT_OSS,
     PROMPTS,
     Written,
