@@ -68,7 +68,10 @@ struct StackBuffers {
     return (!records() || in<void>(block()) == out<void>(kIdsWritten)) &&
            (!records_weights() || in<void>(block() + 1) == out<void>(kWeightsWritten));
   }
-  int64_t dim(int64_t arg, int axis) const { return logical_dim(args[arg], axis); }
+  // Of an array of a layer, whose bytes may hold two codes; a pool of bytes holds one number each.
+  int64_t dim(int64_t arg, int axis) const {
+    return arg >= kLayers && arg < block() ? logical_dim(args[arg], axis) : args[arg].dimensions()[axis];
+  }
   std::vector<int64_t> dims(int64_t arg) const {
     std::vector<int64_t> all;
     for (size_t axis = 0; axis < args[arg].dimensions().size(); axis++) all.push_back(dim(arg, axis));
