@@ -38,6 +38,7 @@ OTHER = {  # a value that is not the default, as typed
     "moe_backend": "grouped",
     "logprobs_mode": "raw",
     "quantization": "fp8_block",
+    "kv_cache_dtype": "fp8_e4m3",
     "routed_experts_weights_dtype": "bfloat16",
     "mem_fraction_static": "0.5",
     "precompile_bs_paddings": "2 4",

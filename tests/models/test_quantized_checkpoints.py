@@ -124,7 +124,7 @@ def test_a_form_is_described_in_words(tmp_path_factory, form, described):
 
 def test_headers_of_quantised_tensors_say_float32(qwen):
     folder = ModelFolder.open(qwen.quantized)
-    assert folder.quantized is not None and set(qwen.names) == set(folder.quantized.matrices)
+    assert set(qwen.names) == set(folder.quantized_tensors)
     assert all(folder.checkpoint.names()[name][1] == "float32" for name in qwen.names)
 
 
@@ -139,7 +139,7 @@ def test_slabs_of_a_large_array_are_dequantised_as_the_whole(qwen, monkeypatch):
 def test_a_checkpoint_of_compressed_tensors_itself_has_the_numbers_that_it_gives(name):
     """Written by compressed-tensors 0.20.0, and once more after its own `decompress_model`, both in bfloat16."""
     folder = Path(__file__).parent / "compressed_tensors_files" / name
-    assert len(ModelFolder.open(folder / "small").quantized.matrices) == 23
+    assert len(ModelFolder.open(folder / "small").quantized_tensors) == 23
     assert same_states(*(states(folder / kind, "bfloat16") for kind in ("small", "copy")))
 
 
