@@ -27,8 +27,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.execution.compile_count import CompileCount
 from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.models.decoder.code_selection import CodeSupport
 from routed_experts.models.decoder.decoder import FamilyDecoder
-from routed_experts.models.decoder.kept_codes import CodeSupport
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement import rebalance

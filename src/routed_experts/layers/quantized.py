@@ -203,6 +203,6 @@ def _rounded(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """To the nearest number of e4m3, ties to even: four bits from 2^-6 on, else multiples of 2^-9. By integers, because
     a conversion of XLA may round twice."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & jnp.uint32(0xFFF00000)
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & jnp.uint32(0xFFF00000)
     small = jnp.round(x * 512) / 512
-    return jnp.where(jnp.abs(x) < 2.0**-6, small, lax.bitcast_convert_type(kept, jnp.float32))
+    return jnp.where(jnp.abs(x) < 2.0**-6, small, lax.bitcast_convert_type(rounded, jnp.float32))

@@ -21,10 +21,10 @@ from routed_experts.models.base.config_reader import ConfigReader, parse_archite
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
 from routed_experts.models.base.weight_format import placed
 from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.code_selection import CodeSupport, can_retain, select_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, coded_sources
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
-from routed_experts.models.decoder.kept_codes import CodeSupport, can_keep, with_kept_codes
 from routed_experts.models.drafts.predictor import Predictor
 from routed_experts.models.drafts.predictor_loader import check_predictor, load_predictor
 from routed_experts.models.loading.block_quantization import BlockCodes, BlockScales
@@ -33,7 +33,7 @@ from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
 from routed_experts.models.loading.quantized_checkpoint import (
     GROUP_SCALES,
-    NONE_KEPT,
+    NONE_RETAINED,
     QuantizedCheckpoint,
     open_quantized,
     show_codes,
@@ -132,11 +132,11 @@ class ModelFolder:
         if quantized:
             form = f"plain, {quantized} arrays of layers served as e4m3 codes (blocks 128 x 128), products in {dtype}"
             return self.checkpoint.num_bytes, form
-        kept, total = len(self._kept_tensors(coded)), len(stored)
+        retained, total = len(self._retained_tensors(coded)), len(stored)
         served = f"served as {dtype}"
-        if kept:
-            others = "" if kept == total else f", the other {total - kept} as {dtype}"
-            served = f"{kept} tensors served as codes, products in {dtype}{others}"
+        if retained:
+            others = "" if retained == total else f", the other {total - retained} as {dtype}"
+            served = f"{retained} tensors served as codes, products in {dtype}{others}"
         return self.checkpoint.num_bytes, f"{self.quantized_form}, {served}"
 
     @property
@@ -147,9 +147,9 @@ class ModelFolder:
         return ", ".join(dict.fromkeys(f"{tensor}" for tensor in self.quantized_tensors.values()))
 
     def with_codes(self, support: CodeSupport) -> "ModelFolder":
-        """The same model, whose matrices stay codes where the kernels take them (kept_codes.py)."""
+        """The same model, whose matrices stay codes where the kernels take them (code_selection.py)."""
         names = () if self.checkpoint is None else self.checkpoint.names()
-        return self.coded_as(with_kept_codes(self.config, self.quantized_tensors, names, support))
+        return self.coded_as(select_codes(self.config, self.quantized_tensors, names, support))
 
     def coded_as(self, config: FamilyConfig) -> "ModelFolder":
         """The same model with the codes of `config`, which differs in these alone. For codes of e4m3, tensors that are
@@ -160,8 +160,8 @@ class ModelFolder:
             return dataclasses.replace(self, config=config)
         sources_of_config = _sources(config, self.checkpoint)
         folder = dataclasses.replace(self, config=config, sources=sources_of_config, own_dtype=self.dtype("auto"))
-        kept = folder._kept_tensors(coded)
-        checkpoint = _shown(self.stored, self.family, kept)
+        retained = folder._retained_tensors(coded)
+        checkpoint = _shown(self.stored, self.family, retained)
         swapped: dict[str, VirtualTensor] = {}
         quantized: dict[str, VirtualTensor] = {}
         sources: list[WeightSource] = []
@@ -171,7 +171,7 @@ class ModelFolder:
                 swapped[source.name] = Swapped(source.name)
                 *lead, inputs, outputs = source.shape
                 source = dataclasses.replace(source, shape=(*lead, outputs, inputs), transpose=True)
-            if array is not None and source.name not in kept:
+            if array is not None and source.name not in retained:
                 self._check_quantizes(array, source)
                 segments = array.segments_of(source)
                 scales = BlockScales(source.name, segments, array.group)
@@ -196,14 +196,14 @@ class ModelFolder:
             param="model_path",
         )
 
-    def _kept_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
+    def _retained_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
         """The quantised tensors that stay codes, and the inputs that share a scale there."""
         matrices = self.quantized_tensors
         targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
         return {
             source.name: array.group
             for source, array in targets
-            if array is not None and can_keep(array, source, matrices)
+            if array is not None and can_retain(array, source, matrices)
         }
 
     def with_experts_from(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
@@ -275,11 +275,13 @@ class ModelFolder:
         return lambda: FamilyDecoder(self.config, rngs=nnx.Rngs(0), dtype=dtype)
 
 
-def _shown(stored: Checkpoint | QuantizedCheckpoint, family: Family, kept: Mapping[str, int] = NONE_KEPT) -> Checkpoint:
-    """The tensors as the family's table names them; those of `kept` as `show_codes` has them."""
-    checkpoint = stored.shown(kept) if isinstance(stored, QuantizedCheckpoint) else stored
+def _shown(
+    stored: Checkpoint | QuantizedCheckpoint, family: Family, retained: Mapping[str, int] = NONE_RETAINED
+) -> Checkpoint:
+    """The tensors as the family's table names them; those of `retained` as `show_codes` has them."""
+    checkpoint = stored.shown(retained) if isinstance(stored, QuantizedCheckpoint) else stored
     virtual = family.virtual_tensors(checkpoint.names())
-    return VirtualCheckpoint(checkpoint, show_codes(virtual, kept)) if virtual else checkpoint
+    return VirtualCheckpoint(checkpoint, show_codes(virtual, retained)) if virtual else checkpoint
 
 
 def _quantized_tensors(stored: Checkpoint | QuantizedCheckpoint, family: Family) -> dict[str, CodedTensor]:

@@ -8,9 +8,9 @@ from flax import nnx
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.layers.quantized import E4M3, through_grid
+from routed_experts.models.decoder.code_selection import CodeSupport, select_codes
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.decoder.kept_codes import CodeSupport, with_kept_codes
 
 
 def quantised(state: nnx.State[Any, Any], config: FamilyConfig) -> nnx.State[Any, Any]:
@@ -23,7 +23,7 @@ def quantised(state: nnx.State[Any, Any], config: FamilyConfig) -> nnx.State[Any
             return ... replay.forward(nnx.merge(graphdef, replay.quantised(state, model.config)), batch)
 
     Raises InvalidRequestError for a state that is not of this config."""
-    coded = with_kept_codes(config, {}, (), CodeSupport(formats=frozenset({E4M3}), quantizes=True)).coded_arrays
+    coded = select_codes(config, {}, (), CodeSupport(formats=frozenset({E4M3}), quantizes=True)).coded_arrays
     leaves: Mapping[str, tuple[tuple[Any, ...], Any]] = {
         ".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)
     }

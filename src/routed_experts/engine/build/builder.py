@@ -45,7 +45,7 @@ from routed_experts.engine.control.served_model import (
     code_support,
     create_sharding,
     load_model,
-    with_kept_codes,
+    serve_codes,
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
@@ -262,7 +262,7 @@ def _build_runner(
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     _check_batch_invariant_states(args, config, attention)
     codes = code_support(args, kernels, offloads_experts=offload is not None)
-    source, config, shards = with_kept_codes(args, source, config, shards, codes, placement)
+    source, config, shards = serve_codes(args, source, config, shards, codes, placement)
     chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
     if isinstance(config, FamilyConfig) and offload is None:
         chosen = f"{chosen}; {describe_path(config, kernels, attention)}"

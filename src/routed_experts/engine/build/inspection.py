@@ -9,7 +9,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.memory_planning import plan_engine, with_checkpoint_form
-from routed_experts.engine.control.served_model import code_support, create_sharding, with_kept_codes
+from routed_experts.engine.control.served_model import code_support, create_sharding, serve_codes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
@@ -42,7 +42,7 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     folder = ModelFolder.open(str(path), load_format=load_format)
     kernels, _ = DEFAULT_BACKENDS.choose(args, folder.config.needs)
     plain, shards = folder, create_sharding(args, folder.config)
-    folder, config, shards = with_kept_codes(args, folder, folder.config, shards, code_support(args, kernels), None)
+    folder, config, shards = serve_codes(args, folder, folder.config, shards, code_support(args, kernels), None)
     assert isinstance(folder, ModelFolder) and isinstance(config, FamilyConfig)
     dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec

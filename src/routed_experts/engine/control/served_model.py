@@ -19,11 +19,10 @@ from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_format import placed
+from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, select_codes
 from routed_experts.models.decoder.coded_arrays import quantized_arrays
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.decoder.kept_codes import NO_CODES, CodeSupport
-from routed_experts.models.decoder.kept_codes import with_kept_codes as keep_codes
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
@@ -145,7 +144,7 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
     )
 
 
-def with_kept_codes(
+def serve_codes(
     args: ServerArgs,
     source: ModelFolder | Decoder,
     config: DecoderConfig,
@@ -160,7 +159,7 @@ def with_kept_codes(
         source = source.with_codes(codes)
         coded = source.config
     elif isinstance(config, FamilyConfig):
-        coded = keep_codes(config, {}, (), codes)
+        coded = select_codes(config, {}, (), codes)
     if coded != config:
         return source, coded, create_sharding(args, coded, placement)
     if args.quantization == "fp8_block":

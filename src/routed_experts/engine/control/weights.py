@@ -23,10 +23,10 @@ from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
 from routed_experts.layers.quantized import E4M3, SCALE
+from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.decoder.kept_codes import without_codes
 from routed_experts.models.decoder.layer_regrouping import is_grouped_alike, regroup
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
@@ -117,12 +117,12 @@ def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
 def delete_quantized(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig) -> None:
     """Delete the plain arrays of `new` in whose place `served` has codes, or the rows of several blocks."""
     arrays = dict(_leaves(new))
-    kept = {id(_to_array(leaf)) for leaf in jax.tree.leaves(served)}
+    served_ids = {id(_to_array(leaf)) for leaf in jax.tree.leaves(served)}
     is_alike = is_grouped_alike(without_codes(config), config)
     names = config.coded_arrays if is_alike else [name for name in arrays if name.startswith("blocks.")]
     for name in names:
         numbers = _to_array(arrays.get(name))
-        if isinstance(numbers, jax.Array) and id(numbers) not in kept and not numbers.is_deleted():
+        if isinstance(numbers, jax.Array) and id(numbers) not in served_ids and not numbers.is_deleted():
             numbers.delete()
 
 

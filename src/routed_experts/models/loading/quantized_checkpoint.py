@@ -33,7 +33,7 @@ _ACTIVATIONS = (  # of products with quantised activations
     ".input_scale .activation_scale .input_zero_point .output_scale .qscale_act .weight_input_scale".split()
 )
 GROUP_SCALES = ".group_scales"  # behind the name of a matrix
-NONE_KEPT: Mapping[str, int] = MappingProxyType({})
+NONE_RETAINED: Mapping[str, int] = MappingProxyType({})
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 
@@ -45,16 +45,16 @@ class QuantizedCheckpoint:
     matrices: Mapping[str, QuantizedMatrix]
     hidden: tuple[str, ...]
 
-    def shown(self, kept: Mapping[str, int] = NONE_KEPT) -> VirtualCheckpoint:
-        """The checkpoint with plain matrices; those of `kept` as `show_codes` has them."""
-        return VirtualCheckpoint(self.stored, show_codes(self.matrices, kept), hidden=self.hidden)
+    def shown(self, retained: Mapping[str, int] = NONE_RETAINED) -> VirtualCheckpoint:
+        """The checkpoint with plain matrices; those of `retained` as `show_codes` has them."""
+        return VirtualCheckpoint(self.stored, show_codes(self.matrices, retained), hidden=self.hidden)
 
 
-def show_codes(tensors: Mapping[str, VirtualTensor], kept: Mapping[str, int]) -> dict[str, VirtualTensor]:
-    """The tensors, and in place of those of `kept` their codes, and a tensor of scales for groups of so many inputs,
-    `<name>.group_scales`. Names of `kept` that are not among them are not looked at."""
+def show_codes(tensors: Mapping[str, VirtualTensor], retained: Mapping[str, int]) -> dict[str, VirtualTensor]:
+    """The tensors, and in place of those of `retained` their codes, and a tensor of scales for groups of so many
+    inputs, `<name>.group_scales`. Names of `retained` that are not among them are not looked at."""
     shown = dict(tensors)
-    for name, group in kept.items():
+    for name, group in retained.items():
         tensor = tensors.get(name)
         if isinstance(tensor, CodedTensor):
             shown |= {name: tensor.as_codes(), f"{name}{GROUP_SCALES}": tensor.as_scales(group)}

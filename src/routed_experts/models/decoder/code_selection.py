@@ -42,7 +42,7 @@ class CodeSupport:
 NO_CODES = CodeSupport()
 
 
-def with_kept_codes(
+def select_codes(
     config: FamilyConfig, matrices: Mapping[str, CodedTensor], names: Iterable[str], support: CodeSupport
 ) -> FamilyConfig:
     """The config, whose layers say which of their arrays are codes. `matrices`: the quantised tensors, by plain names.
@@ -71,8 +71,8 @@ def _without_large_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyC
                 text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d codes"
                 logger.warning(text, sorted(large), run.first, run.first + run.num_layers - 1, stacked)
             for index in range(run.first + kind, run.first + run.num_layers, len(run.pattern)) if large else ():
-                kept = tuple(array for array in layer.coded if array.name not in large)
-                layers[index] = dataclasses.replace(layer, coded=kept)
+                retained = tuple(array for array in layer.coded if array.name not in large)
+                layers[index] = dataclasses.replace(layer, coded=retained)
     return dataclasses.replace(config, layers=tuple(layers))
 
 
@@ -124,7 +124,7 @@ def without_codes(config: FamilyConfig) -> FamilyConfig:
     return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, coded=()) for layer in config.layers))
 
 
-def can_keep(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
+def can_retain(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
     """Whether a tensor of the array has codes that stay as they are."""
     form, group = _shared_form((source,), matrices)
     return form == array.format and group % array.group == 0

@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.partitioning import ParallelConfig
-from routed_experts.models.decoder.kept_codes import NO_CODES, CodeSupport, without_codes
+from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, without_codes
 from routed_experts.models.model_folder import ModelFolder
 from support.quantized_families import write
 
