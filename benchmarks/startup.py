@@ -1,7 +1,7 @@
 """What a start costs: time until ready, loading of a checkpoint, and compile time against the number of layers.
 
     python benchmarks/startup.py ready [--warm 1] [--programs] [--layers N] [--config CONFIG.json]      # a GPU
-    python benchmarks/startup.py loading [--megabytes 2000] [--folder FOLDER]                           # a CPU
+    python benchmarks/startup.py loading [--megabytes 2000] [--folder FOLDER] [--forms bfloat16 fp8]     # a CPU
     python benchmarks/startup.py compiling [--layers 4 48] [--rounds 3]                                 # a CPU
 
 ready: Qwen3-30B-A3B with random weights made on the device. Each start is a process of its own with a home folder of
@@ -9,9 +9,10 @@ its own for the compilation cache: the first is cold, the others warm. `s` count
 to ready, the import of JAX included. --programs then lowers and compiles the programs of one engine one by one, with
 no cache.
 
-loading: a random Qwen3-MoE checkpoint in bfloat16 is written, one tensor an expert, several files; a fresh process
-loads it. `peak_ratio` is the peak of its resident memory (VmHWM) over the checkpoint's bytes; `less_before` without
-what the process held before it opened the checkpoint (Python, JAX).
+loading: a random Qwen3-MoE checkpoint is written, one tensor an expert, several files, in bfloat16 or with its experts
+as e4m3 codes in blocks of 128 x 128; a fresh process loads it, codes as codes, and as numbers ("fp8, dequantised").
+Forms take turns; medians of --rounds. `peak_ratio` is the peak of its resident memory (VmHWM) over the checkpoint's
+bytes; `less_before` without what the process held before it opened the checkpoint (Python, JAX).
 
 compiling: size of the lowered step and seconds to compile it, of a family whose layers alternate (GPT-OSS), one with
 dense layers first (DeepSeek-V3) and one with states (Qwen3-Next), at tiny sizes: the program depends on the kinds of
@@ -43,8 +44,10 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
+from routed_experts.layers.quantized import E4M3
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.code_selection import CodeSupport
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import weight_sources
 from routed_experts.models.model_folder import ModelFolder
@@ -126,16 +129,19 @@ LOADING_SIZES = {
 }
 
 
-def write_checkpoint(folder: Path, megabytes: int) -> None:
-    """Write as many layers as come near the size, one file each."""
-    per_layer = (
-        2 * 3 * LOADING_SIZES["num_experts"] * LOADING_SIZES["hidden_size"] * LOADING_SIZES["moe_intermediate_size"]
-    )
+def write_checkpoint(folder: Path, megabytes: int, *, fp8: bool = False) -> None:
+    """Write as many layers as come near the size, one file each. `fp8`: experts are codes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    per_expert = 3 * LOADING_SIZES["hidden_size"] * LOADING_SIZES["moe_intermediate_size"]
+    per_layer = (1 if fp8 else 2) * LOADING_SIZES["num_experts"] * per_expert
     config = (
         HF_CONFIG
         | LOADING_SIZES
         | {"num_hidden_layers": max(1, round((megabytes * 1e6 - 4 * 32_768 * 1024) / per_layer))}
     )
+    if fp8:
+        form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config |= {"quantization_config": form}
     family = FAMILIES["Qwen3MoeForCausalLM"]
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for source in weight_sources(family.read_config(ConfigReader(config, "config.json"))):
@@ -144,6 +150,11 @@ def write_checkpoint(folder: Path, megabytes: int) -> None:
     rng = np.random.default_rng(0)
     for file, tensors in files.items():
         values = {name: (rng.random(shape, np.float32) * 0.1).astype(ml_dtypes.bfloat16) for name, shape in tensors}
+        for name in [name for name in values if fp8 and ".experts." in name]:
+            outputs, inputs = values[name].shape
+            values[name] = rng.integers(0, 0x7F, (outputs, inputs), np.uint8).view(ml_dtypes.float8_e4m3fn)
+            values[f"{name}_scale_inv"] = np.full((-(-outputs // 128), -(-inputs // 128)), 1e-4, np.float32)
+        files[file] = [(name, value.shape) for name, value in values.items()]
         save_file(values, folder / file, metadata={"format": "pt"})
     weight_map = {name: file for file, tensors in files.items() for name, _ in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -157,11 +168,12 @@ def memory(key: str) -> int:
     return int(match[1]) * 1024
 
 
-def load_here(folder: Path) -> dict[str, float]:
-    """Load in this process."""
+def load_here(folder: Path, *, codes: bool) -> dict[str, float]:
+    """Load in this process; codes as codes, or as numbers."""
     jax.block_until_ready(jnp.zeros(3) + 1)
     before, start = memory("VmRSS"), time.perf_counter()
     opened = ModelFolder.open(folder)
+    opened = opened.with_codes(CodeSupport(formats=frozenset({E4M3}))) if codes else opened
     model = opened.load(opened.dtype("auto"))
     jax.block_until_ready(model)
     return {"seconds": time.perf_counter() - start, "before": before, "peak": memory("VmHWM"), "after": memory("VmRSS")}
@@ -266,27 +278,39 @@ def measure_ready(args: argparse.Namespace) -> None:
 
 
 def measure_loading(args: argparse.Namespace) -> None:
-    """Write a checkpoint, load it in a fresh process."""
+    """Write a checkpoint of each form, load each in fresh processes."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        progress(f"writing {args.megabytes} MB")
-        write_checkpoint(folder, args.megabytes)
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        progress("loading in a fresh process")
-        command = [sys.executable, __file__, "loading", CHILD, str(folder)]
-        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    measured = json.loads(run.stdout.splitlines()[-1])
-    row = {
-        "checkpoint_mb": size / 1e6,
-        "seconds": measured["seconds"],
-        "before_mb": measured["before"] / 1e6,
-        "peak_mb": measured["peak"] / 1e6,
-        "peak_ratio": measured["peak"] / size,
-        "peak_ratio_less_before": (measured["peak"] - measured["before"]) / size,
-    }
-    print_table([row])
-    print(write_result(args.name or "loading_cpu", [row]))
+        folders = {form: (args.folder or Path(temporary)) / form for form in args.forms}
+        for form, folder in folders.items():
+            progress(f"writing {args.megabytes} MB of {form}")
+            write_checkpoint(folder, args.megabytes, fp8=form == "fp8")
+        cases = {form: (folder, "codes") for form, folder in folders.items()}
+        cases |= {"fp8, dequantised": (folders["fp8"], "numbers")} if "fp8" in folders else {}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+        for _ in range(args.rounds):
+            for name, (folder, how) in cases.items():
+                progress(f"loading {name} in a fresh process")
+                command = [sys.executable, __file__, "loading", CHILD, str(folder), "--how", how]
+                run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                runs[name].append(json.loads(run.stdout.splitlines()[-1]))
+        rows: list[dict[str, object]] = []
+        for name, (folder, _) in cases.items():
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            of_runs = {key: statistics.median(run[key] for run in runs[name]) for key in ("seconds", "before", "peak")}
+            rows.append(
+                {
+                    "form": name,
+                    "checkpoint_mb": size / 1e6,
+                    "seconds": of_runs["seconds"],
+                    "gb_a_second": size / 1e9 / of_runs["seconds"],
+                    "before_mb": of_runs["before"] / 1e6,
+                    "peak_mb": of_runs["peak"] / 1e6,
+                    "peak_ratio": of_runs["peak"] / size,
+                    "peak_ratio_less_before": (of_runs["peak"] - of_runs["before"]) / size,
+                }
+            )
+    print_table(rows)
+    print(write_result(args.name or "loading_cpu", rows, rounds=args.rounds))
 
 
 def measure_compiling(args: argparse.Namespace) -> None:
@@ -322,12 +346,16 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=2000, help="loading: size of the checkpoint")
     parser.add_argument("--folder", type=Path, help="loading: write the checkpoint here and leave it")
-    parser.add_argument("--rounds", type=int, default=3, help="compiling: the figure is the median of these")
+    parser.add_argument("--rounds", type=int, default=3, help="loading, compiling: the figure is the median of these")
+    parser.add_argument("--forms", nargs="+", choices=["bfloat16", "fp8"], default=["bfloat16"], help="loading")
+    parser.add_argument("--how", choices=["codes", "numbers"], default="codes", help=argparse.SUPPRESS)
     parser.add_argument("--name", help="of the result")
     parser.add_argument(CHILD, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        return start_here(args.child) if args.what == "ready" else print(json.dumps(load_here(Path(args.child))))
+        if args.what == "ready":
+            return start_here(args.child)
+        return print(json.dumps(load_here(Path(args.child), codes=args.how == "codes")))
     {"ready": measure_ready, "loading": measure_loading, "compiling": measure_compiling}[args.what](args)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SCALE = "_scale"  # behind the name of an array of codes: its scales
@@ -117,6 +117,10 @@ class QuantizedWeight:
 
 Weight = Float[Array, "R I O"] | QuantizedWeight
 LARGEST_E4M3 = 448.0
+_SHIFT = 2.0**14  # neighbours of float32 are 2^-9 apart from here on, as subnormal numbers of e4m3 are
+_SHIFT_BITS = 0x46800000
+_BIAS = (127 - 7) << 3  # of the exponent of float32 over that of e4m3, in codes
+_NAN = 0x7F
 LEAST_PEAK = LARGEST_E4M3 * 2.0**-126  # of a block that has a scale: smaller ones are zeros
 _AT_ONCE = 1 << 26  # numbers that are quantised at once
 BLOCK = 128  # inputs and outputs that share a scale where plain numbers are quantised
@@ -180,7 +184,8 @@ def _quantize_matrix(
     scales = jnp.where(is_scaled, peaks, 1.0) / jnp.where(is_scaled, LARGEST_E4M3, 1.0)
     scales = jnp.take(scales, block_of_outputs(segments), axis=1)  # [blocks of I, O]
     by_number = jnp.repeat(scales, BLOCK, axis=0)[:inputs]
-    codes = _rounded(wide / jnp.where(wide == 0, 1.0, by_number)).astype(jnp.float8_e4m3fn)
+    codes = e4m3_bits(wide / jnp.where(wide == 0, 1.0, by_number))
+    codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     groups = np.arange(math.ceil(inputs / group)) * group // BLOCK
     return codes.T if outputs_first else codes, jnp.take(scales, groups, axis=0)
 
@@ -199,10 +204,15 @@ def block_of_outputs(segments: tuple[int, ...]) -> Int[np.ndarray, " O"]:
     return np.concatenate([first + np.arange(size) // BLOCK for first, size in zip(firsts, segments, strict=False)])
 
 
-def _rounded(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
-    """To the nearest number of e4m3, ties to even: four bits from 2^-6 on, else multiples of 2^-9. By integers, because
-    a conversion of XLA may round twice."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & jnp.uint32(0xFFF00000)
-    small = jnp.round(x * 512) / 512
-    return jnp.where(jnp.abs(x) < 2.0**-6, small, lax.bitcast_convert_type(rounded, jnp.float32))
+def e4m3_bits(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """Numbers as bytes of e4m3: clipped to 448, rounded to nearest even; NaN stays one. By integers, which round alike
+    on all devices and inside of kernels; a conversion of XLA may round twice."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    size = lax.bitcast_convert_type(bits & 0x7FFFFFFF, jnp.float32)
+    clipped = jnp.where(size > LARGEST_E4M3, LARGEST_E4M3, size)
+    wide = lax.bitcast_convert_type(clipped, jnp.uint32)
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - _BIAS
+    small = lax.bitcast_convert_type(clipped + _SHIFT, jnp.uint32) - _SHIFT_BITS
+    code = jnp.where(clipped < 2.0**-6, small, normal)
+    code = jnp.where(size == size, code, _NAN)
+    return (code | ((bits >> 24) & 0x80)).astype(jnp.uint8)
