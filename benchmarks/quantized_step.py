@@ -45,7 +45,7 @@ def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]
         "context_length": longest,
         "max_total_tokens": max(args.batches) * (longest + 16),
         "precompile_bs_paddings": tuple(sorted(args.batches)),
-        "precompile_token_paddings": (max(512, *args.batches),),
+        "precompile_token_paddings": tuple(sorted({max(512, *args.batches), args.chunk})),
         "mem_fraction_static": 0.95,
         "skip_tokenizer_init": True,
     }
@@ -109,6 +109,7 @@ def measure(
             )
             assert all(np.isfinite(out.output_logprobs.values).all() for out in run.outs), f"{name}, batch {batch}"
             if turn >= 0:
+                run.check()
                 runs[name].append(run)
     context = prompt + args.new / 2
     base = [statistics.median(run.steps) for run in runs["plain"]]
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["qwen3-30b-a3b", "benchmark"], default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="default: the model's")
     parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step with prompts")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--form", choices=tuple(CODE_BYTES), default=FP8_BLOCK)
@@ -154,6 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.small:
         args.batches, args.prompt, args.new, args.rounds, args.dtype, args.layers = [2], 8, 16, 1, "float32", 2
+        args.chunk = 64
     config: dict[str, object] = dict(HF_CONFIG if args.small or args.model == "benchmark" else QWEN3_30B_A3B)
     args.layers = config["num_hidden_layers"] = args.layers or int(str(config["num_hidden_layers"]))
     with tempfile.TemporaryDirectory() as folder:

@@ -77,6 +77,11 @@ class Run:
     prefill: float  # seconds
     steps: list[float]  # seconds
     outs: list[TokenIDOut]
+    ended: int = 0  # requests, before the last prompt was done: then no step decoded the whole batch
+
+    def check(self) -> None:
+        """Refuse a run whose batch never decoded as a whole."""
+        assert not self.ended, f"{self.ended} requests ended before the last prompt was done: longer chunks or answers"
 
 
 def drive(
@@ -97,6 +102,7 @@ def drive(
     core.add(reqs)
     while not all(req.is_prefilled for req in reqs):
         outs += core.step().outs
+    ended = len(outs)
     if on_prefilled is not None:
         on_prefilled()
     last = time.perf_counter()
@@ -106,7 +112,7 @@ def drive(
         now = time.perf_counter()
         steps.append(now - last)
         last = now
-    return Run(prefill=prefill, steps=steps[3:-3] or steps, outs=outs)
+    return Run(prefill=prefill, steps=steps[3:-3] or steps, outs=outs, ended=ended)
 
 
 def experts_a_step(run: Run, prompt: int) -> np.ndarray:
@@ -230,6 +236,7 @@ def measure(
             finite = all(np.isfinite(out.output_logprobs.values).all() for out in run.outs)
             assert finite, f"{name}, batch {batch}: a logprob is not finite"
             if turn >= 0:
+                run.check()
                 runs[name].append(run)
     experts = np.mean([experts_a_step(run, prompt) for run in runs["on, asked"]], axis=0)
     context, layers = prompt + args.new / 2, int(config["num_hidden_layers"])

@@ -54,6 +54,13 @@ Sinks = tuple[Float[Array, "R H"], Int[Array, ""]]  # of all layers of the stack
 PLAIN = AttentionFeatures()
 
 
+def _step_keys(keys: int, dim: int, dtype: Any) -> int:
+    """Keys of a step, for keys and values of `dtype`. Codes become numbers of two bytes in shared memory, so the step
+    of heads of more than 128 dims is not longer for them."""
+    keys = min(keys, WIDE_KEYS) if dim > 256 else keys
+    return keys if dtype == KV_CODES and dim > 128 else scaled_step(keys, dtype)
+
+
 def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array | None, scale: float) -> State:
     return add_scores(state, jnp.dot(rows, keys.T, preferred_element_type=jnp.float32), values, mask, scale)
 
@@ -162,13 +169,12 @@ def decode_attention(
     splits = splits or choose_splits(num_rows, groups, most_visible(batch, pool.shape[1], features))
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
-    keys = min(keys, WIDE_KEYS) if dim > 256 else keys
     kernel = functools.partial(
         _decode,
         share=share,
         splits=splits,
         rows=rows,
-        keys=scaled_step(keys, pool.dtype),
+        keys=_step_keys(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
@@ -255,7 +261,7 @@ def extend_attention(
         _extend,
         share=share,
         tile=tile,
-        keys=scaled_step(keys, pool.dtype),
+        keys=_step_keys(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
@@ -353,7 +359,7 @@ def verify_attention(
         share=share,
         splits=splits,
         tile=tile,
-        keys=scaled_step(min(keys, WIDE_KEYS) if dim > 256 else keys, pool.dtype),
+        keys=_step_keys(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
