@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import Codes, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.quantized_tensors import E4M3_VALUES, QuantizedMatrix, scale_values, unpack_words
+from routed_experts.models.loading.quantized_part import E4M3_VALUES
+from routed_experts.models.loading.quantized_tensors import QuantizedMatrix, scale_values, unpack_words
 from support.quantized_checkpoints import exact, grid_of, pack
 
 SIDES = st.integers(1, 300)

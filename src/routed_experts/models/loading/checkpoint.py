@@ -21,6 +21,7 @@ from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.loading.quantized_part import QuantizedPart
 from routed_experts.models.loading.tensor_file import WEIGHT_DTYPES, TensorFile
 
 _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
@@ -63,6 +64,11 @@ class Checkpoint:
         """Copy one tensor, or the part of it that `box` names, to the host. Raises CheckpointError where it cannot be
         read."""
         return self._files[name].read(name, box)
+
+    def read_part(self, name: str, box: tuple[slice, ...]) -> QuantizedPart | None:
+        """The codes and scales of the part; None for a tensor whose numbers are stored, or can only be computed on the
+        host. Raises as `read` does."""
+        return None
 
     def close(self) -> None:
         self._files.clear()

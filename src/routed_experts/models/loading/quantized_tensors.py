@@ -4,7 +4,7 @@
 
 One multiplication in float32, rounded to nearest even. The loader rounds once more, to the dtype that is served, so a
 header says float32. Blocks of R x C count from 0 and the last one of an axis is cut short: a box may begin and end
-anywhere. `part` reads codes and scales, `dequantize` multiplies them on the host; a device may multiply a part instead.
+anywhere. `read_part` reads codes and scales, which a device multiplies (quantized_part.py); `read` does it on the host.
 
 Dims: O outputs, I inputs, R and C of a block, J x G the grid of scales, W words of a row. Leading axes are experts."""
 
@@ -20,58 +20,16 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4
 from routed_experts.models.base.quantization_config import Codes, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.virtual_tensors import Header
+from routed_experts.models.loading.quantized_part import INT8, QuantizedPart, has_nan
+from routed_experts.models.loading.virtual_tensors import CodedTensor, Header
 
-E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _WORD_BITS = 32
-_SLAB = 1 << 18  # numbers
 
 Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedPart:
-    """A box of a quantised matrix, as it is stored: small integers or e4m3 codes, and the scales that the box meets.
-    `row_groups` and `column_groups` are the scale's row and column of each row and column of the box."""
-
-    codes: Shaped[np.ndarray, "*E o i"]
-    scales: Float[np.ndarray, "*E j g"]
-    zero_points: Int[np.ndarray, "*E j g"] | None
-    row_groups: Int[np.ndarray, " o"]
-    column_groups: Int[np.ndarray, " i"]
-
-    def dequantize(self) -> Float[np.ndarray, "*E o i"]:
-        """The numbers, float32; computed in slabs of rows that stay in the cache."""
-        numbers, count = np.empty(self.codes.shape, np.float32), len(self.row_groups)
-        depth = max(1, _SLAB * count // max(1, numbers.size))
-        for first in range(0, count, depth):
-            rows = slice(first, min(first + depth, count))
-            self._fill(numbers[..., rows, :], rows)
-        return numbers
-
-    def _fill(self, numbers: Float[np.ndarray, "*E r i"], rows: slice) -> None:
-        """Write the numbers of some rows."""
-        codes, groups = self.codes[..., rows, :], self.row_groups[rows]
-        if groups[0] == groups[-1]:  # they never fall
-            groups = groups[:1]
-        if codes.dtype == ml_dtypes.float8_e4m3fn:
-            np.take(E4M3_VALUES, codes.view(np.uint8), out=numbers, mode="clip")
-        elif self.zero_points is None:
-            numbers[...] = codes
-        else:
-            numbers[...] = codes.astype(np.int16) - self._expanded(self.zero_points, groups)
-        numbers *= self._expanded(self.scales, groups)
-
-    def _expanded(
-        self, grid: Shaped[np.ndarray, "*E j g"], groups: Int[np.ndarray, " r"]
-    ) -> Shaped[np.ndarray, "*E r_or_1 i_or_1"]:
-        """The grid's entry of each number of some rows; an axis of one group is left to broadcast."""
-        grid = np.take(grid, groups, axis=-2)
-        return np.take(grid, self.column_groups, axis=-1) if grid.shape[-1] > 1 else grid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedMatrix:
+class QuantizedMatrix(CodedTensor):
     """A matrix [O, I], or [E, O, I], of float32 from its stored tensors. `shape` is checked against the headers by
     quantized_checkpoint.py. `unused`: tensors of the module that a product of quantised activations would need."""
 
@@ -109,18 +67,17 @@ class QuantizedMatrix:
         return self.shape, "float32"
 
     def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E o i"]:
-        """The box, float32. Raises CheckpointError for scales that are negative or not finite, NaN codes, products
-        beyond float32, and maps or zero points out of range."""
-        part = self.part(checkpoint, box)
-        with np.errstate(over="ignore", invalid="ignore"):
+        """The box, float32. Raises as `read_part` does, and CheckpointError for e4m3 products beyond float32."""
+        part = self.read_part(checkpoint, box)
+        with np.errstate(over="ignore"):
             numbers = part.dequantize()
-        if part.codes.dtype == ml_dtypes.float8_e4m3fn and not np.isfinite(numbers).all():
-            found = "a NaN code" if np.isnan(numbers).any() else "a product beyond float32"
-            raise self.error(checkpoint, self.codes, f"holds {found}", "finite numbers")
+        if part.format == E4M3 and not part.is_normal and not np.isfinite(numbers).all():
+            raise self.error(checkpoint, self.codes, "holds a product beyond float32", "finite numbers")
         return numbers
 
-    def part(self, checkpoint: Checkpoint, box: Box) -> QuantizedPart:
-        """Read the codes and scales of the box."""
+    def read_part(self, checkpoint: Checkpoint, box: Box) -> QuantizedPart:
+        """The codes and scales of the box. Raises CheckpointError for scales that are negative or not finite, NaN
+        codes, and maps or zero points out of range."""
         lead, (rows, columns) = box[:-2], box[-2:]
         row_side, column_side = self.block
         grid_rows = _grid_side(rows, row_side)
@@ -130,13 +87,22 @@ class QuantizedMatrix:
         if self.group_map is not None:
             column_groups, grid_columns = self._mapped(checkpoint, columns), slice(0, self.grid[-1])
         grid_box = (*lead, grid_rows, grid_columns)
+        codes, first = self._codes(checkpoint, box)
+        zeros = None if self.zero_points is None else self._zeros(checkpoint, grid_box)
         return QuantizedPart(
-            codes=self._codes(checkpoint, box),
-            scales=self._scales(checkpoint, grid_box),
-            zero_points=None if self.zero_points is None else self._zeros(checkpoint, grid_box),
-            row_groups=row_groups,
-            column_groups=column_groups,
+            codes=codes,
+            scales=np.take(self._scales(checkpoint, grid_box), row_groups, axis=-2),
+            zero_points=None if zeros is None else np.take(zeros, row_groups, axis=-2),
+            column_groups=column_groups.astype(np.int32),
+            format=self._part_format,
+            first=first,
         )
+
+    @property
+    def _part_format(self) -> str:
+        if self.storage.codes is Codes.E4M3:
+            return E4M3
+        return INT4 if self.storage.codes is Codes.PACKED and self.storage.bits == 4 else INT8
 
     @property
     def code_format(self) -> str | None:
@@ -169,15 +135,30 @@ class QuantizedMatrix:
         column_groups = np.arange(columns.start, columns.stop, step) // column_side - grid_columns.start
         return np.take(np.take(scales, row_groups, axis=-2), column_groups, axis=-1)
 
-    def _codes(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
-        if self.storage.codes is not Codes.PACKED:
-            return checkpoint.read(self.codes, box)
+    def _codes(self, checkpoint: Checkpoint, box: Box) -> tuple[Shaped[np.ndarray, "*E o b"], int]:
+        """The bytes of the box, and the inputs of the first byte that are before it."""
+        if self.storage.codes is Codes.INT8:
+            return checkpoint.read(self.codes, box), 0
+        if self.storage.codes is Codes.E4M3:
+            return self.e4m3_codes(checkpoint, box).view(np.uint8), 0
         rows, columns = box
         count = _WORD_BITS // self.storage.bits
-        first, last = columns.start // count, math.ceil(columns.stop / count)
-        words = checkpoint.read(self.codes, (rows, slice(first, last)))
-        low = columns.start - first * count
-        return unpack_words(words, self.storage.bits)[:, low : low + columns.stop - columns.start]
+        words = slice(columns.start // count, math.ceil(columns.stop / count))
+        stored = np.ascontiguousarray(checkpoint.read(self.codes, (rows, words)))
+        if self.storage.bits == 8:
+            first = columns.start - words.start * count
+            return unpack_words(stored, 8)[:, first : first + columns.stop - columns.start], 0
+        first, last = columns.start // 2, math.ceil(columns.stop / 2)
+        first_of_words = words.start * count // 2
+        octets = stored.astype("<i4", copy=False).view(np.uint8)
+        return octets[:, first - first_of_words : last - first_of_words], columns.start % 2
+
+    def e4m3_codes(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
+        """The codes of the box. Raises CheckpointError for a NaN code."""
+        codes = checkpoint.read(self.codes, box)
+        if has_nan(codes):
+            raise self.error(checkpoint, self.codes, "holds a NaN code", "finite numbers")
+        return codes
 
     def _scales(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E j g"]:
         if math.prod(self.grid) == 1:  # also a scalar
@@ -244,10 +225,7 @@ class StoredCodes:
             stored = np.ascontiguousarray(checkpoint.read(self.matrix.codes, (*box[:-1], words)))
             first = columns.start - words.start * count
             return stored.astype("<i4", copy=False).view(np.int8)[..., first : first + columns.stop - columns.start]
-        codes = checkpoint.read(self.matrix.codes, box)
-        if ((codes.view(np.uint8) & 0x7F) == 0x7F).any():
-            raise self.matrix.error(checkpoint, self.matrix.codes, "holds a NaN code", "finite numbers")
-        return codes
+        return self.matrix.e4m3_codes(checkpoint, box)
 
 
 @dataclass(frozen=True, slots=True)

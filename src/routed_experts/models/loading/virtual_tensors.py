@@ -5,10 +5,11 @@ MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bi
 byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B
 blocks of a row, J groups of inputs."""
 
+import abc
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,7 @@ from jaxtyping import Float, UInt8
 from routed_experts.core.errors import CheckpointError
 from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1
 from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.loading.quantized_part import QuantizedPart
 
 FP4_VALUES = np.array(CODE_VALUES[E2M1], np.float32)
 _BLOCK_INPUTS, _BLOCK_BYTES = 32, 16
@@ -35,28 +37,35 @@ class VirtualTensor(Protocol):
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
-@runtime_checkable
-class CodedTensor(VirtualTensor, Protocol):
+class PartedTensor(VirtualTensor):
+    """A virtual tensor whose numbers a device can compute, from codes and scales."""
+
+    @abc.abstractmethod
+    def read_part(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> QuantizedPart | None:
+        """These for a box; None where its source has none."""
+
+
+class CodedTensor(PartedTensor):
     """A virtual tensor [..., O, I] whose numbers are codes times scales, and which may be shown as these instead. As a
     string it is its form in words."""
 
     @property
+    @abc.abstractmethod
     def code_format(self) -> str | None:
         """The format of its codes, one of CODE_DTYPES; None where they cannot stay as they are."""
-        ...
 
     @property
+    @abc.abstractmethod
     def group(self) -> int:
         """Neighbouring inputs that share a scale; 0 for all of them."""
-        ...
 
+    @abc.abstractmethod
     def as_codes(self) -> VirtualTensor:
         """The codes [..., O, I], or [..., O, I / 2] where a byte has two."""
-        ...
 
+    @abc.abstractmethod
     def as_scales(self, group: int) -> VirtualTensor:
         """The scales [..., O, J], of groups that divide its own."""
-        ...
 
 
 def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:
@@ -89,7 +98,7 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped:
+class Swapped(PartedTensor):
     """[E, D, O] from [E, O, D]."""
 
     name: str
@@ -105,9 +114,13 @@ class Swapped:
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
         return np.swapaxes(checkpoint.read(self.name, (box[0], box[2], box[1])), 1, 2)
 
+    def read_part(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> QuantizedPart | None:
+        part = checkpoint.read_part(self.name, (box[0], box[2], box[1]))
+        return None if part is None else part.swapped()
+
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4:
+class Mxfp4(CodedTensor):
     """[E, O, D] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
     bfloat16 holds it exactly."""
 
@@ -128,6 +141,19 @@ class Mxfp4:
         blocks, scales = (read(checkpoint, box[0], box[1], inner) for read in (self.read_blocks, self.read_scales))
         numbers = dequantize_mxfp4(blocks, scales)
         return numbers[:, :, box[2].start - first : box[2].stop - first].astype(ml_dtypes.bfloat16)
+
+    def read_part(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> QuantizedPart:
+        columns, inputs = box[2], np.arange(box[2].start, box[2].stop, dtype=np.int32)
+        octets = slice(columns.start // 2, math.ceil(columns.stop / 2))
+        groups, _ = _blocks_of(columns, _BLOCK_INPUTS)
+        return QuantizedPart(
+            codes=self.as_codes().read(checkpoint, (box[0], box[1], octets)),
+            scales=_powers(self.read_scales(checkpoint, box[0], box[1], groups)),
+            zero_points=None,
+            column_groups=inputs // _BLOCK_INPUTS - groups.start,
+            format=E2M1,
+            first=columns.start % 2,
+        )
 
     @property
     def code_format(self) -> str:
@@ -211,8 +237,14 @@ class Mxfp4Scales:
                 f"{checkpoint.path}: {self.tensor.scales} holds 255, which is NaN; expected exponents 0 to 254; copy "
                 "the checkpoint again"
             )
-        scales = np.repeat(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127), count, axis=-1)
+        scales = np.repeat(_powers(exponents), count, axis=-1)
         return scales[:, :, box[2].start - first : box[2].stop - first]
+
+
+def _powers(exponents: UInt8[np.ndarray, "E O B"]) -> Float[np.ndarray, "E O B"]:
+    """Scales, float32; infinity for 255."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
 
 
 def _blocks_of(side: slice, size: int) -> tuple[slice, int]:
@@ -240,6 +272,7 @@ class VirtualCheckpoint(Checkpoint):
     ) -> None:
         self.path = source.path
         self._source, self._virtual = source, dict(tensors)
+        self._parted = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PartedTensor)}
         stored = source.names()
         used = {name for tensor in self._virtual.values() for name in tensor.needs}.union(hidden)
         self._shown = {name: header for name, header in stored.items() if name not in used}
@@ -263,6 +296,12 @@ class VirtualCheckpoint(Checkpoint):
             math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape
         ), (name, box)
         return array
+
+    def read_part(self, name: str, box: tuple[slice, ...]) -> QuantizedPart | None:
+        """The codes and scales of the part, of a virtual tensor that has them."""
+        if name not in self._virtual:
+            return self._source.read_part(name, box)
+        return self._parted[name].read_part(self._source, box) if name in self._parted else None
 
     def close(self) -> None:
         self._source.close()

@@ -5,13 +5,17 @@ an array:
 
     a shard that fits host_bytes    tensors -> one host array -------------------> device
     a larger shard                  tensors -> stacks of <= host_bytes / 2 ------> written into the donated shard
+    of quantised tensors            codes, scales -> stacks, of half as many numbers -> multiplied, and written
 
-Letters: J reads of a stack, X axes of a target."""
+One program writes all stacks of a shape into a target, and multiplies codes of one law (quantized_part.py), so the
+number of programs does not depend on that of layers or experts. Targets are allocated by a thread of their own: on a
+CPU the first touch of memory takes as long as a third of a load. Letters: J reads of a stack, X axes of a target."""
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +32,7 @@ from routed_experts.models.base.weight_format import weight_format
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.load_plan import ShardRead, TensorRead, plan_reads, shard_boxes
+from routed_experts.models.loading.quantized_part import QuantizedPart
 from routed_experts.models.sharding import ModelSharding
 
 M = TypeVar("M", bound=nnx.Module)
@@ -48,7 +53,7 @@ def load(
     A target is placed by its own `sharding`, else by the argument, else on the first device; in the order of
     `weight_format`. With `shards` it is sharded, and the result is the global array. Targets whose sources are all
     optional and absent are left out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64
-    MiB, but 4 on CPU, where they are in memory beside the weights."""
+    MiB, but 8 on CPU, where they are in memory beside the weights."""
     headers = checkpoint.names()
     grouped: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
@@ -66,12 +71,23 @@ def load(
     }
     total = sum(read.num_bytes for parts in plans.values() for part in parts for read in part.reads)
     if host_bytes is None:
-        host_bytes = (4 if jax.default_backend() == "cpu" else 64) << 20
+        host_bytes = (8 if jax.default_backend() == "cpu" else 64) << 20
     loader = _Loader(checkpoint, host_bytes, total, progress)
+    shards_of: dict[str, list[jax.Array]] = defaultdict(list)
+    fills = [
+        _Fill.create(target, part, targets[target].dtype, is_single=len(shardings[target].device_set) == 1)
+        for target, parts in plans.items()
+        for part in parts
+    ]
+    allocator = ThreadPoolExecutor(1, thread_name_prefix="allocate")
+    try:
+        allocations = deque(allocator.submit(fill.allocate, host_bytes) for fill in fills)
+        for fill in fills:
+            shards_of[fill.target] += loader.fill(fill, allocations.popleft().result())
+    finally:
+        allocator.shutdown(cancel_futures=True)
     loaded: dict[str, jax.Array] = {}
-    for target, parts in plans.items():
-        is_single = len(shardings[target].device_set) == 1
-        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype, is_single=is_single)]
+    for target, filled in shards_of.items():
         shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
         loaded[target] = jax.make_array_from_single_device_arrays(shape, shardings[target], filled)
     return loaded
@@ -113,68 +129,159 @@ class _Loader:
     in_flight: int = 0
     pending_writes: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, part: ShardRead, dtype: np.dtype, *, is_single: bool) -> list[jax.Array]:
-        """Fill the part on each of its devices; a whole array of one device in the order of `weight_format`."""
-        formats = [_format_or_device(device, part.shape) if is_single else device for device in part.devices]
-        size = math.prod(part.shape) * dtype.itemsize
-        if size <= self.host_bytes:
-            self._reserve(size)
+    def fill(self, fill: "_Fill", shards: list[jax.Array]) -> list[jax.Array]:
+        """Fill the zeros of a part on each of its devices; without them, build the part on the host."""
+        part, dtype = fill.part, fill.dtype
+        if not shards:
+            self._reserve(fill.num_bytes)
             filled = np.empty(part.shape, dtype)
             for read in part.reads:
                 window = tuple(slice(first, first + side) for first, side in zip(read.start, read.shape, strict=True))
                 tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
                     filled[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
-            return [jax.device_put(filled, own_format) for own_format in formats]
-        shards = [
-            _zeros(part.shape, _transfer_dtype(dtype, device), own_format)
-            for device, own_format in zip(part.devices, formats, strict=True)
-        ]
+            return [jax.device_put(filled, own_format) for own_format in fill.formats]
         by_shape: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
         for read in [chunk for tensor_read in part.reads for chunk in tensor_read.chunks(self.host_bytes // 2)]:
             by_shape[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
         for reads in by_shape.values():
-            depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
-            for first in range(0, len(reads), depth):
-                shards = self._write(shards, formats, reads[first : first + depth], depth, dtype)
+            for stack in self._stacks(reads, dtype):
+                shards = self._write(shards, fill.formats, stack, dtype)
         return [_bitcast_back(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
-    def _write(
-        self, shards: list[jax.Array], formats: list[Any], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
-    ) -> list[jax.Array]:
-        """Send one stack, always of `depth` rows so that it compiles once; rows past the last read are not looked
-        at. A stack of more bytes than its target is rounded on the host: half the bytes to move and to swap."""
-        self._reserve(depth * reads[0].num_bytes)
-        stored = np.dtype(reads[0].dtype)
-        stack = np.empty((depth, *reads[0].read_shape), dtype if dtype.itemsize < stored.itemsize else stored)
-        starts = np.zeros((depth, len(reads[0].start)), np.int32)
-        with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
-            for row, read in enumerate(reads):
-                stack[row], starts[row] = self._read(read), read.start
-        cast: np.dtype | None = dtype
-        if stack.dtype == dtype:  # nothing is rounded: the bits are moved
-            stack, cast = stack.view(shards[0].dtype), None
+    def _stacks(self, reads: Sequence[TensorRead], dtype: np.dtype) -> "Iterator[_Stack]":
+        """The reads of one shape in stacks, always of so many rows that it compiles once. Numbers of more bytes than
+        their target's are rounded on the host: half the bytes to move and to swap."""
+        depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
+        stack: _Stack | None = None
+        for read in reads:
+            part = self._read_part(read)
+            if stack is not None and not stack.takes(part):
+                yield stack
+                stack = None
+            if stack is None:
+                self._reserve(depth * read.num_bytes)
+                stack = _Stack.create(part, read, depth, dtype)
+            stack.add(part, read)
+        if stack is not None:
+            yield stack
+
+    def _write(self, shards: list[jax.Array], formats: list[Any], stack: "_Stack", dtype: np.dtype) -> list[jax.Array]:
+        """Send one stack; rows past the last read are not looked at."""
+        rows, cast = stack.rows, None if stack.dtype == dtype else dtype
+        if isinstance(rows, np.ndarray) and cast is None:  # nothing is rounded: the bits are moved
+            rows = rows.view(shards[0].dtype)
         written: list[jax.Array] = []
         for shard, own_format in zip(shards, formats, strict=True):
-            layout = reads[0].transpose, reads[0].shape, cast
+            transpose, sent = stack.transpose, rows
+            if transpose and not isinstance(own_format, Format) and own_format.platform == "cpu":
+                # XLA's loops swap axes of bytes and of half precision at a fifth of the speed of a copy
+                transpose, sent = False, jax.device_put(_swapped(rows), own_format)
+            layout = transpose, stack.shape, cast
             write = pieces_writer(own_format) if isinstance(own_format, Format) else _write_pieces
-            filled, written_marker = write(shard, stack, starts, np.int32(len(reads)), *layout)
+            filled, written_marker = write(shard, sent, stack.starts, np.int32(stack.count), *layout)
             written.append(filled)
             self.pending_writes.append(written_marker)
         return written
 
+    def _read_part(self, read: TensorRead) -> np.ndarray | QuantizedPart:
+        """Codes and scales, if a device computes the same numbers from them as the host."""
+        part = self.checkpoint.read_part(read.name, read.box)
+        if part is None or not part.is_normal:
+            return self._read(read)
+        self._count(read)
+        return part
+
     def _read(self, read: TensorRead) -> np.ndarray:
         tensor = self.checkpoint.read(read.name, read.box)
-        self.read_bytes += tensor.nbytes
+        self._count(read)
+        return tensor
+
+    def _count(self, read: TensorRead) -> None:
+        self.read_bytes += read.num_bytes
         if self.progress is not None:
             self.progress(self.read_bytes, self.total_bytes)
-        return tensor
 
     def _reserve(self, size: int) -> None:
         if self.in_flight + size > self.host_bytes:
             jax.block_until_ready(self.pending_writes)
             self.in_flight, self.pending_writes = 0, []
         self.in_flight += size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fill:
+    """A part of a target and the devices that hold it; a whole array of one device in the order of `weight_format`."""
+
+    target: str
+    part: ShardRead
+    dtype: np.dtype
+    formats: list[Any]
+
+    @staticmethod
+    def create(target: str, part: ShardRead, dtype: np.dtype, *, is_single: bool) -> "_Fill":
+        formats = [_format_or_device(device, part.shape) if is_single else device for device in part.devices]
+        return _Fill(target=target, part=part, dtype=dtype, formats=formats)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.part.shape) * self.dtype.itemsize
+
+    def allocate(self, host_bytes: int) -> list[jax.Array]:
+        """Zeros on each device, in the dtype that they are filled in; none for a part that fits `host_bytes`."""
+        if self.num_bytes <= host_bytes:
+            return []
+        return [
+            _zeros(self.part.shape, _transfer_dtype(self.dtype, device), own_format)
+            for device, own_format in zip(self.part.devices, self.formats, strict=True)
+        ]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stack:
+    """Reads of one kind on the host, a row of each array for each; the first `count` rows are filled."""
+
+    rows: Shaped[np.ndarray, "J ..."] | QuantizedPart
+    starts: Int[np.ndarray, "J X"]
+    shape: tuple[int, ...]  # of a read in its target
+    transpose: bool
+    count: int = 0
+
+    @staticmethod
+    def create(part: np.ndarray | QuantizedPart, read: TensorRead, depth: int, dtype: np.dtype) -> "_Stack":
+        """An empty one for reads like this."""
+
+        def empty(array: np.ndarray) -> np.ndarray:
+            is_rounded = isinstance(part, np.ndarray) and dtype.itemsize < array.dtype.itemsize
+            return np.empty((depth, *array.shape), dtype if is_rounded else array.dtype)
+
+        starts = np.zeros((depth, len(read.start)), np.int32)
+        return _Stack(rows=jax.tree.map(empty, part), starts=starts, shape=read.shape, transpose=read.transpose)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers."""
+        return self.rows.dtype if isinstance(self.rows, np.ndarray) else np.dtype(np.float32)
+
+    def takes(self, part: np.ndarray | QuantizedPart) -> bool:
+        """Whether a row is left, and has the arrays of this read."""
+        rows, structure = jax.tree.flatten(self.rows)
+        arrays, own_structure = jax.tree.flatten(part)
+        alike = all(row.shape[1:] == array.shape for row, array in zip(rows, arrays, strict=False))
+        return self.count < len(self.starts) and structure == own_structure and alike
+
+    def add(self, part: np.ndarray | QuantizedPart, read: TensorRead) -> None:
+        """Copy the read to the next row."""
+        with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
+            for row, array in zip(jax.tree.leaves(self.rows), jax.tree.leaves(part), strict=True):
+                row[self.count] = array
+        self.starts[self.count] = read.start
+        self.count += 1
+
+
+def _swapped(rows: Shaped[np.ndarray, "J ..."] | QuantizedPart) -> Shaped[np.ndarray, "J ..."] | QuantizedPart:
+    """Views of the rows with their last two axes swapped."""
+    return rows.swapaxes(-1, -2) if isinstance(rows, np.ndarray) else rows.swapped()
 
 
 def _format_or_device(device: Any, shape: tuple[int, ...]) -> Any:
@@ -205,7 +312,7 @@ def _bitcast_back(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
 
 def _pieces_written(
     target: Shaped[Array, "..."],
-    stack: Shaped[Array, "J ..."],
+    stack: Shaped[Array, "J ..."] | QuantizedPart,
     starts: Int[Array, "J X"],
     count: Int[Array, ""],
     transpose: bool,
@@ -213,7 +320,8 @@ def _pieces_written(
     dtype: np.dtype | None = None,
 ) -> tuple[Shaped[Array, "..."], Int[Array, ""]]:
     def write(row: Int[Array, ""], target: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        read = lax.dynamic_index_in_dim(stack, row, keepdims=False)
+        part = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, row, keepdims=False), stack)
+        read = part.numbers() if isinstance(part, QuantizedPart) else part
         read = (jnp.swapaxes(read, -1, -2) if transpose else read).reshape(shape).astype(dtype or target.dtype)
         read = read if read.dtype == target.dtype else lax.bitcast_convert_type(read, target.dtype)
         return lax.dynamic_update_slice(target, read, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
