@@ -14,14 +14,16 @@ from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import Codes, QuantizationConfig, StorageFormat
+from routed_experts.models.base.weight_format import weight_format
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_checkpoint import open_quantized
 from routed_experts.models.loading.quantized_part import INT8, QuantizedPart, has_nan
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import Mxfp4, Swapped, VirtualCheckpoint
-from routed_experts.models.loading.weight_loader import _write_pieces, load
+from routed_experts.models.loading.weight_loader import _write_pieces, load, pieces_writer
 from support.quantized_checkpoints import exact, forms, fp8, fp8_config, mxfp4, pack, write_folder
+from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 3, 160, 320
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -337,6 +339,31 @@ def test_a_stack_of_codes_is_multiplied_into_the_donated_target():
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 64 * 320 * 160 * 2
     assert memory.temp_size_in_bytes <= 2 * 320 * 160 * 4, "a slab or two, in float32 at the most"
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("format", ["e4m3", "e2m1"])
+def test_a_tpu_multiplies_into_the_donated_target_as_well(format):
+    """2,880 columns are no multiple of its lanes: the target has an order of its own."""
+    sharding, side = NamedSharding(tpu_mesh("v5e", (1,)), REPLICATED), 2880
+
+    def struct(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    own_format = weight_format(sharding, (64, side, side))
+    target = jax.ShapeDtypeStruct((64, side, side), jnp.bfloat16, sharding=own_format)
+    stack = QuantizedPart(
+        codes=struct((4, side, side if format == "e4m3" else side // 2), jnp.uint8),
+        scales=struct((4, side, 90), jnp.float32),
+        zero_points=None,
+        column_groups=struct((4, side), jnp.int32),
+        format=format,
+    )
+    arguments = target, stack, struct((4, 3), jnp.int32), struct((), jnp.int32), True, (1, side, side)
+    with without_compilation_cache():
+        memory = pieces_writer(own_format).lower(*arguments, np.dtype(jnp.bfloat16)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 64 * side * side * 2
+    assert memory.temp_size_in_bytes <= 2 * side * side * 4
 
 
 # what a device does not multiply

@@ -78,7 +78,7 @@ class QuantizedPart:
         if not self.inputs_last:
             return self.swapped().dequantize().swapaxes(-1, -2)
         numbers = np.empty((*self.codes.shape[:-1], len(self.column_groups)), np.float32)
-        outputs = numbers.shape[-2]
+        outputs = self.codes.shape[-2]
         depth = max(1, _SLAB * outputs // max(1, numbers.size))
         for start in range(0, outputs, depth):
             rows = slice(start, min(start + depth, outputs))
