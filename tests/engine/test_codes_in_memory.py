@@ -329,6 +329,7 @@ def test_a_trainer_that_loads_float32_replays_the_rows_of_codes(qwen):
         assert np.abs(np.array(own) - judged).max() < ORDER_OF_SUMS
 
 
+@pytest.mark.thorough
 def test_prediction_layers_of_a_quantised_checkpoint_draft(tmp_path):
     """Their own matrices are dequantised; drafts change no answer, and are those of the dequantised copy."""
     PredictorOracle("DeepseekV3", tmp_path / "plain", modules=1)
