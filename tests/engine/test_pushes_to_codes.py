@@ -124,3 +124,21 @@ def test_plain_weights_for_codes_of_4_bits_in_other_blocks_are_refused(folder, p
         WeightsMismatchError, match=r"plain numbers for blocks\.2\.0\.gate_up.* codes of 4 bits \(int4\)"
     ):
         to_state(plain, decoder_shapes(config, jnp.dtype("float32")), config)
+
+
+def test_matrices_may_be_pushed_in_half_precision_where_all_their_layers_are_codes(engine, plain):
+    """They are quantised from float32, so both dtypes of the same numbers are the same codes."""
+    is_mixed = len(engine.components.served.config.blocks) > 2
+    matrices = {name for name, array in plain.items() if array.ndim == 3 and "router" not in name}
+    assert {"blocks.0.0.qkv", CODED} < matrices
+    halves = {name: plain[name].astype(jnp.bfloat16) for name in matrices}
+    engine.update_weights(plain | {name: array.astype(jnp.float32) for name, array in halves.items()})
+    expected = answers(engine)
+    engine.update_weights(dict(plain))
+    assert answers(engine) != expected
+    if is_mixed:
+        with pytest.raises(WeightsMismatchError, match=r"4 arrays .*blocks\.1\.0\.down: bfloat16.* for float32"):
+            engine.update_weights(plain | halves)
+        halves |= {name: halves[name].astype(jnp.float32) for name in matrices if name.startswith("blocks.1.")}
+    engine.update_weights(plain | halves)
+    assert answers(engine) == expected
