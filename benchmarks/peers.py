@@ -1,6 +1,7 @@
 """Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process and runs in turn.
 
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--drafts K] [--peer NAME=PYTHON ...]
+    python benchmarks/peers.py --dtype bfloat16 --codes --peer llama_cpp=PYTHON       # weights of 8 bits
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
 llama_cpp also needs torch, transformers and LLAMA_CPP=FOLDER, the source of llama.cpp, with --drafts built there.
@@ -10,6 +11,10 @@ alternate, with half a second between two turns; a ratio is that of one round; m
 of greedy tokens before the first difference that equal those of this engine: a low share means that the peer computes
 something else.
 
+With --codes this engine quantises its weights to e4m3 as it loads them, llama_cpp reads its own 8-bit form (Q8_0, which
+also rounds activations to 8 bits), and this engine without codes is one more peer. The functions differ, so `same` says
+little.
+
 With --drafts K every engine drafts up to K tokens by n-grams of 1 to 12 tokens, and prompts repeat 16 tokens: the
 model's greedy answers then repeat themselves, so that about half of the drafts are right. Peers: vllm, and
 llama_cpp, whose n-grams have two tokens. Greedy answers that loop soon part where a product is rounded otherwise: then
@@ -17,6 +22,7 @@ llama_cpp, whose n-grams have two tokens. Greedy answers that loop soon part whe
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import subprocess
@@ -55,6 +61,7 @@ class Peer:
     """Another engine's process. It must announce that it is ready: raises PeerEnded where it ends before."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, drafts: int) -> None:
+        """`dtype`: also a form of weights that the peer's program knows."""
         command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype, *([str(drafts)] if drafts else [])]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process is
         self._process = subprocess.Popen(
@@ -86,6 +93,24 @@ class Peer:
         """End the process."""
         self._process.communicate()
         self._log.close()
+
+
+class WithoutCodes:
+    """This engine with plain weights, as a peer in this process."""
+
+    name = "routed_experts without codes"
+    version = "this one"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, prompts: list[list[int]], new: int) -> Timing:
+        """One round."""
+        return measure_engine(self._engine, prompts, new)[0]
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._engine.shutdown()
 
 
 def measure_engine(
@@ -152,20 +177,28 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--drafts", type=int, default=0, help="of every engine, by n-grams")
+    parser.add_argument("--codes", action="store_true", help="weights of 8 bits, in this engine and in llama_cpp")
     parser.add_argument("--peer", action="append", metavar="NAME=PYTHON")
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype(args.dtype))
-    engine = Engine(
-        model=model,
+    build = functools.partial(
+        Engine,
         enable_return_routed_experts=True,
         max_total_tokens=16_384,
         skip_tokenizer_init=True,
         speculative=SpeculativeConfig(num_draft_tokens=args.drafts + 1) if args.drafts else None,
     )
+    engine = build(model=model)
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_checkpoint(model, Path(temporary))
         named = [peer.split("=", 1) for peer in args.peer or [f"transformers={sys.executable}"]]
-        peers = [Peer(name, python, folder, args.dtype, args.drafts) for name, python in named]
+        forms = {"llama_cpp": "q8_0"} if args.codes else {}
+        peers: list[Peer | WithoutCodes] = [
+            Peer(name, python, folder, forms.get(name, args.dtype), args.drafts) for name, python in named
+        ]
+        if args.codes:
+            peers.append(WithoutCodes(engine))
+            engine = build(str(folder), dtype=args.dtype, quantization="fp8_block")
     noise, rows = np.random.default_rng(0), []
     for batch in args.batches:
         ours: list[Timing] = []
@@ -191,7 +224,7 @@ def main() -> None:
     versions = {peer.name: peer.version for peer in peers}
     for peer in peers:
         peer.close()
-    name = f"peers_drafts_{args.dtype}_cpu" if args.drafts else f"peers_{args.dtype}_cpu"
+    name = f"peers_{'drafts_' if args.drafts else ''}{'codes' if args.codes else args.dtype}_cpu"
     sizes = {"rounds": args.rounds, "prompt": args.prompt, "new": args.new, "drafts": args.drafts}
     print(write_result(name, rows, **sizes, dtype=args.dtype, peers=versions))
 

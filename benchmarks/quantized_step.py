@@ -1,8 +1,9 @@
 """The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes: all
-matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have them.
+matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have them, or all
+matrices in 4 bits.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
-    python benchmarks/quantized_step.py --form int4
+    python benchmarks/quantized_step.py --form int4 [--all-matrices]
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
     python benchmarks/quantized_step.py --small      # does it run
 
@@ -27,13 +28,15 @@ from step import QWEN3_30B_A3B, Run, drive, experts_a_step, floor_bytes
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.layers.quantized import E2M1, INT4
-from routed_experts.models.decoder.coded_arrays import CodedArray
+from routed_experts.layers.quantized import E2M1, E4M3, INT4
+from routed_experts.models.decoder.code_selection import CodeSupport, select_codes
 from routed_experts.models.model_folder import ModelFolder
 
 FP8_BLOCK = "fp8_block"
 CODE_BYTES = {FP8_BLOCK: 1 + 4 / 128, INT4: 1 / 2 + 4 / 32, E2M1: 1 / 2 + 4 / 32}  # a code, and its part of a scale
-VARIANTS = ("plain", "codes", "codes, capture off")
+OFF = "codes, capture off"
+VARIANTS = ("plain", "codes", OFF)
+EXPERTS = ("gate_up", "down")
 
 
 def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]:
@@ -52,24 +55,30 @@ def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]
     asked = {"enable_return_routed_experts": True}
     plain = ModelFolder.open(folder, load_format="dummy").load(jax.numpy.dtype(args.dtype))
     engines = {"plain": build_engine(ServerArgs(**server, **asked), model=plain)}
-    engines["codes"] = build_coded(folder, ServerArgs(**server, **asked), args.form)
+    engines["codes"] = build_coded(folder, ServerArgs(**server, **asked), args.form, all_matrices=args.all_matrices)
     if not args.without_off:
-        engines["codes, capture off"] = build_coded(folder, ServerArgs(**server), args.form)
+        engines[OFF] = build_coded(folder, ServerArgs(**server), args.form, all_matrices=args.all_matrices)
     return engines
 
 
-def build_coded(folder: Path, server: ServerArgs, form: str) -> EngineComponents:
+def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bool) -> EngineComponents:
     """An engine of codes."""
     if form == FP8_BLOCK:
         return build_engine(dataclasses.replace(server, quantization=FP8_BLOCK), load_format="dummy")
     model = ModelFolder.open(folder, load_format="dummy")
-    hidden, layers = model.config.hidden_size, []
-    for layer in model.config.layers:
-        width = {spec.name: spec.shape for spec in layer.weights(model.config)}["down"][1]
-        outputs = {"gate_up": (width, width), "down": (hidden,)}
-        arrays = (CodedArray(name=name, group=32, segments=parts, format=form) for name, parts in outputs.items())
-        layers.append(dataclasses.replace(layer, coded=tuple(arrays)))
-    coded = model.coded_as(dataclasses.replace(model.config, layers=tuple(layers)))
+    every = select_codes(model.config, {}, (), CodeSupport(formats=frozenset({E4M3}), quantizes=True))
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            coded=tuple(
+                dataclasses.replace(array, format=form, group=32)
+                for array in layer.coded
+                if all_matrices or array.name in EXPERTS
+            ),
+        )
+        for layer in every.layers
+    )
+    coded = model.coded_as(dataclasses.replace(model.config, layers=layers))
     return build_engine(server, model=coded.load(jax.numpy.dtype(server.dtype)))
 
 
@@ -78,15 +87,31 @@ def weight_bytes(engine: EngineComponents) -> int:
     return engine.plan.weights
 
 
-def coded_floor(form: str, config: dict[str, object], layers: int, batch: int, context: float, experts: float) -> float:
+def coded_floor(
+    form: str,
+    all_matrices: bool,
+    config: dict[str, object],
+    layers: int,
+    batch: int,
+    context: float,
+    experts: float,
+) -> float:
     """Bytes that a step with codes must read; routers, the head, keys and values are of two bytes."""
     dim, heads, groups, c, width = (
         int(str(config[name]))
         for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size")
     )
-    attention = dim * (2 * heads + 2 * groups) * c if form == FP8_BLOCK else 0
+    attention = dim * (2 * heads + 2 * groups) * c if form == FP8_BLOCK or all_matrices else 0
     plain = floor_bytes(config, layers, batch, context, experts)
     return plain - layers * (attention + experts * 3 * dim * width) * (2 - CODE_BYTES[form])
+
+
+def median_of_ratios(above: list[float], below: list[float]) -> str:
+    """Of neighbouring runs, with a 95 % interval of the median (from the order of the ratios; all, of fewer than 6)."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    count = len(ratios)
+    first = max(0, int((count - 1.96 * count**0.5) / 2)) if count >= 6 else 0
+    return f"{statistics.median(ratios):.3f} [{ratios[first]:.3f}, {ratios[count - 1 - first]:.3f}]"
 
 
 def measure(
@@ -116,10 +141,11 @@ def measure(
     rows = []
     for name in names:
         experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
-        floor_of = floor_bytes if name == "plain" else functools.partial(coded_floor, args.form)
+        floor_of = floor_bytes if name == "plain" else functools.partial(coded_floor, args.form, args.all_matrices)
         floor = floor_of(config, layers, batch, context, experts)
         medians = [statistics.median(run.steps) for run in runs[name]]
         ratios = sorted(a / b for a, b in zip(base, medians, strict=True))
+        off = [statistics.median(run.steps) for run in runs.get(OFF, [])] if name == "codes" else []
         rows.append(
             {
                 "batch": batch,
@@ -132,6 +158,7 @@ def measure(
                 "experts": experts,
                 "prefill tok/s": batch * prompt / statistics.median(run.prefill for run in runs[name]),
                 "weights GB": weight_bytes(engines[name]) / 1e9,
+                "capture off / this": median_of_ratios(off, medians) if off else "",
             }
         )
     return rows
@@ -148,6 +175,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--form", choices=tuple(CODE_BYTES), default=FP8_BLOCK)
+    parser.add_argument("--all-matrices", action="store_true", help="attention, too, is of 4 bits")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second")
     parser.add_argument("--without-off", action="store_true", help="no engine without capture: memory for two")

@@ -14,7 +14,11 @@ import conversion  # noqa: E402  # of llama.cpp
 import gguf  # noqa: E402
 import torch  # noqa: E402
 
-KINDS = {"float32": gguf.LlamaFileType.ALL_F32, "bfloat16": gguf.LlamaFileType.MOSTLY_BF16}
+KINDS = {
+    "float32": gguf.LlamaFileType.ALL_F32,
+    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 
 
 def write_gguf(folder: Path, file: Path, dtype: str, *, with_tokens: bool = False) -> None:

@@ -237,6 +237,42 @@ def test_shards_of_codes_answer_as_shards_of_numbers(tmp_path, tp_size, ep_size)
 
 
 @pytest.mark.devices(2)
+@pytest.mark.parametrize("ep_size", [rarely(1), 2])
+def test_scores_of_shards_of_codes_are_those_of_a_sharded_trainer(qwen, ep_size):
+    """On rows of their own and on others, which a forward pass plays back with the float32 numbers, cut as the engine's
+    experts are: whole ones, or by width."""
+    with Engine(str(qwen.quantized), tp_size=2, ep_size=ep_size, **ARRAY_CODE) as engine:
+        assert of_codes(engine)
+        live = engine.score(PROMPTS)
+        again = engine.score(PROMPTS, routed=[result.routed_experts for result in live])
+        assert [result.logprobs.tolist() for result in again] == [result.logprobs.tolist() for result in live]
+        records = [result.routed_experts for result in live]
+        rolled = [dataclasses.replace(record, ids=np.roll(record.ids, 1, axis=0)) for record in records]
+        forced = engine.score(PROMPTS, routed=rolled)
+    model = ModelFolder.open(qwen.quantized).load(jnp.dtype("float32"))
+    graphdef, state = nnx.split(model)
+    mesh, axis = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",)), 0 if ep_size > 1 else 2
+
+    def cut(leaf):
+        is_cut = leaf.ndim == 3 and leaf.shape[axis] % 2 == 0
+        spec = jax.P(*["devices" if is_cut and index == axis else None for index in range(leaf.ndim)])
+        return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
+
+    state = jax.tree.map(cut, state)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    forward = jax.jit(lambda state, tokens, batch: replay.forward(nnx.merge(graphdef, state), tokens, routed=batch))
+    for prompt, *results in zip(PROMPTS, live, forced, strict=True):
+        for result in results:
+            samples = [replay.Sample(result.routed_experts, len(prompt))]
+            batch = replay.align(samples, layout="pad_right", seq_len=20, spec=model.config.capture_spec)
+            tokens = np.pad(prompt, (0, 20 - len(prompt)))[None].astype(np.int32)
+            logprobs = np.asarray(jax.nn.log_softmax(forward(state, tokens, batch).logits[0]))
+            judged = logprobs[np.arange(len(prompt) - 1), prompt[1:]]
+            assert np.abs(result.logprobs - judged).max() < ORDER_OF_SUMS
+        assert np.abs(results[0].logprobs - results[1].logprobs).max() > 1e-3, "other rows are other experts"
+
+
+@pytest.mark.devices(2)
 def test_placed_experts_of_codes_move_and_change_no_value(qwen, codes):
     identity = ExpertPlacement.identity(1, 16, 2)
     moved = rebalance(np.random.default_rng(5).gamma(0.5, size=(1, 16)), num_instances=16, num_devices=2)
@@ -329,6 +365,7 @@ def test_a_trainer_that_loads_float32_replays_the_rows_of_codes(qwen):
         assert np.abs(np.array(own) - judged).max() < ORDER_OF_SUMS
 
 
+@pytest.mark.thorough
 def test_prediction_layers_of_a_quantised_checkpoint_draft(tmp_path):
     """Their own matrices are dequantised; drafts change no answer, and are those of the dequantised copy."""
     PredictorOracle("DeepseekV3", tmp_path / "plain", modules=1)

@@ -6,6 +6,7 @@ Every case is compared with the same engine on one device in float32: tokens and
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -284,6 +285,24 @@ def test_deterministic_bits_are_those_of_any_rank_and_any_company(qwen3):
                 assert logprobs_of(alone) == logprobs_of(expected), "to the bit"
                 rows = [extract_routed_experts_from_meta_info(answer) for answer in (alone, expected)]
                 np.testing.assert_array_equal(*rows)
+
+
+@pytest.mark.parametrize("mesh", ["1 device a rank", pytest.param("2 ranks, experts", marks=pytest.mark.thorough)])
+def test_ranks_of_codes_answer_as_one_device_of_codes(tiny_checkpoint, tmp_path, mesh):
+    """Before and after an update from a plain checkpoint, which every device quantises its part of."""
+    other, prompts = write_tiny_checkpoint(tmp_path, seed=1), random_prompts(VOCAB_SIZE)
+    with (
+        build(tiny_checkpoint, quantization="fp8_block") as alone,
+        build(tiny_checkpoint, mesh, quantization="fp8_block") as ranked,
+    ):
+        expected = answers(alone, prompts)
+        assert_alike(expected, given := answers(ranked, prompts))
+        assert set(ranks_of(given)) == {0, 1}
+        for engine in (alone, ranked):
+            assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in jax.tree.leaves(engine.components.served.arrays))
+            engine.update_weights_from_disk(other)
+        assert_alike(updated := answers(alone, prompts), answers(ranked, prompts))
+        assert [answer["output_ids"] for answer in updated] != [answer["output_ids"] for answer in expected]
 
 
 def test_a_rank_has_its_own_pages_and_all_share_the_experts(qwen3):

@@ -7,8 +7,10 @@ import logging
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import io_callback
 
@@ -28,11 +30,13 @@ from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
 from routed_experts.layers.routing import selection_scores
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import AXIS
 from routed_experts.placement import rebalance
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore
 from support.engines import assert_idle, assert_nothing_allocated
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 pytestmark = [pytest.mark.devices(2), pytest.mark.usefixtures("fast_compilation")]
@@ -371,6 +375,30 @@ def test_experts_follow_a_skewed_load_and_outputs_stay_the_same(alone, following
     assert (metrics["eplb_gate_worth"], metrics["eplb_gate_copies"]) == (move_estimate.pays_off, move_estimate.copies)
     assert metrics['eplb_gate_balancedness{placement="now"}'] == pytest.approx(move_estimate.balancedness_now)
     assert 0 < metrics["eplb_last_move_seconds"] == pytest.approx(stats.last_move_s)
+
+
+def test_codes_and_scales_follow_the_load_and_a_push_finds_them_where_they_are(folder, tmp_path):
+    """As one device of codes, while experts move and after a push of plain weights to the moved ones."""
+    other = write_tiny_checkpoint(tmp_path, seed=1, tokenizer=False, num_hidden_layers=MOE_LAYERS + 1)
+    pushed = nnx.state(ModelFolder.open(other).load(jnp.dtype("float32")))
+    codes = dict(enable_return_routed_experts=True, quantization="fp8_block")
+    with lazy_compilation(), Engine(folder, **ENGINE_KWARGS | codes | dict(tp_size=1, ep_size=1)) as single:
+        expected = ask(single)
+        single.update_weights_from_disk(other)
+        expected_later = ask(single)
+    config = PlacementConfig(plan=ONE_EACH, rebalance_every=6, layers_per_step=2)
+    with lazy_compilation(), serving(folder, config, **codes) as engine:
+        shapes = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(engine.components.served.arrays)}
+        assert shapes["blocks.1.0.gate_up"].dtype == jnp.float8_e4m3fn and "blocks.1.0.gate_up_scale" in shapes
+        for _ in range(3):
+            assert_same(ask(engine), expected, atol=1e-4)
+            engine.flush_cache()
+            engine.components.rebalancer.join()
+        stats = engine.placement_stats()
+        assert stats.rebalances > 0 and stats.copies > 0 and stats.failed == 0
+        engine.update_weights(pushed)
+        assert_same(ask(engine), expected_later, atol=1e-4)
+    assert [answer["output_ids"] for answer in expected_later] != [answer["output_ids"] for answer in expected]
 
 
 def test_what_the_self_check_ran_is_no_load(following):

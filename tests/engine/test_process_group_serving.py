@@ -19,7 +19,7 @@ FULL = GREEDY | {"frequency_penalty": 0.7, "presence_penalty": 0.2, "logit_bias"
 ROWS = {"return_routed_experts": True}
 TAPPED, BITWISE, PLACED = "2x1 by width, tapped", "2x2 whole experts, deterministic", "2x1 placed experts, drafts"
 MESHES = {
-    # devices a process, engine: by width; whole experts, each bit; placed experts that move, with drafts
+    # devices a process, engine: by width; each bit, of whole experts and codes; placed experts that move, with drafts
     TAPPED: (1, {"enable_return_routed_experts": True, "moe_backend": "reference"}, {"lazy": True, "fast": True}),
     BITWISE: (
         2,
@@ -31,9 +31,9 @@ MESHES = {
         },
         {"lazy": True},
     ),
-    "2x2 data ranks, deterministic": (
+    "2x2 data ranks, codes, deterministic": (
         2,
-        {"enable_return_routed_experts": True, "dp_size": 2, "deterministic": True},
+        {"enable_return_routed_experts": True, "dp_size": 2, "deterministic": True, "quantization": "fp8_block"},
         {"lazy": True},
     ),
     PLACED: (
@@ -55,7 +55,7 @@ class Pair:
     rank of the group."""
 
     def __init__(self, name, leader, single, taps):
-        self.leader, self.single, self.is_deterministic = leader, single, name == BITWISE
+        self.leader, self.single, self.is_deterministic = leader, single, "deterministic" in name
         self.taps = taps
 
     def both(self, command, **arguments):
@@ -268,3 +268,24 @@ def alone(pair):
         pair.single.call("flush")
         answers += pair.single.call("generate", prompts=[prompt], params=GREEDY, **ROWS)
     return answers
+
+
+@pytest.mark.thorough
+def test_codes_of_two_processes_answer_as_those_of_one_to_the_bit(folder, tmp_path_factory):
+    """Each process quantises its part of a plain checkpoint as it loads it, at the start and at an update."""
+    other = write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3, tokenizer=False)
+    engine = {"enable_return_routed_experts": True, "deterministic": True, "quantization": "fp8_block"}
+    engine, how = engine | {"precompile_bs_paddings": [4]}, {"lazy": True, "fast": True}
+    with contextlib.ExitStack() as stack:
+        members = stack.enter_context(group(folder, engine, devices=1, ready=False, **how))
+        single = stack.enter_context(one_process(folder, engine, devices=2, **how))
+        for process in (members[0], single):
+            process.wait_ready()
+        pair = Pair(BITWISE, members[0], single, [])
+        first = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+        pair.both("update_weights", path=str(other), version=1)
+        second = pair.assert_alike("generate", prompts=PROMPTS, params=GREEDY, **ROWS)
+        assert [answer["tokens"] for answer in second] != [answer["tokens"] for answer in first]
+        for process in (*members, single):
+            assert process.log().count("163 tensors are quantised to e4m3 as they are loaded") == 2
+        assert (members[0].end(), members[1].exit_code(), single.end()) == (0, 0, 0)

@@ -74,6 +74,7 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
         ({"architectures": ["EagleSpeculator"]}, "an EAGLE-1 head in the speculators format"),
         ({"auto_map": {"": "code.Head"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of quant_method='gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "of quant_method='fp8'; expected plain bfloat16"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False; expected true"),
         ({"use_aux_hidden_state": False}, "use_aux_hidden_state=False; expected true"),
         ({"norm_before_fc": True}, "norm_before_fc=True; expected false"),

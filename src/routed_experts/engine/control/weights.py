@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.decoder.layer_regrouping import is_grouped_alike, regroup
+from routed_experts.models.decoder.layer_regrouping import coded_everywhere, is_grouped_alike, regroup
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 
@@ -39,10 +39,10 @@ _BLOCK = 1 << 17  # numbers of half precision that are checked at once
 
 def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
-    `config`: of a model that is served with codes; plain arrays in their place are quantised.
+    `config`: of a model that is served with codes; plain arrays in their place are quantised once all of them fit.
 
     Raises WeightsMismatchError with the first paths that differ, or that hold NaN or infinity."""
-    inputs, expected = _matched(_quantized(new, config), served, any_dtype=False)
+    inputs, expected = _matched(new, served, config, any_dtype=False)
     _check_finite(inputs, param="state")
     return nnx.from_flat_state(
         [(path, leaf.replace(_to_array(inputs[name]))) for name, (path, leaf) in expected.items()]
@@ -52,7 +52,7 @@ def to_state(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | N
 def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None = None) -> nnx.State[Any, Any]:
     """The served state's tree with copies of the arrays of `new`, in the served dtypes. On an accelerator one program
     copies, casts and looks for NaN and infinity. Raises as `to_state`, but for dtypes that can be cast."""
-    inputs, expected = _matched(_quantized(new, config), served, any_dtype=True)
+    inputs, expected = _matched(new, served, config, any_dtype=True)
     by_devices: dict[frozenset[Any], list[str]] = defaultdict(list)
     for name, array in inputs.items():
         by_devices[frozenset(array.devices()) if isinstance(array, jax.Array) else frozenset()].append(name)
@@ -68,39 +68,83 @@ def to_copies(new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | 
     return nnx.from_flat_state([(path, leaf.replace(copies[name])) for name, (path, leaf) in expected.items()])
 
 
-def _quantized(new: Weights, config: FamilyConfig | None) -> Weights:
-    """The arrays of `new` in the blocks of the config that is served, with codes and scales in place of plain arrays
-    of numbers that are served as codes."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Arrays that a push may have: shapes and dtypes by name. Those in `plain` may have any of PLAIN_DTYPES.
+    `is_regrouped`: they are in the blocks of the plain model, and not in those that are served."""
+
+    arrays: Mapping[str, Any]
+    plain: Collection[str] = ()
+    is_regrouped: bool = False
+
+    def differences(self, inputs: Mapping[str, object], *, any_dtype: bool) -> list[str]:
+        """What `inputs` lack, what fits none of the arrays, and what is unknown: a text for each name."""
+        wrong = [
+            f"{name}: {_describe(inputs.get(name))} for {_describe(array)}"
+            for name, array in self.arrays.items()
+            if not _matches(
+                inputs.get(name), array, any_dtype=any_dtype, others=PLAIN_DTYPES if name in self.plain else ()
+            )
+        ]
+        unknown = [(name, leaf) for name, leaf in inputs.items() if name not in self.arrays]
+        return wrong + [f"{name}: {_describe(leaf)} is not in the model" for name, leaf in unknown]
+
+
+def _matched(
+    new: Weights, served: nnx.State[Any, Any], config: FamilyConfig | None, *, any_dtype: bool
+) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """The arrays of `new`, and paths and leaves of the served state, by name. No array is made before all of them fit;
+    then plain ones in place of codes are quantised. Raises WeightsMismatchError."""
+    inputs = dict(_leaves(new))
+    expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
+    arrays = {name: leaf for name, (_, leaf) in expected.items()}
     if config is None:
-        return new
-    arrays, coded = dict(_leaves(new)), config.coded_arrays
-    if not any(f"{name}{SCALE}" in arrays for name in coded):
-        arrays = _regrouped(arrays, config)
-    plain = {name: _to_array(arrays.get(name)) for name in coded if f"{name}{SCALE}" not in arrays}
-    _refuse_plain({name: coded[name] for name, numbers in plain.items() if _is_numbers(numbers)})
-    matching = {  # the others are told with all that differ
-        name: numbers
-        for name, numbers in plain.items()
-        if _is_numbers(numbers) and numbers.shape[-1] == sum(coded[name].segments)
-    }
-    return arrays | quantized_arrays(matching, coded)
+        _chosen(inputs, [_Layout(arrays=arrays)], any_dtype=any_dtype)
+        return {name: _to_array(leaf) for name, leaf in inputs.items()}, expected
+    coded = config.coded_arrays
+    given = {name: array for name, array in coded.items() if f"{name}{SCALE}" not in inputs}
+    _refuse_plain({name: array for name, array in given.items() if _is_numbers(_to_array(inputs.get(name)))})
+    quantized = {name: array for name, array in given.items() if array.format == E4M3}
+    layouts = [_served_layout(arrays, quantized), *_plain_layouts(arrays, config, inputs)]
+    layout = _chosen(inputs, layouts, any_dtype=any_dtype)
+    found = {name: _to_array(leaf) for name, leaf in inputs.items()}
+    if layout.is_regrouped:
+        _refuse_plain(coded)
+        found = regroup(found, without_codes(config), config)
+    return found | quantized_arrays({name: found[name] for name in quantized}, coded), expected
 
 
-def _regrouped(arrays: dict[str, Any], config: FamilyConfig) -> dict[str, Any]:
-    """Plain arrays in the blocks that the served config has; arrays that do not fit are left to be told."""
+def _chosen(inputs: Mapping[str, object], layouts: Sequence[_Layout], *, any_dtype: bool) -> _Layout:
+    """The layout that `inputs` have. Raises WeightsMismatchError with the differences from the nearest one."""
+    differences = [layout.differences(inputs, any_dtype=any_dtype) for layout in layouts]
+    least = min(range(len(layouts)), key=lambda index: len(differences[index]))
+    if wrong := differences[least]:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        text = f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:_SHOWN])}{more}"
+        raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
+    return layouts[least]
+
+
+def _served_layout(served: Mapping[str, Any], quantized: Mapping[str, CodedArray]) -> _Layout:
+    """The served arrays, with plain ones [R, I, O] in place of the codes and scales of `quantized`."""
+    dtype, arrays = served["embed"].dtype, dict(served)
+    for name, array in quantized.items():
+        shape = served[name].shape
+        plain = (shape[0], shape[2], shape[1]) if array.outputs_first else shape
+        arrays[name] = jax.ShapeDtypeStruct(plain, dtype)
+        del arrays[f"{name}{SCALE}"]
+    return _Layout(arrays=arrays, plain=quantized.keys())
+
+
+def _plain_layouts(served: Mapping[str, Any], config: FamilyConfig, inputs: Mapping[str, object]) -> list[_Layout]:
+    """The arrays of the plain model, where its blocks are others than those that are served; `inputs` that have scales
+    are none of it."""
     source = without_codes(config)
-    if is_grouped_alike(source, config):
-        return arrays
-    plain = {name: _to_array(leaf) for name, leaf in arrays.items()}
-    shapes = {
-        ".".join(map(str, path)): leaf.shape
-        for path, leaf in nnx.to_flat_state(decoder_shapes(source, jnp.dtype(jnp.float32)))
-    }
-    if any(not _is_array(plain.get(name)) or plain[name].shape != shape for name, shape in shapes.items()):
-        return arrays
-    if any(isinstance(array, jax.Array) and array.is_deleted() for array in plain.values()):
-        return arrays
-    return regroup(plain, source, config)
+    if is_grouped_alike(source, config) or any(f"{name}{SCALE}" in inputs for name in config.coded_arrays):
+        return []
+    flat = nnx.to_flat_state(decoder_shapes(source, served["embed"].dtype))
+    arrays = {".".join(map(str, path)): leaf for path, leaf in flat}
+    return [_Layout(arrays=arrays, plain=coded_everywhere(source, config), is_regrouped=True)]
 
 
 def _refuse_plain(given: Mapping[str, CodedArray]) -> None:
@@ -131,25 +175,6 @@ def _is_numbers(array: object) -> bool:
     if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, Tracer) or array.ndim != 3:
         return False
     return array.dtype in PLAIN_DTYPES and not (isinstance(array, jax.Array) and array.is_deleted())
-
-
-def _matched(
-    new: Weights, served: nnx.State[Any, Any], *, any_dtype: bool
-) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """The arrays of `new`, and paths and leaves of the served state, by name. Raises WeightsMismatchError."""
-    inputs = dict(_leaves(new))
-    expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
-    wrong = [
-        f"{name}: {_describe(inputs.get(name))} for {_describe(leaf)}"
-        for name, (_, leaf) in expected.items()
-        if not _matches(inputs.get(name), leaf, any_dtype=any_dtype)
-    ]
-    wrong += [f"{name}: {_describe(leaf)} is not in the model" for name, leaf in inputs.items() if name not in expected]
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        text = f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:_SHOWN])}{more}"
-        raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
-    return {name: _to_array(leaf) for name, leaf in inputs.items()}, expected
 
 
 @functools.partial(jax.jit, static_argnames=("dtypes", "looks"))
@@ -295,10 +320,13 @@ def _is_array(array: object) -> bool:
     return isinstance(array, jax.Array | np.ndarray) and not isinstance(array, Tracer)
 
 
-def _matches(new: object, served: Any, *, any_dtype: bool) -> bool:
+def _matches(new: object, served: Any, *, any_dtype: bool, others: Collection[Any] = ()) -> bool:
+    """Whether an array can be read and has this shape and dtype, or one of the `others`."""
     array = _to_array(new)
     if not _is_array(array) or (isinstance(array, jax.Array) and array.is_deleted()):
         return False
+    if others:
+        return array.shape == served.shape and array.dtype in others
     if any_dtype and jnp.issubdtype(array.dtype, jnp.inexact) and jnp.issubdtype(served.dtype, jnp.inexact):
         return array.shape == served.shape
     return (array.dtype, array.shape) == (served.dtype, served.shape)

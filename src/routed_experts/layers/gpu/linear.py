@@ -56,22 +56,21 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 
 
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, group: int) -> LinearTile:
-    """The same for codes, whose parts begin where a group does. Measured best on an H100 with 1 to 4 and 16 rows times
-    matrices of 2048 x 5120 and 4096 x 2048; those of more rows are not tuned."""
+    """The same for codes, whose parts begin where a group does. Measured best on an H100 with 1 to 4, 16, 64, 256, 1024
+    and 4096 rows times matrices of 2048 x 5120 and 4096 x 2048."""
     if power_of_two(num_rows) < FEWEST_ROWS:
         splits = _splits(inner, max(1, inner // 2048), group)
         return LinearTile(
             rows=power_of_two(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits, scaled=RowScaling.INSIDE
         )
     rows = min(max(16, power_of_two(num_rows)), 128)
+    warps, stages = (4, 3) if rows > 16 else (2, 4)
     if rows <= 64:
         splits = _splits(inner, inner // 512, group)
-        return LinearTile(
-            rows=rows, out=64, inner=128, warps=4 if rows > 16 else 2, stages=4, splits=splits, scaled=CODE_ROWS
-        )
-    blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
-    splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), group)
-    return LinearTile(rows=rows, out=128, inner=64, warps=8, stages=4, splits=splits, scaled=CODE_ROWS)
+    else:
+        blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
+        splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), group)
+    return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=stages, splits=splits, scaled=CODE_ROWS)
 
 
 def tile_for(num_rows: int, weights: Weight) -> LinearTile:

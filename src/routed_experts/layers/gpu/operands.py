@@ -12,6 +12,7 @@ stack."""
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -106,17 +107,29 @@ def sum_products(
     if rows.shape[0] < FEWEST_ROWS:
         return sum_few_rows(x, weights, matrix, rows, row_mask, columns, real, inputs, is_scaled=scaled is not None)
     size = product_step(weights, inputs.size)
+    steps = pl.cdiv(inputs.length, size)
     is_inside = scaled is RowScaling.INSIDE and isinstance(weights, QuantizedWeight)
 
-    def step(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        first, depth, deep = inputs.step(index, size)
+    def load_scales(index: Any) -> tuple[Array, ...]:
+        """Those of a step, for each set of columns; none of numbers."""
+        if not isinstance(weights, QuantizedWeight):
+            return ()
+        first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
+        at = [weights.scales.at[matrix, first // weights.group, part[:, None]] for part in columns]
+        return tuple(load_or_zero(own, None if real is None else real.T) for own in at)
+
+    def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
+        sums, scales = carry
+        # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
+        following, (_, depth, deep) = load_scales(index + 1), inputs.step(index, size)
         own = _load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
-        blocks = [_load_block(weights, matrix, first, depth, part, deep, real, own.numbers.dtype) for part in columns]
-        return tuple(total + _block_product(own, block) for total, block in zip(sums, blocks, strict=True))
+        blocks = [_load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
+        products = [_block_product(own, *block) for block in itertools.zip_longest(blocks, scales)]
+        return tuple(total + part for total, part in zip(sums, products, strict=True)), following
 
     shape = (rows.shape[0], columns[0].shape[0])
     zeros = jnp.zeros(shape[::-1] if isinstance(weights, QuantizedWeight) else shape, jnp.float32)
-    sums = lax.fori_loop(0, pl.cdiv(inputs.length, size), step, (zeros,) * len(columns))
+    sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
     return [_end_sums(total, x, weights, rows, row_mask) for total in sums]
 
 
@@ -211,36 +224,16 @@ def _load_rows(
     return _RowsBlock(numbers, inverse[None, :])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Block:
-    """A part of a matrix. Codes are transposed, with the values' dtype of the rows, which holds them exactly; `scales`
-    are those of their group."""
-
-    numbers: Float[Array, "I C"] | Float[Array, "C I"]
-    scales: Float[Array, "C 1"] | None = None
-
-
 def _load_block(
-    weights: Any,
-    matrix: Array,
-    first: Array,
-    depth: Array,
-    columns: Array,
-    deep: Array | None,
-    real: Array | None,
-    dtype: Any,
-) -> _Block:
-    """A block of one matrix of the stack for rows of `dtype`: inputs `depth` from `first` on, of which `deep` [I]
-    exist, and `columns`, of which `real` [1, C] exist."""
+    weights: Any, matrix: Array, depth: Array, columns: Array, deep: Array | None, real: Array | None, dtype: Any
+) -> Float[Array, "I C"] | Float[Array, "C I"]:
+    """A block of one matrix of the stack for rows of `dtype`: inputs `depth`, of which `deep` [I] exist, and
+    `columns`, of which `real` [1, C] exist. Codes are transposed, in `dtype`, which holds them exactly."""
     if not isinstance(weights, QuantizedWeight):
         at = weights.at[matrix, depth[:, None], columns[None, :]]
-        return _Block(load_or_zero(at, combine_masks(None if deep is None else deep[:, None], real)))
-    real_column = None if real is None else real.T
-    # Before the product, which waits for its operands, so that it is on its way meanwhile.
-    at: Any = weights.scales.at[matrix, first // weights.group, columns[:, None]]
-    scales = load_or_zero(at, real_column)
-    mask = combine_masks(None if deep is None else deep[None, :], real_column)
-    return _Block(_decode(_load_codes(weights, matrix, depth, columns, mask), mask, dtype), scales)
+        return load_or_zero(at, combine_masks(None if deep is None else deep[:, None], real))
+    mask = combine_masks(None if deep is None else deep[None, :], None if real is None else real.T)
+    return _decode(_load_codes(weights, matrix, depth, columns, mask), mask, dtype)
 
 
 def _load_codes(
@@ -258,13 +251,12 @@ def _decode(codes: Float[Array, "C I"], mask: Array | None, dtype: Any) -> Float
     return codes.astype(dtype) if mask is None else jnp.where(mask, codes.astype(dtype), jnp.zeros((), dtype))
 
 
-def _block_product(rows: _RowsBlock, block: _Block) -> Float[Array, "T C"] | Float[Array, "C T"]:
-    """The rows times the block; of codes transposed, and multiplied by the scales."""
-    if block.scales is None:
-        return _dot(rows.numbers, block.numbers)
+def _block_product(rows: _RowsBlock, block: Array, scales: Array | None) -> Float[Array, "T C"] | Float[Array, "C T"]:
+    """The rows times the block [I, C]; or [C, I] of codes, times their `scales` [C, 1], and transposed."""
+    if scales is None:
+        return _dot(rows.numbers, block)
     precision = lax.Precision.HIGHEST if rows.numbers.dtype == jnp.float32 else None
-    product = jnp.dot(block.numbers, rows.numbers.T, precision=precision, preferred_element_type=jnp.float32)
-    product = product * block.scales
+    product = jnp.dot(block, rows.numbers.T, precision=precision, preferred_element_type=jnp.float32) * scales
     return product if rows.inverse is None else product * rows.inverse
 
 

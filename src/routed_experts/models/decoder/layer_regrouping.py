@@ -2,6 +2,7 @@
 a checkpoint leaves some layers plain, those of codes are blocks of their own; a trainer's module has them together."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,14 @@ def regroup(arrays: Mapping[str, Any], source: FamilyConfig, target: FamilyConfi
             parts = [_rows(arrays, last, run) for run in _neighbours(layers)]
             found[f"{path}.{last}"] = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
     return found
+
+
+def coded_everywhere(source: FamilyConfig, target: FamilyConfig) -> frozenset[str]:
+    """The arrays of the blocks of `source` that are codes in `target` in each of their layers, by dotted path."""
+    by_path: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for layer, (path, _, _) in _places(source).items():
+        by_path[path].append(frozenset(array.name for array in target.layers[layer].coded))
+    return frozenset(f"{path}.{name}" for path, layers in by_path.items() for name in frozenset.intersection(*layers))
 
 
 def _places(config: FamilyConfig) -> dict[int, _Place]:
