@@ -3,20 +3,20 @@
 import pytest
 
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.text_drafts import text_drafts_function
+from routed_experts.layers.native.text_drafts import text_draft_functions
 
 
 @pytest.fixture(scope="session")
-def compiled_function():
+def compiled_functions():
     """The compiled search."""
     if toolchain.compiler() is None:
         pytest.skip("this machine has no C++ compiler")
-    function = text_drafts_function()
-    assert function is not None
-    return function
+    functions = text_draft_functions()
+    assert functions is not None
+    return functions
 
 
 @pytest.fixture(scope="session", params=["python", "compiled"])
-def function(request):
+def functions(request):
     """The compiled search, or None for that in Python."""
-    return None if request.param == "python" else request.getfixturevalue("compiled_function")
+    return None if request.param == "python" else request.getfixturevalue("compiled_functions")

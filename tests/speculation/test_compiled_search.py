@@ -1,4 +1,4 @@
-"""The compiled search proposes what the search in Python does, to the last bit, whatever texts a sequence may copy."""
+"""Compiled code proposes and sorts what Python does, to the last bit, whatever texts a sequence may copy."""
 
 import numpy as np
 import pytest
@@ -6,22 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.layers.native import text_drafts, toolchain
+from routed_experts.speculation.compiled_search import CompiledSearch
 from routed_experts.speculation.drafter import Sample, SequenceInfo
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
+from routed_experts.speculation.sorted_contexts import NO_TOKEN, ContextHash, SortedContexts
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 SPACES = (None, "a")
 
 
-def make_drafter(rule, function):
+def make_drafter(rule, functions):
     contexts = context_hash(rule)
     return TextDrafter(
         rule,
         store=RolloutStore(max_bytes=1 << 20),
         texts=NamespaceTexts(contexts, max_bytes=1 << 20) if rule.counts else None,
         contexts=contexts,
-        function=function,
+        compiled=functions,
     )
 
 
@@ -50,10 +52,10 @@ def copied(rng, texts, alphabet, length):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_both_searches_propose_the_same(compiled_function, seed):
+def test_both_searches_propose_the_same(compiled_functions, seed):
     rng = np.random.default_rng(seed)
     rule, alphabet = draw_rule(rng), int(rng.choice([2, 3, 20, 300]))
-    drafters = [make_drafter(rule, None), make_drafter(rule, compiled_function)]
+    drafters = [make_drafter(rule, None), make_drafter(rule, compiled_functions)]
     texts = [rng.integers(0, alphabet, int(rng.integers(10, 800))).astype(np.int32) for _ in range(4)]
     prompts = [copied(rng, texts, alphabet, int(rng.integers(0, 900))) for _ in range(2)]
     opened = {}
@@ -91,12 +93,29 @@ def test_both_searches_propose_the_same(compiled_function, seed):
             opened[key] = prompt, np.append(output, added), info
 
 
+@pytest.mark.parametrize("keep_all", [False, True])
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_contexts_that_are_entered_have_the_keys_of_those_that_are_sorted(compiled_functions, keep_all, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        min_window = int(rng.integers(1, 4))
+        contexts = ContextHash(min_window=min_window, max_window=int(rng.integers(min_window, 25)))
+        texts = [rng.integers(0, int(rng.choice([1, 2, 3, 40, 300])), 200).astype(np.int32) for _ in range(2)]
+        text = copied(rng, texts, 300, int(rng.integers(1, 600)))
+        padded = np.concatenate([np.full(contexts.max_window, NO_TOKEN, np.int32), text])
+        first, last = sorted(rng.integers(0, text.size + 1, 2).tolist())
+        search = CompiledSearch(compiled_functions, contexts, max_factor=1.0, min_probability=0.1)
+        earlier, whole = (SortedContexts(contexts, padded, np.arange(n), keep_all=keep_all) for n in (first, last))
+        assert search.grow(earlier, padded, first, last).keys == whole.keys, (seed, first, last)
+
+
 def test_without_a_compiler_drafts_are_searched_in_python(monkeypatch):
     monkeypatch.setattr(toolchain, "compiler", lambda: None)
     with pytest.raises(OSError, match="no C\\+\\+ compiler was found"):
         toolchain.text_drafts_library.__wrapped__()
     monkeypatch.setattr(toolchain, "text_drafts_library", toolchain.text_drafts_library.__wrapped__)
-    assert text_drafts.text_drafts_function.__wrapped__() is None
+    assert text_drafts.text_draft_functions.__wrapped__() is None
 
 
 def test_the_two_libraries_have_files_of_their_own():

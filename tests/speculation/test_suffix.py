@@ -52,11 +52,11 @@ def check(draft, places, text, rule, most):
 @pytest.mark.parametrize("alphabet", [2, 3, 300])
 @settings(max_examples=10)
 @given(seed=SEEDS)
-def test_drafts_of_a_sequence_are_counted_as_by_brute_force(function, alphabet, seed):
+def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet, seed):
     rng = np.random.default_rng(seed)
     for number in range(200):
         text, rule = draw_text(rng, alphabet, int(rng.integers(0, 60))), draw_rule(rng)
-        drafter = TextDrafter(rule, function=function)
+        drafter = TextDrafter(rule, compiled=functions)
         size, most = int(rng.integers(0, len(text) + 1)), int(rng.integers(1, 9))
         drafter.open(number, ids(text[:size]), SequenceInfo(prompt_len=size))
         drafter.extend(number, ids(text[size:]))
@@ -72,11 +72,11 @@ def test_drafts_of_a_sequence_are_counted_as_by_brute_force(function, alphabet, 
 
 @settings(max_examples=12)
 @given(seed=SEEDS)
-def test_a_long_sequence_is_counted_over_its_sorted_and_its_unsorted_part(function, seed):
+def test_a_long_sequence_is_counted_over_its_sorted_and_its_unsorted_part(functions, seed):
     rng = np.random.default_rng(seed)
     rule = CopyRule(max_window=int(rng.choice([3, 7, 24])), counts=True, max_factor=9.0)
     text = draw_text(rng, int(rng.choice([2, 3, 40])), 900)
-    drafter = TextDrafter(rule, function=function)
+    drafter = TextDrafter(rule, compiled=functions)
     size = int(rng.integers(200, 400))
     drafter.open("grown", ids(text[:size]), SequenceInfo(prompt_len=size))
     while size < len(text):
@@ -131,11 +131,11 @@ def _until_negative(row):
     return row[: next((place for place, token in enumerate(row) if token < 0), len(row))]
 
 
-def test_the_source_with_more_expected_tokens_wins(function):
+def test_the_source_with_more_expected_tokens_wins(functions):
     rule = CopyRule(max_window=24, counts=True, max_factor=9.0)
     contexts = context_hash(rule)
     store, texts = RolloutStore(max_bytes=1 << 20), NamespaceTexts(contexts, max_bytes=1 << 20)
-    drafter = TextDrafter(rule, store=store, texts=texts, contexts=contexts, function=function)
+    drafter = TextDrafter(rule, store=store, texts=texts, contexts=contexts, compiled=functions)
     drafter.remember(ids([9, 8]), ids([1, 2, 3, 4, 5, 6]), Sample())
     drafter.open("own", ids([3, 50, 51, 52, 7, 3]), SequenceInfo(prompt_len=6))
     draft = drafter.propose("own", 3)  # both have seen one token of context; the first of equals

@@ -1,16 +1,18 @@
-"""CompiledSearch: what all texts of a sequence propose, by one call of a compiled function.
+"""CompiledSearch: what all texts of a sequence propose, by one call of compiled code, which sorts its contexts, too.
 
 It proposes what Matcher and `frequent_continuation` do, and needs no state of earlier steps. The arrays here have the
 layout of the structures in layers/native/text_drafts.cpp. Dims: W tokens of the longest context."""
 
+from array import array
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 
 from routed_experts.speculation.continuations import MOST_OCCURRENCES, PRIOR_SURVIVAL
 from routed_experts.speculation.drafter import Draft, DraftSource
-from routed_experts.speculation.sorted_contexts import MOST_DRAFTS, ContextHash, SearchedText
+from routed_experts.speculation.sorted_contexts import MOST_DRAFTS, ContextHash, SearchedText, SortedContexts
 
 MOST_TEXTS = 8  # of a sequence: itself, the prediction, the answers to its prompt, four blocks of its namespace
 _TEXT_FIELDS = 8
@@ -24,13 +26,23 @@ _RESULT = np.dtype(
 )
 
 
-class SearchFunction(Protocol):
-    """Takes addresses of arrays, and writes a result for each text."""
+class CompiledFunctions(Protocol):
+    """Compiled code, which takes addresses of arrays and numbers."""
 
-    def __call__(
-        self, rule: int, padded: int, size: int, texts: int, num_texts: int, most: int, results: int, /
-    ) -> None:
-        """Search the texts for the end of a sequence of `size` > 0 tokens."""
+    @property
+    def search(self) -> Callable[[int, int, int, int, int, int, int], None]:
+        """Search texts for the end of a sequence: rule, padded, size, texts, their number, most drafts, results."""
+        ...
+
+    @property
+    def enter_contexts(self) -> Callable[[int, int, int, int, int, int, int], int]:
+        """Enter contexts of positions first..last-1: rule, padded, first, last, keys, their number, whether all
+        positions have keys. Returns the number of keys then."""
+        ...
+
+    @property
+    def take_keys(self) -> Callable[[int], None]:
+        """Write the keys that the last call of `enter_contexts` has made."""
         ...
 
 
@@ -57,16 +69,17 @@ class TextTable:
 
 
 class CompiledSearch:
-    """Calls the function for one rule. Results hold until the next call. One thread uses it."""
+    """Calls compiled code for one rule. Results hold until the next call. One thread uses it."""
 
     def __init__(
-        self, function: SearchFunction, contexts: ContextHash, *, max_factor: float, min_probability: float
+        self, functions: CompiledFunctions, contexts: ContextHash, *, max_factor: float, min_probability: float
     ) -> None:
-        self._function, self._contexts = function, contexts  # whose arrays are read
+        self._functions, self._contexts = functions, contexts  # whose arrays are read
         self._rule = np.zeros(9, np.int64)
         self._rule[:4] = contexts.min_window, contexts.max_window, contexts.position_mask, contexts.tag_mask
         self._rule[4:6] = np.array([max_factor, min_probability]).view(np.int64)
         self._rule[6:] = contexts.factors.ctypes.data, contexts.salts.ctypes.data, PRIOR_SURVIVAL.ctypes.data
+        self._search = functions.search
         self._results = np.zeros(MOST_TEXTS, _RESULT)
         self._matches, self._expected = self._results["match"], self._results["expected"]
         self._survival, self._tokens = self._results["survival"], self._results["tokens"]
@@ -80,10 +93,21 @@ class CompiledSearch:
         many of these are expected to be accepted."""
         table.update(own)
         num_texts = table.num_texts
-        self._function(
-            self._rule_address, own.addresses[2], size, table.address, num_texts, most, self._results_address
-        )
+        self._search(self._rule_address, own.addresses[2], size, table.address, num_texts, most, self._results_address)
         return self._matches[:num_texts].tolist(), self._expected[:num_texts].tolist()
+
+    def grow(
+        self, sorted_contexts: SortedContexts, padded: Int32[np.ndarray, " WS"], first: int, last: int
+    ) -> SortedContexts:
+        """Return the contexts of positions 0..last-1 of `padded`. `sorted_contexts`: those of positions 0..first-1."""
+        keys, num_keys = sorted_contexts.keys.buffer_info()
+        keeps_all = sorted_contexts.keep_all
+        num_keys = self._functions.enter_contexts(
+            self._rule_address, padded.ctypes.data, first, last, keys, num_keys, keeps_all
+        )
+        grown = array("q", [0]) * num_keys
+        self._functions.take_keys(grown.buffer_info()[0])
+        return SortedContexts(self._contexts, padded, np.arange(last), keep_all=keeps_all, keys=grown)
 
     def draft(self, number: int, count: int, source: DraftSource) -> Draft:
         """The `count` tokens that text `number` has proposed last."""

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 from jaxtyping import Int32
 
+from routed_experts.speculation.compiled_search import CompiledSearch
 from routed_experts.speculation.sorted_contexts import (
     NO_OCCURRENCES,
     NO_TOKEN,
@@ -25,7 +26,7 @@ MIN_TAIL, MAX_TAIL = 256, 2048  # unsorted positions before they are sorted: S /
 
 class ContextIndex:
     """The index of one sequence of token ids from 0 to 1,114,111 (those of characters), for the lengths of `contexts`.
-    `keep_all` is needed to find more than one occurrence, and `has_string` to search here, not in compiled code.
+    `keep_all` is needed to find more than one occurrence. `compiled`: what searches and sorts instead.
 
     Memory, in bytes: at most 6 a token and 1,072 for the tokens, that of SortedContexts for the keys, and 4 for each
     of the at most W + 2,048 tokens of the string."""
@@ -33,9 +34,14 @@ class ContextIndex:
     first_tokens = frozenset[int]()  # nothing is before the first position
 
     def __init__(
-        self, tokens: Int32[np.ndarray, " S"], contexts: ContextHash, *, keep_all: bool = False, has_string: bool = True
+        self,
+        tokens: Int32[np.ndarray, " S"],
+        contexts: ContextHash,
+        *,
+        keep_all: bool = False,
+        compiled: CompiledSearch | None = None,
     ) -> None:
-        self._hash, self._keep_all, self._has_string = contexts, keep_all, has_string
+        self._hash, self._keep_all, self._compiled = contexts, keep_all, compiled
         self.min_window, self.max_window = contexts.min_window, contexts.max_window
         self.padded = np.full(contexts.max_window + MIN_TAIL, NO_TOKEN, np.int32)  # W times NO_TOKEN, then tokens
         self.size = self._num_sorted = self._tail_start = 0
@@ -65,14 +71,14 @@ class ContextIndex:
         self.padded[window + start : window + size] = tokens
         self.size, self._query = size, None
         if size - self._num_sorted <= self._max_tail:
-            if self._has_string:
+            if self._compiled is None:
                 self._tail += _characters(tokens)
             return
+        self._sorted, self._searched_text = self._sort(size - 1), None
         self._num_sorted = size - 1  # the last position is the query, never an answer
-        self._sorted, self._searched_text = self._sort(self._num_sorted), None
         self._max_tail = min(max(size // 8, MIN_TAIL), MAX_TAIL)
         self._tail_start = max(self._num_sorted - window, 0)
-        if self._has_string:
+        if self._compiled is None:
             self._tail = _characters(self.padded[window + self._tail_start : window + size])
 
     def query(self) -> Query:
@@ -147,6 +153,9 @@ class ContextIndex:
         self._searched_text = None
 
     def _sort(self, count: int) -> SortedContexts:
+        first, has_long_tags = self._num_sorted, self._hash.position_mask < 1 << 32
+        if self._compiled is not None and first > 0 and count - first <= 2 * MAX_TAIL and has_long_tags:
+            return self._compiled.grow(self._sorted, self.padded, first, count)
         return SortedContexts(self._hash, self.padded, np.arange(count), keep_all=self._keep_all)
 
     def _all_in_tail(self, length: int, most: int) -> list[int]:

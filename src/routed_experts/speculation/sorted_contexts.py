@@ -110,7 +110,8 @@ class Query:
 
 class SortedContexts:
     """The contexts that end at `positions` (increasing) of a text. `padded`: W other tokens, then the text; it is read
-    while the index is used. Without `keep_all` only the latest position of a context has a key.
+    while the index is used. `keys`: where they are sorted already. Without `keep_all` only the latest position of a
+    context has a key.
 
     Building takes 0.1 to 0.5 us a position. Memory, in bytes: at most 4 * (R + 1) a position, with `keep_all` 8 * R."""
 
@@ -121,13 +122,15 @@ class SortedContexts:
         positions: Int64[np.ndarray, " P"],
         *,
         keep_all: bool = False,
+        keys: "array[int] | None" = None,
     ) -> None:
-        self._hash, self._positions, self._keep_all = contexts, positions, keep_all
+        self._hash, self._positions, self.keep_all = contexts, positions, keep_all
         self._position_mask = np.array(contexts.position_mask)
         self.read(padded)
-        self._keys = array("q")
-        self._keys.frombytes(self._sort(padded).view(np.uint8).data)
-        self._key_array = np.frombuffer(self._keys, np.int64)
+        self.keys = array("q") if keys is None else keys
+        if keys is None:
+            self.keys.frombytes(self._sort(padded).view(np.uint8).data)
+        self._key_array = np.frombuffer(self.keys, np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -141,15 +144,15 @@ class SortedContexts:
 
     def searched_text(self, *, num_sorted: int = -1) -> SearchedText:
         """The text for compiled code."""
-        keys, num_keys = self._keys.buffer_info()
+        keys, num_keys = self.keys.buffer_info()
         padded, positions = self._padded, self._positions
         addresses = keys, num_keys, padded.ctypes.data, positions.ctypes.data, positions.size, num_sorted
-        return SearchedText(addresses, (self._keys, padded, positions))
+        return SearchedText(addresses, (self.keys, padded, positions))
 
     def find(self, query: Query, near: int = 0, longest: int = 1 << 30) -> Match:
         """Return the latest occurrence of the longest context that has one, or NO_MATCH. `longest`: no longer one
         has; `near`: the length that is expected. It changes the time of the search, not the result."""
-        contexts, keys = self._hash, self._keys
+        contexts, keys = self._hash, self.keys
         tag_mask, salts, num_keys, shortest = contexts.tag_mask, contexts.salt_list, len(keys), contexts.min_window
         if num_keys == 0:
             return NO_MATCH
@@ -171,7 +174,7 @@ class SortedContexts:
         if best < 0:
             return NO_MATCH
         stop = best_start + 1
-        if self._keep_all and stop < num_keys and keys[stop] & tag_mask == best_tag:
+        if self.keep_all and stop < num_keys and keys[stop] & tag_mask == best_tag:
             stop = bisect_right(keys, best_tag | contexts.position_mask, stop)
         position = keys[stop - 1] & contexts.position_mask
         length = query.common_length(self._view, position + contexts.max_window + 1, shortest + best)
@@ -187,7 +190,7 @@ class SortedContexts:
         known = self._hash.min_window + match.row  # a longer match is the only one of `known` tokens
         positions, following = self.occurrences(match, most)
         return Occurrences(
-            positions, following, match.length, known, self._keep_all and match.stop - match.start <= most
+            positions, following, match.length, known, self.keep_all and match.stop - match.start <= most
         )
 
     def occurrences(self, match: Match, most: int) -> tuple[list[int], list[int]]:
@@ -200,7 +203,7 @@ class SortedContexts:
             start = stop - most
         if stop - start <= FEW:
             mask, behind = self._hash.position_mask, self._behind_view
-            positions = [key & mask for key in self._keys[start:stop]]
+            positions = [key & mask for key in self.keys[start:stop]]
             return positions, [behind[position] for position in positions]
         array = np.bitwise_and(self._key_array[start:stop], self._position_mask)
         return array.tolist(), self._behind[array].tolist()
@@ -227,7 +230,7 @@ class SortedContexts:
             tags = keys & contexts.tag_mask
             same = np.zeros(keys.size + 1, bool)  # same[i]: key i has the tag of key i - 1
             np.equal(tags[1:], tags[:-1], out=same[1:-1])
-            levels.append(keys if self._keep_all else keys[~same[1:]])
+            levels.append(keys if self.keep_all else keys[~same[1:]])
             positions = keys[same[1:] | same[:-1]] & contexts.position_mask
         entered = np.concatenate(levels)
         entered.sort(kind="stable")  # merges the runs, each of which is sorted

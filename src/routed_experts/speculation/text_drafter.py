@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.speculation.compiled_search import CompiledSearch, SearchFunction, TextTable
+from routed_experts.speculation.compiled_search import CompiledFunctions, CompiledSearch, TextTable
 from routed_experts.speculation.context_index import ContextIndex
 from routed_experts.speculation.continuations import (
     LONGEST_MATCH,
@@ -69,10 +69,10 @@ class _Sequence:
         contexts: ContextHash,
         *,
         counts: bool,
-        is_compiled: bool,
+        compiled: CompiledSearch | None,
     ) -> None:
         self.info, self._counts = info, counts
-        self.index = ContextIndex(tokens, contexts, keep_all=counts, has_string=not is_compiled)
+        self.index = ContextIndex(tokens, contexts, keep_all=counts, compiled=compiled)
         self.own = Matcher(self.index, self.index, most=MOST_OCCURRENCES if counts else 1)
         self.rollouts: PromptRollouts | None = None
         self.prediction: TextIndex | None = None
@@ -165,7 +165,7 @@ class TextDrafter:
     """A Drafter. `store`: earlier answers by prompt; `texts`: those of a namespace, for a rule that counts; None: text
     of other sequences is not used, but for ended choices of the same prompt.
 
-    `function`: the compiled search; without one the same drafts are found in Python. A step of a request takes 5 to 15
+    `compiled`: compiled code; without it the same drafts are found in Python. A step of a request takes 5 to 15
     us with it, and 10 to 65 us without; `open` takes 0.1 to 1.2 us a token. `contexts`: the hash of `texts`, where
     there are some."""
 
@@ -176,14 +176,14 @@ class TextDrafter:
         store: RolloutStore | None = None,
         texts: NamespaceTexts | None = None,
         contexts: ContextHash | None = None,
-        function: SearchFunction | None = None,
+        compiled: CompiledFunctions | None = None,
     ) -> None:
         self._rule, self._store, self._texts = rule, store, texts
         self._hash = contexts or context_hash(rule)
         self._compiled: CompiledSearch | None = None
-        if function is not None:
+        if compiled is not None:
             self._compiled = CompiledSearch(
-                function,
+                compiled,
                 self._hash,
                 max_factor=rule.max_factor,
                 min_probability=rule.min_probability,
@@ -208,7 +208,7 @@ class TextDrafter:
     def open(self, key: Hashable, tokens: Int32[np.ndarray, " S"], info: SequenceInfo) -> None:
         """Index a sequence; one that is open under this key is replaced."""
         self.close(key)
-        sequence = _Sequence(tokens, info, self._hash, counts=self._rule.counts, is_compiled=self._compiled is not None)
+        sequence = _Sequence(tokens, info, self._hash, counts=self._rule.counts, compiled=self._compiled)
         if info.prediction is not None and info.prediction.size:
             sequence.prediction = TextIndex(self._hash, [(info.prediction[:0], info.prediction)])
             sequence.follow(info.prediction, DraftSource.PREDICTION, PREDICTION_RUN)

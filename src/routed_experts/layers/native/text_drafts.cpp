@@ -5,6 +5,7 @@
 // (of the sequence itself alone) have no key. Products are rounded before they are added: results are those of the searches in Python, to the bit.
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace rex {
 
@@ -174,6 +175,140 @@ class DraftSearch {
   int64_t length_ = 0, num_found_ = 0, found_[kMostOccurrences];
 };
 
+// Enters the contexts of positions first..last-1 among the keys of those before: the keys of a text are those that sorting all of it would give.
+//
+//     length n        keys          new positions          of the positions that have a key for length n, two share the context: they have one for n + 1
+//     length n + 1    keys, and     new positions that share, and the earlier ones that have been alone so far
+class ContextEntry {
+ public:
+  int64_t enter(const DraftRule& rule, const int32_t* padded, int64_t first, int64_t last, const int64_t* keys, int64_t num_keys, bool keeps_all) {
+    rule_ = &rule;
+    text_ = padded + rule.max_window;
+    keys_ = keys;
+    keys_end_ = keys + num_keys;
+    added_.clear();
+    removed_.clear();
+    std::vector<Context> active, next;
+    for (int64_t position = first; position < last; position++) active.push_back({position, sum(position, rule.min_window - 1)});
+    for (int64_t length = rule.min_window; length <= rule.max_window && !active.empty(); length++, active.swap(next)) {
+      next.clear();
+      for (Context& context : active) {
+        const int64_t position = context.key & rule.position_mask;
+        context.sum += term(position, length - 1);
+        context.key = tag(context.sum, length) | position;
+      }
+      std::sort(active.begin(), active.end(), [](const Context& one, const Context& other) { return one.key < other.key; });
+      const size_t start = added_.size();
+      const int64_t* key = keys_;
+      for (size_t i = 0, stop; i < active.size(); i = stop) {
+        const int64_t shared = active[i].key & rule.tag_mask;
+        for (stop = i + 1; stop < active.size() && (active[stop].key & rule.tag_mask) == shared; stop++) {}
+        key = first_not_below(key, shared);
+        int64_t alone = -1;
+        const int64_t num_earlier = count_earlier(key, shared, length, keeps_all, alone);
+        if (keeps_all) {
+          for (size_t j = i; j < stop; j++) added_.push_back(active[j].key);
+        } else {
+          added_.push_back(active[stop - 1].key);
+          if (num_earlier > 0) removed_.push_back(shared | latest_);
+        }
+        if (num_earlier + int64_t(stop - i) < 2) continue;
+        for (size_t j = i; j < stop; j++) next.push_back({active[j].key & rule.position_mask, active[j].sum});
+        if (alone >= 0) next.push_back({alone, sum(alone, length)});
+      }
+      runs_.push_back(start);
+    }
+    merge_runs();
+    std::sort(removed_.begin(), removed_.end());
+    return num_keys + int64_t(added_.size()) - int64_t(removed_.size());
+  }
+
+  void take(int64_t* out) const {
+    const int64_t* removed = removed_.data();
+    const int64_t* const removed_end = removed + removed_.size();
+    const int64_t* key = keys_;
+    for (const int64_t added : added_) {
+      for (; key < keys_end_ && *key < added; key++) {
+        if (removed < removed_end && *key == *removed) removed++;
+        else *out++ = *key;
+      }
+      *out++ = added;
+    }
+    for (; key < keys_end_; key++) {
+      if (removed < removed_end && *key == *removed) removed++;
+      else *out++ = *key;
+    }
+  }
+
+ private:
+  struct Context {
+    int64_t key;
+    uint64_t sum;
+  };
+
+  uint64_t term(int64_t position, int64_t before) const { return uint64_t(int64_t(text_[position - before])) * uint64_t(rule_->factors[before]); }
+
+  uint64_t sum(int64_t position, int64_t length) const {
+    uint64_t total = 0;
+    for (int64_t before = 0; before < length; before++) total += term(position, before);
+    return total;
+  }
+
+  int64_t tag(uint64_t sum, int64_t length) const { return int64_t(sum + uint64_t(rule_->salts[length - rule_->min_window])) & rule_->tag_mask; }
+
+  // The first key from `key` on that is not below `value`; near ones are found first.
+  const int64_t* first_not_below(const int64_t* key, int64_t value) const {
+    int64_t step = 1;
+    const int64_t* low = key;
+    while (keys_end_ - low > step && low[step] < value) {
+      low += step;
+      step *= 2;
+    }
+    return std::lower_bound(low, low + std::min<int64_t>(step + 1, keys_end_ - low), value);
+  }
+
+  // How many earlier positions share the context, 2 for more; `alone`: the one that has had no key for the next length. Keys of other lengths may have
+  // the same tag.
+  int64_t count_earlier(const int64_t* key, int64_t shared, int64_t length, bool keeps_all, int64_t& alone) {
+    int64_t count = 0;
+    for (; key < keys_end_ && (*key & rule_->tag_mask) == shared && count < 2; key++) {
+      const int64_t position = *key & rule_->position_mask;
+      if (tag(sum(position, length), length) != shared) continue;
+      latest_ = position;
+      count++;
+    }
+    if (count == 1 && !keeps_all && length < rule_->max_window)  // the latest of several has a key for the next length
+      count += std::binary_search(keys_, keys_end_, tag(sum(latest_, length + 1), length + 1) | latest_);
+    if (count == 1) alone = latest_;
+    return count;
+  }
+
+  // Sorts the added keys, which are sorted for each length.
+  void merge_runs() {
+    runs_.push_back(added_.size());
+    while (runs_.size() > 2) {
+      std::vector<size_t> merged;
+      for (size_t i = 0; i + 2 < runs_.size(); i += 2) {
+        std::inplace_merge(added_.begin() + runs_[i], added_.begin() + runs_[i + 1], added_.begin() + runs_[i + 2]);
+        merged.push_back(runs_[i]);
+      }
+      if (runs_.size() % 2 == 0) merged.push_back(runs_[runs_.size() - 2]);
+      merged.push_back(runs_.back());
+      runs_.swap(merged);
+    }
+    runs_.clear();
+  }
+
+  const DraftRule* rule_ = nullptr;
+  const int32_t* text_ = nullptr;
+  const int64_t *keys_ = nullptr, *keys_end_ = nullptr;
+  int64_t latest_ = 0;
+  std::vector<int64_t> added_, removed_;
+  std::vector<size_t> runs_;
+};
+
+thread_local ContextEntry context_entry;
+
 }  // namespace rex
 
 // What each of `num_texts` texts proposes for a sequence of `size` > 0 tokens.
@@ -182,3 +317,11 @@ extern "C" void RexTextDrafts(const rex::DraftRule* rule, const int32_t* padded,
   rex::DraftSearch search(*rule, padded, size);
   for (int64_t i = 0; i < num_texts; i++) search.draft(texts[i], most, results[i]);
 }
+
+// How many keys a text has with those of positions first..last-1; `keys`: those of the positions before, which live until RexTakeKeys writes all.
+extern "C" int64_t RexEnterContexts(const rex::DraftRule* rule, const int32_t* padded, int64_t first, int64_t last, const int64_t* keys, int64_t num_keys,
+                                    int64_t keeps_all) {
+  return rex::context_entry.enter(*rule, padded, first, last, keys, num_keys, keeps_all != 0);
+}
+
+extern "C" void RexTakeKeys(int64_t* keys) { rex::context_entry.take(keys); }

@@ -1,6 +1,7 @@
 """The search for drafts in texts, in C++: what routed_experts/speculation/compiled_search.py calls."""
 
 import ctypes
+import dataclasses
 import functools
 import logging
 import subprocess
@@ -10,24 +11,30 @@ from routed_experts.layers.native import toolchain
 
 logger = logging.getLogger(__name__)
 
-_SIGNATURE = ctypes.PYFUNCTYPE(  # a call takes microseconds, so it retains the interpreter's lock
-    None,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-)
+_ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextDraftFunctions:
+    """The functions of text_drafts.cpp, which take addresses and numbers in the order of their parameters."""
+
+    search: Callable[[int, int, int, int, int, int, int], None]
+    enter_contexts: Callable[[int, int, int, int, int, int, int], int]
+    take_keys: Callable[[int], None]
 
 
 @functools.cache
-def text_drafts_function() -> Callable[[int, int, int, int, int, int, int], None] | None:
-    """Return RexTextDrafts of text_drafts.cpp, which takes addresses and numbers; None where it cannot be compiled."""
+def text_draft_functions() -> TextDraftFunctions | None:
+    """Return the functions, compiled at first use; None where they cannot be."""
     try:
         library = toolchain.text_drafts_library()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("drafts are searched in Python: %s", error)
         return None
-    return _SIGNATURE(("RexTextDrafts", library))
+    # Calls take microseconds, so they retain the interpreter's lock.
+    search = ctypes.PYFUNCTYPE(None, _ADDRESS, _ADDRESS, _NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
+    enter = ctypes.PYFUNCTYPE(_NUMBER, _ADDRESS, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER, _NUMBER)
+    take = ctypes.PYFUNCTYPE(None, _ADDRESS)
+    return TextDraftFunctions(
+        search(("RexTextDrafts", library)), enter(("RexEnterContexts", library)), take(("RexTakeKeys", library))
+    )
