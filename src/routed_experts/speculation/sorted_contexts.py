@@ -205,8 +205,8 @@ class SortedContexts:
             mask, behind = self._hash.position_mask, self._behind_view
             positions = [key & mask for key in self.keys[start:stop]]
             return positions, [behind[position] for position in positions]
-        array = np.bitwise_and(self._key_array[start:stop], self._position_mask)
-        return array.tolist(), self._behind[array].tolist()
+        latest = np.bitwise_and(self._key_array[start:stop], self._position_mask)
+        return latest.tolist(), self._behind[latest].tolist()
 
     def search(self, query: Query, most: int, near: int = 0, longest: int = 1 << 30) -> Occurrences:
         """Find the latest `most` occurrences of the longest context that has one; without `keep_all` the latest one."""

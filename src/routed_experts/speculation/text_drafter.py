@@ -78,7 +78,7 @@ class _Sequence:
         self.prediction: TextIndex | None = None
         self.aligned: list[FollowedText] = []  # from the start of the answer
         self.rejoined: FollowedText | None = None  # from where one of its contexts matched
-        self.others: list[tuple[DraftSource, Matcher[TextIndex]]] = []  # in texts that are searched, of this state:
+        self.others: list[tuple[DraftSource, Matcher[TextIndex]]] = []  # in the texts of:
         self._answers: TextIndex | None = None
         self._blocks: tuple[TextIndex, ...] | None = None
         self.table: TextTable | None = None  # this text and the others, for compiled code
