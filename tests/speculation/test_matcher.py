@@ -26,9 +26,9 @@ class CountedIndex(TextIndex):
 
     num_searches = 0
 
-    def search(self, query, most, near=0):
+    def search(self, query, most, near=0, longest=64):
         self.num_searches += 1
-        return super().search(query, most, near)
+        return super().search(query, most, near, longest)
 
 
 def copied(rng, texts, alphabet, length):
@@ -114,14 +114,14 @@ def test_a_text_that_is_copied_is_searched_once_in_a_window():
 
 @settings(max_examples=40)
 @given(seed=SEEDS)
-def test_the_draft_is_the_best_one_of_the_sequence_and_its_namespace(seed):
+def test_the_draft_is_the_best_one_of_the_sequence_and_its_namespace(functions, seed):
     rng = np.random.default_rng(seed)
     alphabet, most = int(rng.choice([3, 20])), int(rng.integers(1, 9))
     rule = CopyRule(max_window=int(rng.integers(2, 25)), counts=True, max_factor=float(rng.choice([0.5, 1.0, 2.5])))
     contexts, size = context_hash(rule), int(rng.integers(0, 8))
     texts = [(rng.integers(0, alphabet, size).tolist(), rng.integers(0, alphabet, 60).tolist()) for _ in range(3)]
     namespace = NamespaceTexts(contexts, max_bytes=1 << 20)
-    drafter = TextDrafter(rule, texts=namespace, contexts=contexts)
+    drafter = TextDrafter(rule, texts=namespace, contexts=contexts, compiled=functions)
     for before, text in texts:
         drafter.remember(ids(before), ids(text), Sample())  # of equal lengths: each is indexed at once
     others = copying.places_of([(before[-rule.max_window :], text) for before, text in texts], rule.max_window)

@@ -16,9 +16,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 POSITION_BITS = (24, 24, 60, 62)  # with 60 and 62 many contexts share a tag
 
 
-def ngram_drafter(*, min_window=1, max_window=12, position_bits=24):
+def ngram_drafter(functions, *, min_window=1, max_window=12, position_bits=24):
     rule = CopyRule(min_window=min_window, max_window=max_window)
-    return TextDrafter(rule, contexts=context_hash(rule, position_bits=position_bits))
+    return TextDrafter(rule, contexts=context_hash(rule, position_bits=position_bits), compiled=functions)
 
 
 def open_text(drafter, key, tokens):
@@ -70,13 +70,13 @@ def draw_text(rng, alphabet, length):
 @pytest.mark.parametrize("alphabet", [3, 300])
 @settings(max_examples=20)
 @given(seed=SEEDS)
-def test_ten_thousand_drafts_are_those_of_brute_force(alphabet, seed):
+def test_ten_thousand_drafts_are_those_of_brute_force(functions, alphabet, seed):
     rng = np.random.default_rng(seed)
     for number in range(500):
         text = draw_text(rng, alphabet, int(rng.integers(257, 900) if number % 50 == 0 else rng.integers(0, 80)))
         windows = draw_windows(rng)
         drafter = ngram_drafter(
-            min_window=windows[0], max_window=windows[1], position_bits=POSITION_BITS[int(rng.integers(4))]
+            functions, min_window=windows[0], max_window=windows[1], position_bits=POSITION_BITS[int(rng.integers(4))]
         )
         open_text(drafter, number, text)
         check_draft(drafter, number, text, windows, int(rng.integers(1, 9)))
@@ -84,11 +84,11 @@ def test_ten_thousand_drafts_are_those_of_brute_force(alphabet, seed):
 
 @settings(max_examples=20)
 @given(seed=SEEDS)
-def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(seed):
+def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(functions, seed):
     rng = np.random.default_rng(seed)
     text, windows = draw_text(rng, int(rng.choice([1, 2, 3, 300])), int(rng.integers(600, 1500))), draw_windows(rng)
     bits = POSITION_BITS[seed % 4]
-    drafter = ngram_drafter(min_window=windows[0], max_window=windows[1], position_bits=bits)
+    drafter = ngram_drafter(functions, min_window=windows[0], max_window=windows[1], position_bits=bits)
     size = int(rng.integers(0, 400))
     open_text(drafter, "grown", text[:size])
     while size < len(text):
@@ -105,8 +105,8 @@ def test_a_sequence_that_grew_drafts_as_one_that_was_opened_whole(seed):
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_sequences_never_see_each_others_tokens(data):
-    drafter, texts, windows = ngram_drafter(), {}, (1, 12)
+def test_sequences_never_see_each_others_tokens(functions, data):
+    drafter, texts, windows = ngram_drafter(functions), {}, (1, 12)
     for _ in range(data.draw(st.integers(1, 25))):
         key = data.draw(st.sampled_from(["a", ("b", 1), 2]))
         added = [3 * len(str(key)) + token for token in data.draw(st.lists(st.integers(0, 4), max_size=40))]
@@ -124,8 +124,8 @@ def test_sequences_never_see_each_others_tokens(data):
             check_draft(drafter, other, text, windows, 7)
 
 
-def test_the_draft_goes_on_behind_the_end_of_the_sequence_and_later_matches_win():
-    drafter = ngram_drafter(max_window=3)
+def test_the_draft_goes_on_behind_the_end_of_the_sequence_and_later_matches_win(functions):
+    drafter = ngram_drafter(functions, max_window=3)
     open_text(drafter, "periodic", [1, 2, 1, 2, 1])
     assert drafter.propose("periodic", 5).tokens.tolist() == [2, 1, 2, 1, 2]
     open_text(drafter, "latest", [7, 1, 9, 7, 2, 9, 7])
@@ -134,8 +134,8 @@ def test_the_draft_goes_on_behind_the_end_of_the_sequence_and_later_matches_win(
     assert drafter.propose("longest", 2).tokens.tolist() == [1, 9]
 
 
-def test_no_draft_where_nothing_is_repeated_or_nothing_is_asked():
-    drafter = ngram_drafter(min_window=2)
+def test_no_draft_where_nothing_is_repeated_or_nothing_is_asked(functions):
+    drafter = ngram_drafter(functions, min_window=2)
     for text in ([], [1], [1, 2, 3], [1, 2, 1]):
         open_text(drafter, "a", text)
         assert drafter.propose("a", 4).tokens.size == drafter.propose("a", 4).survival.size == 0
@@ -144,8 +144,8 @@ def test_no_draft_where_nothing_is_repeated_or_nothing_is_asked():
     assert drafter.propose("a", 4).tokens.tolist() == [1, 2, 1, 2]
 
 
-def test_a_draft_is_the_callers_own():
-    drafter = ngram_drafter()
+def test_a_draft_is_the_callers_own(functions):
+    drafter = ngram_drafter(functions)
     open_text(drafter, "a", [1, 2, 3, 1])
     drafter.propose("a", 2).tokens[:] = 99
     assert drafter.propose("a", 2).tokens.tolist() == [2, 3]
@@ -160,14 +160,14 @@ def test_prior_survival_never_rises_and_grows_with_the_match():
 
 
 @pytest.mark.parametrize("text", ["random", "letters", "same", "pairs"])
-def test_memory_is_bounded_and_returned(text):
+def test_memory_is_bounded_and_returned(functions, text):
     size, rng = 100_000, np.random.default_rng(0)
     if text == "pairs":  # nearly every context of 11 tokens occurs twice, and then goes on in two ways
         half = rng.integers(0, 50_000, size // 2)
         tokens = np.concatenate([half, np.where(np.arange(size // 2) % 12 == 11, 50_000 + np.arange(size // 2), half)])
     else:
         tokens = rng.integers(0, {"random": 50_000, "letters": 3, "same": 1}[text], size)
-    drafter = ngram_drafter()
+    drafter = ngram_drafter(functions)
     for key in range(2):
         open_text(drafter, key, tokens[: size - 5000].astype(np.int32))
     for start in range(size - 5000, size, 500):
@@ -179,10 +179,10 @@ def test_memory_is_bounded_and_returned(text):
     assert drafter.nbytes == 0
 
 
-def test_a_million_tokens_stay_in_their_bound():
+def test_a_million_tokens_stay_in_their_bound(functions):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 300, 1_000_000).astype(np.int32)
-    drafter = ngram_drafter()
+    drafter = ngram_drafter(functions)
     open_text(drafter, "long", tokens[:990_000])
     drafter.extend("long", tokens[990_000:])
     assert drafter.nbytes <= 58 * tokens.size + 8 * 12 * 2048 + 1072

@@ -17,13 +17,14 @@ def ids(tokens):
     return np.asarray(tokens, np.int32)
 
 
-def sharing_drafter(rule=NGRAM, *, max_bytes=1 << 22, max_rollouts=None):
+def sharing_drafter(functions, rule=NGRAM, *, max_bytes=1 << 22, max_rollouts=None):
     contexts = context_hash(rule)
     return TextDrafter(
         rule,
         store=RolloutStore(max_bytes=max_bytes, max_rollouts=max_rollouts),
         texts=NamespaceTexts(contexts, max_bytes=max_bytes) if rule.counts else None,
         contexts=contexts,
+        compiled=functions,
     )
 
 
@@ -36,8 +37,8 @@ FIRST, SECOND = list(range(100, 160)), list(range(300, 360))
 
 
 @pytest.fixture(params=[NGRAM, SUFFIX], ids=["ngram", "suffix"])
-def drafter(request):
-    drafter = sharing_drafter(request.param)
+def drafter(functions, request):
+    drafter = sharing_drafter(functions, request.param)
     drafter.remember(ids(PROMPT), ids(FIRST), Sample(noise=(7, 0)))
     drafter.remember(ids(PROMPT), ids(SECOND), Sample(noise=(7, 1)))
     return drafter
@@ -117,8 +118,8 @@ def test_a_newer_answer_of_the_same_noise_replaces_the_older(drafter):
     assert [rollout.tokens.tolist() for rollout in entry.rollouts] == [newer, SECOND]
 
 
-def test_ended_choices_of_a_prompt_are_copied_without_a_store():
-    drafter = TextDrafter(NGRAM)
+def test_ended_choices_of_a_prompt_are_copied_without_a_store(functions):
+    drafter = TextDrafter(NGRAM, compiled=functions)
     for choice in range(3):
         drafter.open(choice, ids(PROMPT), info(PROMPT, (1, choice), group="call"))
     drafter.open("other call", ids(PROMPT), info(PROMPT, (1, 0), group="another"))
@@ -134,8 +135,8 @@ def test_ended_choices_of_a_prompt_are_copied_without_a_store():
     assert drafter.nbytes == 0
 
 
-def test_a_prediction_is_followed_and_found_again():
-    drafter = TextDrafter(NGRAM)
+def test_a_prediction_is_followed_and_found_again(functions):
+    drafter = TextDrafter(NGRAM, compiled=functions)
     drafter.open("a", ids(PROMPT), info(PROMPT, (1, 0), prediction=ids(FIRST)))
     draft = drafter.propose("a", 4)
     assert (draft.tokens.tolist(), draft.source) == (FIRST[:4], DraftSource.PREDICTION)
@@ -150,9 +151,11 @@ def test_a_prediction_is_followed_and_found_again():
 
 @settings(max_examples=60)
 @given(data=st.data(), counts=st.booleans())
-def test_no_draft_of_a_namespace_ever_contains_another_ones_text(data, counts):
+def test_no_draft_of_a_namespace_ever_contains_another_ones_text(functions, data, counts):
     """Each namespace has ids of its own, prompts included but for one prompt that all send."""
-    drafter = sharing_drafter(SUFFIX if counts else NGRAM, max_bytes=data.draw(st.sampled_from([2000, 1 << 22])))
+    drafter = sharing_drafter(
+        functions, SUFFIX if counts else NGRAM, max_bytes=data.draw(st.sampled_from([2000, 1 << 22]))
+    )
     shared_prompt, spaces, texts = [1, 2, 3], ["a", "b", None], {}
     allowed = {space: {1, 2, 3, *range(10 * (1 + at), 10 * (1 + at) + 5)} for at, space in enumerate(spaces)}
     for number in range(data.draw(st.integers(1, 40))):
@@ -187,9 +190,9 @@ def test_no_draft_of_a_namespace_ever_contains_another_ones_text(data, counts):
 
 
 @pytest.mark.parametrize("limit", ["bytes", "rollouts"])
-def test_the_least_recently_used_prompts_are_dropped_first(limit):
+def test_the_least_recently_used_prompts_are_dropped_first(functions, limit):
     bounds = {"max_bytes": 40_000} if limit == "bytes" else {"max_bytes": 1 << 30, "max_rollouts": 7}
-    drafter, rng = sharing_drafter(**bounds), np.random.default_rng(0)
+    drafter, rng = sharing_drafter(functions, **bounds), np.random.default_rng(0)
     for number in range(400):
         drafter.remember(ids([number]), ids(rng.integers(0, 9, 300)), Sample(noise=number % 5))
         store = drafter._store
@@ -204,16 +207,16 @@ def test_the_least_recently_used_prompts_are_dropped_first(limit):
     assert store.find(ids([399]), None) is not None
 
 
-def test_a_prompt_has_so_many_answers_at_most():
-    drafter = sharing_drafter()
+def test_a_prompt_has_so_many_answers_at_most(functions):
+    drafter = sharing_drafter(functions)
     for seed in range(MOST_ROLLOUTS + 10):
         drafter.remember(ids(PROMPT), ids([seed]), Sample(noise=(seed, 0)))
     entry = drafter._store.find(ids(PROMPT), None)
     assert [rollout.noise[0] for rollout in entry.rollouts] == list(range(MOST_ROLLOUTS + 9, 9, -1))
 
 
-def test_a_million_tokens_stay_in_the_stores_bound():
-    drafter, rng = sharing_drafter(SUFFIX, max_bytes=2 << 20), np.random.default_rng(0)
+def test_a_million_tokens_stay_in_the_stores_bound(functions):
+    drafter, rng = sharing_drafter(functions, SUFFIX, max_bytes=2 << 20), np.random.default_rng(0)
     for number in range(1000):
         drafter.remember(
             ids([number % 50]), ids(rng.integers(0, 300, 1000)), Sample(noise=number, namespace=str(number % 7))

@@ -31,14 +31,11 @@ def prior_survival(max_window: int, most: int) -> Float64[np.ndarray, "W k"]:
 LONGEST_MATCH = 64  # tokens; a longer match counts as this one
 PRIOR_SURVIVAL = prior_survival(LONGEST_MATCH, MOST_DRAFTS)
 _SURVIVAL = PRIOR_SURVIVAL.tolist()
+_EXPECTED = [[sum(survival[:most]) for most in range(MOST_DRAFTS + 1)] for survival in _SURVIVAL]
 
 
 class CopiedText(Protocol):
     """A text that drafts are copied from."""
-
-    def tokens_behind(self, positions: list[int]) -> list[int]:
-        """Return the token behind each position."""
-        ...
 
     def continuations(self, positions: list[int], most: int) -> list[list[int]]:
         """Return the `most` tokens behind each position, which increase; a negative one ends them."""
@@ -47,40 +44,44 @@ class CopiedText(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Continuation:
-    """A draft as lists: several are compared, and one becomes a Draft. `position`: the latest one that it is copied
-    from, -1 where that is not known."""
+    """A draft as lists: several are compared, and one becomes a Draft. `expected`: the sum of `survival`, how many
+    tokens are expected to be accepted; `position`: the latest one that it is copied from, -1 where that is not
+    known."""
 
     tokens: list[int]
     survival: list[float]
     source: DraftSource
+    expected: float = 0.0
     position: int = -1
-
-    @property
-    def expected(self) -> float:
-        """How many tokens are expected to be accepted."""
-        return sum(self.survival)
 
     def draft(self) -> Draft:
         """The draft."""
         return Draft(np.array(self.tokens, np.int32), np.array(self.survival, np.float64), self.source)
 
 
+NO_CONTINUATION = Continuation([], [], DraftSource.CONTEXT)
+
+
 def most_expected(length: int, most: int, probability: float = 1.0) -> float:
     """Return how many of `most` drafts after a match of `length` tokens are expected to be accepted at most, where the
     first one has a probability. Summed as Continuation.expected, so that rounding makes no difference."""
-    return sum([probability * survival for survival in _SURVIVAL[min(length, LONGEST_MATCH)][:most]])
+    length = min(length, LONGEST_MATCH)
+    if probability == 1.0:
+        return _EXPECTED[length][most]
+    return sum([probability * survival for survival in _SURVIVAL[length][:most]])
 
 
-def most_frequent(tokens: list[int]) -> tuple[int, float]:
-    """Return the most frequent token that is not negative, the last of equals, and its share of those; or (-1, 0.0)."""
+def most_frequent(tokens: list[int]) -> tuple[int, int]:
+    """Return the most frequent token, the last of equals, and how often it occurs."""
+    last = tokens[-1]
+    count, num_tokens = tokens.count(last), len(tokens)
+    if 2 * count >= num_tokens or len(set(tokens)) == num_tokens:
+        return last, count
     counts: dict[int, int] = {}
     for token in reversed(tokens):  # a dict keeps its order: max takes the first of equals
-        if token >= 0:
-            counts[token] = counts.get(token, 0) + 1
-    if not counts:
-        return -1, 0.0
+        counts[token] = counts.get(token, 0) + 1
     token = max(counts, key=counts.__getitem__)
-    return token, counts[token] / sum(counts.values())
+    return token, counts[token]
 
 
 def follow_most(rows: list[list[int]], probability: float, min_probability: float) -> tuple[list[int], list[float]]:
@@ -92,10 +93,13 @@ def follow_most(rows: list[list[int]], probability: float, min_probability: floa
         if rows.count(rows[-1]) == len(rows):  # nothing is left to choose
             rest = _until_end(rows[-1][column:])
             return tokens + rest, probabilities + [probability] * len(rest)
-        token, share = most_frequent([row[column] for row in rows])
-        if probability * share < min_probability or token < 0:
+        following = [row[column] for row in rows if row[column] >= 0]
+        if not following:
             break
-        probability *= share
+        token, count = most_frequent(following)
+        if probability * (count / len(following)) < min_probability:
+            break
+        probability *= count / len(following)
         tokens.append(token)
         probabilities.append(probability)
         rows = [row for row in rows if row[column] == token]
@@ -104,7 +108,8 @@ def follow_most(rows: list[list[int]], probability: float, min_probability: floa
 
 def latest_continuation(tokens: list[int], length: int, source: DraftSource, position: int = -1) -> Continuation:
     """The tokens that follow one match of `length` tokens."""
-    return Continuation(tokens, _SURVIVAL[min(length, LONGEST_MATCH)][: len(tokens)], source, position)
+    length, count = min(length, LONGEST_MATCH), len(tokens)
+    return Continuation(tokens, _SURVIVAL[length][:count], source, _EXPECTED[length][count], position)
 
 
 def frequent_continuation(
@@ -118,22 +123,26 @@ def frequent_continuation(
 ) -> Continuation:
     """The at most `most` tokens that most places of a match agree on; the first of them alone where no more than
     `to_exceed` accepted tokens can be expected."""
-    if len(found.positions) == 1:
-        tokens = _until_end(text.continuations(found.positions, most)[0])
-        return latest_continuation(tokens, found.length, source, found.positions[0])
-    following = text.tokens_behind(found.positions)
-    first, probability = most_frequent(following)
+    positions, following = found.positions, found.following
+    if len(positions) == 1:
+        tokens = _until_end(text.continuations(positions, most)[0])
+        return latest_continuation(tokens, found.length, source, positions[0])
+    first, count = most_frequent(following)
+    probability = count / len(following)
     if probability < min_probability:
-        return Continuation([], [], source)
-    if most_expected(found.length, most, probability) <= to_exceed:
+        return NO_CONTINUATION
+    if count < len(following):
+        positions = [position for position, token in zip(positions, following, strict=True) if token == first]
+    if most > 1 and most_expected(found.length, most, probability) <= to_exceed:
         most = 1
-    agreeing = [position for position, token in zip(found.positions, following, strict=True) if token == first]
     survival = _SURVIVAL[min(found.length, LONGEST_MATCH)]
     if most == 1:
-        return Continuation([first], [probability * survival[0]], source, agreeing[-1])
-    rows = text.continuations(agreeing, most)
+        expected = probability * survival[0]
+        return Continuation([first], [expected], source, expected, positions[-1])
+    rows = text.continuations(positions, most)
     tokens, probabilities = follow_most(rows, probability, min_probability)
-    return Continuation(tokens, list(map(operator.mul, probabilities, survival)), source, agreeing[-1])
+    survival = list(map(operator.mul, probabilities, survival))
+    return Continuation(tokens, survival, source, sum(survival), positions[-1])
 
 
 def _until_end(row: list[int]) -> list[int]:

@@ -19,6 +19,11 @@ class FollowedText:
 
     def advance(self, tokens: list[int]) -> None:
         """Compare the tokens that were appended."""
+        if len(tokens) == 1:
+            is_expected = self.place < self.text.size and self.text.item(self.place) == tokens[0]
+            self.run = self.run + 1 if is_expected else 0
+            self.place += 1
+            return
         expected = self.text[self.place : self.place + len(tokens)].tolist()
         self.place += len(tokens)
         if expected == tokens:

@@ -23,41 +23,56 @@ class Matcher(Generic[T]):
 
     def match(self) -> Occurrences:
         """Return the occurrences of the longest suffix that has one. The sequence is not empty."""
-        added = self._sequence.size - self._size
-        if added:
-            found = self._carry_on(added)
-            if found is None:
-                found = self.text.search(self._sequence.query(), self._most, self._last.row + added)
-            self._size, self._last = self._size + added, found
-        return self._last
+        sequence, last = self._sequence, self._last
+        added = sequence.size - self._size
+        if not added:
+            return last
+        window = sequence.max_window
+        near, longest, found = last.length + added, window, None
+        if added <= window:
+            tokens = sequence.latest(added)
+            if self.text.first_tokens.isdisjoint(tokens):  # else what ends there may have grown from no occurrence
+                longest = min(max(last.length, sequence.min_window - 1) + added, window)
+                if last.positions and last.known + added <= window:
+                    found = self._carry_on(tokens)
+                    if found is None and last.is_complete:
+                        longest = min(longest, last.known + added - 1)
+        if found is None:
+            found = self.text.search(sequence.query(), self._most, min(near, longest), longest)
+        self._size, self._last = sequence.size, found
+        return found
 
     @property
     def longest_possible(self) -> int:
         """How long the match may be at most, by that of an earlier call."""
-        added = self._sequence.size - self._size
-        if added > self._sequence.max_window or not self.text.first_tokens.isdisjoint(self._added(added)):
-            return self._sequence.max_window
-        before = max(self._last.length, self._sequence.min_window - 1)  # shorter ones are not searched
-        return min(before + added, self._sequence.max_window)
+        sequence = self._sequence
+        added = sequence.size - self._size
+        if added > sequence.max_window or not self.text.first_tokens.isdisjoint(sequence.latest(added)):
+            return sequence.max_window
+        before = max(self._last.length, sequence.min_window - 1)  # shorter ones are not searched
+        return min(before + added, sequence.max_window)
 
-    def _added(self, added: int) -> list[int]:
-        return self._sequence.tokens_from(self._size, added).tolist()
-
-    def _carry_on(self, added: int) -> Occurrences | None:
-        """Return the last occurrences where they have grown as the sequence has; None where others may be as long."""
-        last, window, known = self._last, self._sequence.max_window, self._last.known + added
-        if not last.positions or known > window:
-            return None
-        padded, behind, first = self.text.padded, window + 1, self._sequence.padded.item(window + self._size)
-        if not last.is_complete and padded.item(behind + last.positions[-1]) != first:
-            return None
-        tokens = self._added(added)
-        if not self.text.first_tokens.isdisjoint(tokens):  # what ends there has grown from no occurrence
-            return None
-        starts = [behind + position for position in last.positions if padded.item(behind + position) == first]
-        if added > 1:
-            starts = [start for start in starts if padded[start : start + added].tolist() == tokens]
-        positions = [start + added - behind for start in starts if padded.item(start + added) >= 0]
-        if not positions or not (last.is_complete or len(positions) == self._most):
-            return None
-        return Occurrences(positions, min(last.length + added, window), known, last.is_complete, last.row + added)
+    def _carry_on(self, tokens: list[int]) -> Occurrences | None:
+        """Return the last occurrences where they have grown by the tokens that the sequence has; None where others may
+        be as long."""
+        positions, following, length, known, is_complete = self._last
+        for token in tokens:
+            if following.count(token) < len(following):
+                if not is_complete:
+                    return None
+                positions = [position for position, behind in zip(positions, following, strict=True) if behind == token]
+                if not positions:
+                    return None
+            positions = [position + 1 for position in positions]
+            following = self.text.behind(positions)
+        if min(following) < 0:
+            if not is_complete:
+                return None
+            positions = [position for position, behind in zip(positions, following, strict=True) if behind >= 0]
+            following = [behind for behind in following if behind >= 0]
+            if not positions:
+                return None
+        added = len(tokens)
+        return Occurrences(
+            positions, following, min(length + added, self._sequence.max_window), known + added, is_complete
+        )

@@ -19,16 +19,15 @@ class _Namespace:
     """The blocks of one namespace."""
 
     def __init__(self) -> None:
-        self.full: collections.deque[TextIndex] = collections.deque(maxlen=MOST_FULL)
-        self.newest: TextIndex | None = None
+        self.full: tuple[TextIndex, ...] = ()
+        self.blocks: tuple[TextIndex, ...] = ()  # the newest first: another tuple when one is built
         self.texts: list[tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " G"]]] = []  # of the newest block
         self.num_tokens = self.num_indexed = 0  # of these texts, and of those that the block has
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        blocks = [*self.full, *([] if self.newest is None else [self.newest])]
-        return 4 * self.num_tokens + sum(block.nbytes for block in blocks)
+        return 4 * self.num_tokens + sum(block.nbytes for block in self.blocks)
 
     def add(self, contexts: ContextHash, before: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"]) -> None:
         """Add a text. The newest block is built again when its texts have grown by half."""
@@ -36,10 +35,10 @@ class _Namespace:
         self.num_tokens += before.size + output.size
         if 2 * self.num_tokens < 3 * self.num_indexed:
             return
-        self.newest, self.num_indexed = TextIndex(contexts, self.texts), self.num_tokens
+        self.blocks, self.num_indexed = (TextIndex(contexts, self.texts), *self.full), self.num_tokens
         if self.num_tokens >= BLOCK_TOKENS:
-            self.full.appendleft(self.newest)
-            self.newest, self.texts, self.num_tokens, self.num_indexed = None, [], 0, 0
+            self.full = self.blocks = self.blocks[:MOST_FULL]
+            self.texts, self.num_tokens, self.num_indexed = [], 0, 0
 
 
 class NamespaceTexts:
@@ -65,13 +64,13 @@ class NamespaceTexts:
             _, oldest = self._namespaces.popitem(last=False)
             self.nbytes -= oldest.nbytes
 
-    def indices(self, namespace: str | None) -> list[TextIndex]:
-        """Return the blocks of a namespace, the newest first."""
+    def indices(self, namespace: str | None) -> tuple[TextIndex, ...]:
+        """Return the blocks of a namespace, the newest first: the same tuple as long as they are the same."""
         texts = self._namespaces.get(namespace)
         if texts is None:
-            return []
+            return ()
         self._namespaces.move_to_end(namespace)
-        return [*([] if texts.newest is None else [texts.newest]), *texts.full]
+        return texts.blocks
 
     def clear(self) -> None:
         """Drop everything."""

@@ -76,7 +76,7 @@ class PromptRollouts:
 
     def text(self, number: int) -> Int32[np.ndarray, " G"]:
         """Return text `number` of the index."""
-        return self.rollouts[:MOST_INDEXED][::-1][number].tokens
+        return self.rollouts[min(len(self.rollouts), MOST_INDEXED) - 1 - number].tokens
 
     def use(self) -> None:
         """Add a user."""

@@ -15,6 +15,7 @@ from routed_experts.speculation.sorted_contexts import (
     Match,
     Occurrences,
     Query,
+    SearchedText,
     SortedContexts,
 )
 
@@ -45,6 +46,7 @@ class TextIndex:
             size = start + text.size
         self.padded = np.concatenate([*parts, np.full(MOST_DRAFTS, NO_TEXT, np.int32)])
         self.first_tokens = frozenset(first_tokens)
+        self._behind = self.padded.data[window + 1 :]  # the tokens behind positions
         self._sorted = SortedContexts(contexts, self.padded, np.concatenate(positions), keep_all=True)
 
     @property
@@ -52,23 +54,27 @@ class TextIndex:
         """Host memory, in bytes."""
         return self.padded.nbytes + self._sorted.nbytes
 
+    def searched_text(self) -> SearchedText:
+        """The texts for compiled code."""
+        return self._sorted.searched_text()
+
     def find(self, query: Query, near: int = 0) -> Match:
         """Return the latest occurrence of the longest context of the query that has one, or NO_MATCH."""
         return self._sorted.find(query, near)
 
-    def search(self, query: Query, most: int, near: int = 0) -> Occurrences:
+    def search(self, query: Query, most: int, near: int = 0, longest: int = 1 << 30) -> Occurrences:
         """Find the latest `most` occurrences of the longest context of the query that has one."""
-        return self._sorted.search(query, most, near)
+        return self._sorted.search(query, most, near, longest)
 
-    def tokens_behind(self, positions: list[int]) -> list[int]:
+    def behind(self, positions: list[int]) -> list[int]:
         """Return the token behind each position."""
-        behind = self._hash.max_window + 1
-        return [self.padded.item(behind + position) for position in positions]
+        tokens = self._behind
+        return [tokens[position] for position in positions]
 
     def continuations(self, positions: list[int], most: int) -> list[list[int]]:
         """Return the `most` tokens behind each position; the first negative one ends the text."""
-        text, behind = self.padded, self._hash.max_window + 1
-        return [text[behind + position : behind + position + most].tolist() for position in positions]
+        tokens = self._behind
+        return [tokens[position : position + most].tolist() for position in positions]
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the number of the text that a position with a continuation is in, and the place of the token behind it

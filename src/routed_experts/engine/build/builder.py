@@ -62,6 +62,7 @@ from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRu
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.delta_rule import DeltaShape
+from routed_experts.layers.native.text_drafts import text_draft_functions
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
@@ -547,7 +548,7 @@ def _create_drafter(speculative: SpeculativeConfig) -> Drafter:
         min_probability=speculative.suffix_min_token_prob,
     )
     if not speculative.shares_answers:
-        return TextDrafter(rule)
+        return TextDrafter(rule, compiled=text_draft_functions())
     contexts = context_hash(rule)
     most_bytes = speculative.store_bytes // (2 if rule.counts else 1)  # of each of the two
     return TextDrafter(
@@ -555,6 +556,7 @@ def _create_drafter(speculative: SpeculativeConfig) -> Drafter:
         store=RolloutStore(max_bytes=most_bytes, max_rollouts=speculative.suffix_max_cached_requests),
         texts=NamespaceTexts(contexts, max_bytes=most_bytes) if rule.counts else None,
         contexts=contexts,
+        compiled=text_draft_functions(),
     )
 
 

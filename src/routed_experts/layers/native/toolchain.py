@@ -1,6 +1,6 @@
-"""Compiles the C++ of this package for this machine and loads the library.
+"""Compiles the C++ of this package for this machine and loads the libraries: the kernels, and the search for drafts.
 
-The library is in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
+A library is in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
 headers, compiler and processor. A machine without a compiler has no native kernels: see `unavailable_reason`."""
 
 import contextlib
@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 
 HERE = Path(__file__).parent
+KERNELS, TEXT_DRAFTS = HERE / "kernels.cpp", HERE / "text_drafts.cpp"  # a library each
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 600
@@ -69,16 +70,18 @@ def unavailable_reason() -> str | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled library, made if it is not there. Raises OSError where it cannot be made or loaded."""
-    command = compiler()
-    if command is None:
-        raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
-    file = library_file(command)
-    if not file.exists():
-        compile_library(command, file)
+    file = _compiled_file(KERNELS)
     loaded = ctypes.CDLL(str(file))
     loaded.RexPairsGain.restype = ctypes.c_double
     loaded.RexUsePairs(ctypes.c_bool(pairs_gain(file, loaded.RexPairsGain) > 1.0))
     return loaded
+
+
+@functools.cache
+def text_drafts_library() -> ctypes.CDLL:
+    """The compiled search for drafts, made in a second if it is not there. Raises OSError where it cannot be made or
+    loaded."""
+    return ctypes.CDLL(str(_compiled_file(TEXT_DRAFTS)))
 
 
 def pairs_gain(file: Path, measure: Callable[[], float]) -> float:
@@ -95,7 +98,18 @@ def pairs_gain(file: Path, measure: Callable[[], float]) -> float:
     return float(gain_file.read_text())
 
 
-def compile_library(command: tuple[str, ...], file: Path) -> None:
+def _compiled_file(source: Path) -> Path:
+    """Return the library of a source, made if it is not there."""
+    command = compiler()
+    if command is None:
+        raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
+    file = library_file(command, source)
+    if not file.exists():
+        compile_library(command, file, source)
+    return file
+
+
+def compile_library(command: tuple[str, ...], file: Path, source: Path = KERNELS) -> None:
     """Compile to a temporary file and rename it: another process may do the same."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / "kernels.so"
@@ -104,7 +118,7 @@ def compile_library(command: tuple[str, ...], file: Path) -> None:
             *FLAGS,
             *simd_flags(),
             f"-I{jax.ffi.include_dir()}",
-            str(HERE / "kernels.cpp"),
+            str(source),
             "-o",
             str(made),
         ]
@@ -118,16 +132,17 @@ def simd_flags() -> tuple[str, ...]:
     return ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 
 
-def library_file(command: tuple[str, ...]) -> Path:
-    """Where the library that `command` makes of the sources is kept."""
-    return cache_folder() / f"{_checksum(command)}.so"
+def library_file(command: tuple[str, ...], source: Path = KERNELS) -> Path:
+    """Where the library that `command` makes of a source and its headers is kept."""
+    return cache_folder() / f"{_checksum(command, source)}.so"
 
 
-def _checksum(command: tuple[str, ...]) -> str:
+def _checksum(command: tuple[str, ...], source: Path) -> str:
     version_text = subprocess.run(
         [*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     ).stdout
-    sources = [file.read_text() for file in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
+    headers = sorted(HERE.glob("*.h")) if source == KERNELS else []
+    sources = [file.read_text() for file in [*headers, source]]
     parts = [*sources, *FLAGS, version("jaxlib"), version_text, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
