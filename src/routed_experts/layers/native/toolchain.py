@@ -5,6 +5,7 @@ headers, compiler and processor. A machine without a compiler has no native kern
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -74,7 +75,7 @@ def library() -> ctypes.CDLL:
         raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
     file = library_file(command)
     if not file.exists():
-        compile_library(command, file)
+        compile_once(command, file)
     loaded = ctypes.CDLL(str(file))
     loaded.RexPairsGain.restype = ctypes.c_double
     loaded.RexUsePairs(ctypes.c_bool(pairs_gain(file, loaded.RexPairsGain) > 1.0))
@@ -95,8 +96,17 @@ def pairs_gain(file: Path, measure: Callable[[], float]) -> float:
     return float(gain_file.read_text())
 
 
+def compile_once(command: tuple[str, ...], file: Path) -> None:
+    """Compile, or wait for another process that does."""
+    with file.with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            compile_library(command, file)
+
+
 def compile_library(command: tuple[str, ...], file: Path) -> None:
-    """Compile to a temporary file and rename it: another process may do the same."""
+    """Compile to a temporary file and rename it: a process that loads the file never meets half of it."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / "kernels.so"
         arguments = [
