@@ -91,7 +91,8 @@ def values_of(codes, form):
 
 def looped(x, weight, index):
     """One group and one matrix at a time; and the sum of the sizes of what is added."""
-    codes, scales = values_of(np.asarray(weight.codes)[index], weight.format), np.asarray(weight.scales, np.float64)[index]
+    codes, scales = (np.asarray(array)[index] for array in (weight.codes, weight.scales))
+    codes, scales = values_of(codes, weight.format), scales.astype(np.float64)
     y = size = 0.0
     for j, scale in enumerate(scales):
         inputs = slice(j * weight.group, (j + 1) * weight.group)
