@@ -102,7 +102,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt_in_bfloat16():
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("family", ["Glm4Moe", "Qwen3Next"])
+@pytest.mark.parametrize("family", [pytest.param("Glm4Moe", marks=pytest.mark.thorough), "Qwen3Next"])
 def test_drafts_of_a_model_change_no_answer(tmp_path, family):
     """Its own pool has the model's dtype, and so have the states of recurrent layers."""
     PredictorOracle(family, tmp_path, modules=1)

@@ -5,6 +5,8 @@ compiler."""
 import ctypes
 import dataclasses
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -410,6 +412,22 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     with pytest.raises(OSError, match=r"could not compile the native kernels: kernels\.cpp:1: no such dialect"):
         toolchain.compile_library((str(wrong),), tmp_path / "library.so")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["false-compiler"]
+
+
+def test_processes_that_start_at_once_compile_once(tmp_path):
+    compiler, calls, library = tmp_path / "compiler", tmp_path / "calls", tmp_path / "library.so"
+    compiler.write_text(f"#!/bin/sh\necho called >> {calls}\nfor made; do :; done\necho library > $made\n")
+    compiler.chmod(0o755)
+    together = threading.Barrier(4)
+
+    def start(_):
+        together.wait()
+        toolchain.compile_once((str(compiler),), library)  # each opens the lock, as processes do
+        return library.read_text()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(start, range(4))) == ["library\n"] * 4
+    assert calls.read_text().split() == ["called"]
 
 
 def test_a_missing_compiler_is_reported_with_its_remedy(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@ the other rows, each code by itself, runs of layers with any mix of plain matric
 
 import ctypes
 import dataclasses
+import functools
 import itertools
 import math
 import platform
@@ -44,7 +45,6 @@ ROUNDING = {
 }  # relative to the sum of sizes: of sums, of rows
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
-EXACT_LINEAR = jax.jit(native_exact_linear, static_argnames="dtype")
 FORMATS = E4M3, INT4, E2M1
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 HALVES = {  # by code
@@ -91,13 +91,30 @@ def values_of(codes, form):
 
 def looped(x, weight, index):
     """One group and one matrix at a time; and the sum of the sizes of what is added."""
-    codes, scales = values_of(weight.codes[index], weight.format), np.asarray(weight.scales[index], np.float64)
+    codes, scales = (np.asarray(array)[index] for array in (weight.codes, weight.scales))
+    codes, scales = values_of(codes, weight.format), scales.astype(np.float64)
     y = size = 0.0
     for j, scale in enumerate(scales):
         inputs = slice(j * weight.group, (j + 1) * weight.group)
         y = y + scale * (x[:, inputs] @ codes[inputs])
         size = size + scale * (np.abs(x[:, inputs]) @ np.abs(codes[inputs]))
     return y, size
+
+
+@functools.partial(jax.jit, static_argnames=("counts", "dtype"))
+def products_of_first_rows(x, weight, counts, dtype):
+    """By number of rows, the products of the first rows, also of rows as they are; and those of all rows in a dtype."""
+    float32 = [
+        (native_linear(x[:count], weight, 1, jnp.float32), native_exact_linear(x[:count], weight, 1, jnp.float32))
+        for count in counts
+    ]
+    return float32, native_linear(x, weight, 1, dtype)
+
+
+@jax.jit
+def products_of_rows(x, weight, orders):
+    """The products of all rows, and of the rows of each order."""
+    return native_linear(x, weight, 0, jnp.float32), [native_linear(x[r], weight, 0, jnp.float32) for r in orders]
 
 
 SHAPES = [(64, 64), (7, 5), (130, 200), (33, 17), (1040, 48), (200, 112), (17, 96), (258, 320)]
@@ -118,15 +135,14 @@ def test_products_equal_the_loop(dtype, form, depth, cols):
         weight = coded(rng, 3, depth, cols, group, dtype, own=[1], form=form)
         x = jnp.asarray(rng.standard_normal((70, depth)), fed)
         expected, size = looped(np.asarray(x, np.float64), weight, 1)
-        for rows in (1, 3, 70):
-            got = np.asarray(LINEAR(x[:rows], weight, 1, dtype=jnp.float32), np.float64)
-            exact = np.asarray(EXACT_LINEAR(x[:rows], weight, 1, dtype=jnp.float32), np.float64)
+        counts = 1, 3, 70
+        products, half = products_of_first_rows(x, weight, counts, dtype)
+        for rows, (got, exact) in zip(counts, products, strict=True):
             rounding = ROUNDING["bfloat16" if dtype == "bfloat16" and fed == "float32" else "float32"]
-            assert np.all(np.abs(got - expected[:rows]) <= rounding * size[:rows])
-            assert np.all(np.abs(exact - expected[:rows]) <= ROUNDING["float32"] * size[:rows])
-        half = LINEAR(x, weight, 1, dtype=dtype)
+            assert np.all(np.abs(np.asarray(got, np.float64) - expected[:rows]) <= rounding * size[:rows])
+            assert np.all(np.abs(np.asarray(exact, np.float64) - expected[:rows]) <= ROUNDING["float32"] * size[:rows])
         assert half.dtype == dtype
-        np.testing.assert_array_equal(half, LINEAR(x, weight, 1, dtype=jnp.float32).astype(dtype))
+        np.testing.assert_array_equal(half, np.asarray(products[-1][0]).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,10 +158,10 @@ def test_a_row_of_a_product_is_its_own(dtype, form, depth, cols):
     for group in GROUPS:
         weight = coded(rng, 1, depth, cols, group, dtype, form=form)
         x = jnp.asarray(rng.standard_normal((70, depth)), dtype)
-        expected = bits(LINEAR(x, weight, 0, dtype=jnp.float32))
-        for count in COUNTS:
-            rows = rng.permutation(70)[:count]
-            np.testing.assert_array_equal(bits(LINEAR(x[rows], weight, 0, dtype=jnp.float32)), expected[rows])
+        orders = [rng.permutation(70)[:count] for count in COUNTS]
+        expected, products = products_of_rows(x, weight, orders)
+        for rows, product in zip(orders, products, strict=True):
+            np.testing.assert_array_equal(bits(product), bits(expected)[rows])
 
 
 @given(
@@ -163,10 +179,10 @@ def test_any_product_equals_the_loop_and_its_rows_are_their_own(depth, cols, row
     depth = depth if form == E4M3 else 2 * math.ceil(depth / 2)
     weight = coded(rng, 2, depth, cols, group, dtype, own=[1], form=form)
     x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
-    got = native_linear(x, weight, 1, jnp.float32)
+    got, last = jax.jit(lambda x: [native_linear(part, weight, 1, jnp.float32) for part in (x, x[-1:])])(x)
     expected, size = looped(np.asarray(x, np.float64), weight, 1)
     assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= ROUNDING["float32"] * size)
-    np.testing.assert_array_equal(bits(native_linear(x[-1:], weight, 1, jnp.float32)), bits(got)[-1:])
+    np.testing.assert_array_equal(bits(last), bits(got)[-1:])
 
 
 def test_every_code_is_decoded_exactly():
@@ -208,8 +224,11 @@ def expert_call(dtype, shape, group, *, layers=1, layer=0, forms=(E4M3, E4M3)):
     return dataclasses.replace(call, x=call.x.astype(dtype), **stacks)
 
 
+DEQUANTIZE = jax.jit(QuantizedWeight.dequantize)
+
+
 def dequantized(call):
-    return dataclasses.replace(call, gate_up=call.gate_up.dequantize(), down=call.down.dequantize())
+    return dataclasses.replace(call, gate_up=DEQUANTIZE(call.gate_up), down=DEQUANTIZE(call.down))
 
 
 BOUNDS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1.2e-1}  # of values around 3
@@ -456,7 +475,14 @@ PRODUCT(in_pairs, rex::bf16)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="leaves instructions of x86-64 out")
-@pytest.mark.parametrize("without", [(), ("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "without",
+    [
+        pytest.param((), marks=pytest.mark.thorough),  # as the library is compiled, whose products other tests compare
+        *(("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",)),
+    ],
+    ids=" ".join,
+)
 def test_processors_that_know_less_have_the_same_products(tmp_path, without):
     """Compiled without the instructions that look codes up, multiply pairs, or have registers of 16 floats."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"

@@ -5,6 +5,7 @@ headers, compiler and processor. A machine without a compiler has no native kern
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -105,12 +106,21 @@ def _compiled_file(source: Path) -> Path:
         raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
     file = library_file(command, source)
     if not file.exists():
-        compile_library(command, file, source)
+        compile_once(command, file, source)
     return file
 
 
+def compile_once(command: tuple[str, ...], file: Path, source: Path = KERNELS) -> None:
+    """Compile, or wait for another process that does."""
+    with file.with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            compile_library(command, file, source)
+
+
 def compile_library(command: tuple[str, ...], file: Path, source: Path = KERNELS) -> None:
-    """Compile to a temporary file and rename it: another process may do the same."""
+    """Compile to a temporary file and rename it: a process that loads the file never meets half of it."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / "kernels.so"
         arguments = [
