@@ -21,10 +21,6 @@ static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a 
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
-template <class W>
-constexpr int kPrefetchRows = sizeof(W) > 1 ? 3 : 1;  // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
-template <class W>
-constexpr int kPrefetchInto = sizeof(W) > 1 ? 1 : 2;  // the first cache, or the second, which takes more lines at once: 24 GB/s a core, not 10
 template <class U, class W>
 constexpr int kRowsOf = kNeighbours<U> / kNeighbours<W>;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
@@ -299,9 +295,9 @@ template <int Depth, int Vectors, class U, class W>
   Line<U> lines[Depth][Vectors];
 #pragma GCC unroll 8
   for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U, W> * ldw, ldw, lines[d]);
-  if (rows >= kPrefetchRows<W>)
+  // Into the second cache, which takes more lines at once than the first: 24 GB/s a core, not 10.
 #pragma GCC unroll 16
-    for (int d = 0; d < kRows; d++) prefetch<kPrefetchInto<W>>(w + (d + kRows) * ldw, Vectors * kLanes);
+  for (int d = 0; d < kRows; d++) prefetch<2>(w + (d + kRows) * ldw, Vectors * kLanes);
   constexpr int kSide = std::min(Vectors, kRegisters / 2 / Depth);  // as many columns at a time as half of the registers hold lines of
   constexpr int kGroup = kRegisters / 4 / kSide;  // lines and sums fill three quarters of the registers
 #pragma GCC unroll 4
