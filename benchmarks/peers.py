@@ -60,7 +60,7 @@ class PeerEnded(RuntimeError):
 class Peer:
     """Another engine's process. It must announce that it is ready: raises PeerEnded where it ends before."""
 
-    def __init__(self, name: str, python: str, folder: Path, dtype: str, drafts: int) -> None:
+    def __init__(self, name: str, python: str, folder: Path, dtype: str, drafts: int = 0) -> None:
         """`dtype`: also a form of weights that the peer's program knows."""
         command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype, *([str(drafts)] if drafts else [])]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process is

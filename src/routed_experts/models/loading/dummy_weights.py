@@ -20,11 +20,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, SCALE, inputs_of_byte
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, INT4, SCALE, inputs_of_byte
 
 M = TypeVar("M", bound=nnx.Module)
 # Standard deviations of codes: of e4m3, of which the largest is 448; and of those of 4 bits, all alike frequent.
-_CODE_SCALES = {E4M3: 64.0} | {form: statistics.pstdev(values) for form, values in CODE_VALUES.items()}
+_CODE_SCALES = {E4M3: 64.0} | {
+    form: statistics.pstdev(0.0 if value == -8 else value for value in values) for form, values in CODE_VALUES.items()
+}
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
@@ -58,11 +60,21 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     if jnp.dtype(dtype) == CODE_DTYPES[E4M3]:
         return _normal(key, shape, jnp.dtype(dtype), _CODE_SCALES[E4M3])
     if jnp.dtype(dtype).itemsize == 1:  # two codes of 4 bits
-        return lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        if jnp.dtype(dtype) == CODE_DTYPES[INT4]:
+            bits = _balanced(bits & 15) | _balanced(bits >> 4) << 4
+        return lax.bitcast_convert_type(bits, dtype)
     if len(shape) < 2 or "bias" in last or "sink" in last:
         return jnp.zeros(shape, dtype)
     scale = 1.0 if last == "embed" else _matrix_scale(last, shape[-2])
     return _normal(key, shape, jnp.dtype(dtype), scale)
+
+
+def _balanced(codes: Array) -> Array:
+    """Bits of int4, with 0 in place of -8, which has no counterpart: where the mean is not 0, all tokens become
+    alike."""
+    lowest, zero = (CODE_VALUES[INT4].index(value) for value in (-8.0, 0.0))
+    return jnp.where(codes == lowest, jnp.uint8(zero), codes)
 
 
 def _scales(name: str, scales: Any, codes: Any) -> Float[Array, "..."]:
