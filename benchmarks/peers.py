@@ -224,7 +224,7 @@ def main() -> None:
     versions = {peer.name: peer.version for peer in peers}
     for peer in peers:
         peer.close()
-    name = f"peers_{'drafts_' if args.drafts else ''}{'codes' if args.codes else args.dtype}_cpu"
+    name = f"peers_{'drafts_' if args.drafts else ''}{'codes_' if args.codes else ''}{args.dtype}_cpu"
     sizes = {"rounds": args.rounds, "prompt": args.prompt, "new": args.new, "drafts": args.drafts}
     print(write_result(name, rows, **sizes, dtype=args.dtype, peers=versions))
 

@@ -89,12 +89,13 @@ def weight_bytes(engine: EngineComponents) -> int:
 
 def coded_floor(
     form: str,
-    all_matrices: bool,
     config: dict[str, object],
     layers: int,
     batch: int,
     context: float,
     experts: float,
+    *,
+    all_matrices: bool,
 ) -> float:
     """Bytes that a step with codes must read; routers, the head, keys and values are of two bytes."""
     dim, heads, groups, c, width = (
@@ -107,7 +108,8 @@ def coded_floor(
 
 
 def median_of_ratios(above: list[float], below: list[float]) -> str:
-    """Of neighbouring runs, with a 95 % interval of the median (from the order of the ratios; all, of fewer than 6)."""
+    """Of neighbouring runs, with an interval of the median of about 95 %: from the order of the ratios, or all of fewer
+    than 6."""
     ratios = sorted(a / b for a, b in zip(above, below, strict=True))
     count = len(ratios)
     first = max(0, int((count - 1.96 * count**0.5) / 2)) if count >= 6 else 0
@@ -141,7 +143,11 @@ def measure(
     rows = []
     for name in names:
         experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
-        floor_of = floor_bytes if name == "plain" else functools.partial(coded_floor, args.form, args.all_matrices)
+        floor_of = (
+            floor_bytes
+            if name == "plain"
+            else functools.partial(coded_floor, args.form, all_matrices=args.all_matrices)
+        )
         floor = floor_of(config, layers, batch, context, experts)
         medians = [statistics.median(run.steps) for run in runs[name]]
         ratios = sorted(a / b for a, b in zip(base, medians, strict=True))

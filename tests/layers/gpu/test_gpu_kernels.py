@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.delta_rule import DeltaShape
+from routed_experts.layers.gpu.attention import EXTEND_STEPS, keys_of_step
 from routed_experts.layers.gpu.delta_rule import gpu_delta
 from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.kv_format import KV_CODES
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from support.gpu_cases import large_cases, small_cases
 from support.gpu_mixer_cases import delta_inputs, large_mixer_cases, small_mixer_cases
@@ -18,6 +20,7 @@ from support.routing_blocks import empty_block
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 CASES = {f"{case.kernel}: {case.name}": case for case in (*small_cases(), *small_mixer_cases())}
+SHARED_MEMORY = 232_448  # bytes of a block on an H100
 ON_GPU = [*(case for case in CASES.values() if case.kernel == "router"), *large_cases(), *large_mixer_cases()]
 
 
@@ -32,6 +35,14 @@ def test_kernel_equals_plain_code(case):
 def test_compiled_kernel_equals_plain_code(case):
     outcome = case.run(False)
     assert outcome.is_good, outcome
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, KV_CODES])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
+def test_keys_and_values_of_all_stages_fit_shared_memory(dim, dtype):
+    keys, _, stages = next(row[2:] for row in EXTEND_STEPS if dim <= row[0])
+    padded = 1 << (dim - 1).bit_length()
+    assert 2 * stages * keys_of_step(keys, dim, dtype) * padded * 2 <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("replays", [False, True])

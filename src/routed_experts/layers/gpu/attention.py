@@ -54,7 +54,7 @@ Sinks = tuple[Float[Array, "R H"], Int[Array, ""]]  # of all layers of the stack
 PLAIN = AttentionFeatures()
 
 
-def _step_keys(keys: int, dim: int, dtype: Any) -> int:
+def keys_of_step(keys: int, dim: int, dtype: Any) -> int:
     """Keys of a step, for keys and values of `dtype`. Codes become numbers of two bytes in shared memory, so the step
     of heads of more than 128 dims is not longer for them."""
     keys = min(keys, WIDE_KEYS) if dim > 256 else keys
@@ -174,7 +174,7 @@ def decode_attention(
         share=share,
         splits=splits,
         rows=rows,
-        keys=_step_keys(keys, dim, pool.dtype),
+        keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
@@ -261,7 +261,7 @@ def extend_attention(
         _extend,
         share=share,
         tile=tile,
-        keys=_step_keys(keys, dim, pool.dtype),
+        keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
@@ -359,7 +359,7 @@ def verify_attention(
         share=share,
         splits=splits,
         tile=tile,
-        keys=_step_keys(keys, dim, pool.dtype),
+        keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
         features=dataclasses.replace(features, sinks=None),
     )
