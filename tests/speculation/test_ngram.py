@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.speculation.context_index import ContextIndex
-from routed_experts.speculation.continuations import PRIOR_SURVIVAL, prior_survival
+from routed_experts.speculation.continuations import LONGEST_MATCH, PRIOR_SURVIVAL, most_expected, prior_survival
 from routed_experts.speculation.drafter import SequenceInfo
 from routed_experts.speculation.sorted_contexts import ContextHash
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
@@ -157,6 +157,15 @@ def test_prior_survival_never_rises_and_grows_with_the_match():
     assert (np.diff(survival, axis=0) > 0).all()
     assert survival.min() > 0 and survival.max() < 1
     assert survival[1, :3] == pytest.approx([0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize("probability", [1.0, 0.3])
+def test_expected_tokens_are_added_in_order_and_each_addition_is_rounded(probability):
+    expected = [
+        [most_expected(length, most, probability) for most in range(1, PRIOR_SURVIVAL.shape[1] + 1)]
+        for length in range(LONGEST_MATCH + 1)
+    ]
+    np.testing.assert_array_equal(expected, np.cumsum(probability * PRIOR_SURVIVAL, axis=1))
 
 
 @pytest.mark.parametrize("text", ["random", "letters", "same", "pairs"])

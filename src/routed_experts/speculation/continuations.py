@@ -3,7 +3,9 @@
 Dims: m places (the oldest first), k drafts."""
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -28,10 +30,15 @@ def prior_survival(max_window: int, most: int) -> Float64[np.ndarray, "W k"]:
     return survival
 
 
+def _total(values: Iterable[float]) -> float:
+    """The sum in this order, each addition rounded, as compiled code has it: `sum` compensates from Python 3.12 on."""
+    return functools.reduce(operator.add, values, 0.0)
+
+
 LONGEST_MATCH = 64  # tokens; a longer match counts as this one
 PRIOR_SURVIVAL = prior_survival(LONGEST_MATCH, MOST_DRAFTS)
 _SURVIVAL = PRIOR_SURVIVAL.tolist()
-_EXPECTED = [[sum(survival[:most]) for most in range(MOST_DRAFTS + 1)] for survival in _SURVIVAL]
+_EXPECTED = [[_total(survival[:most]) for most in range(MOST_DRAFTS + 1)] for survival in _SURVIVAL]
 
 
 class CopiedText(Protocol):
@@ -68,7 +75,7 @@ def most_expected(length: int, most: int, probability: float = 1.0) -> float:
     length = min(length, LONGEST_MATCH)
     if probability == 1.0:
         return _EXPECTED[length][most]
-    return sum([probability * survival for survival in _SURVIVAL[length][:most]])
+    return _total(probability * survival for survival in _SURVIVAL[length][:most])
 
 
 def most_frequent(tokens: list[int]) -> tuple[int, int]:
@@ -142,7 +149,7 @@ def frequent_continuation(
     rows = text.continuations(positions, most)
     tokens, probabilities = follow_most(rows, probability, min_probability)
     survival = list(map(operator.mul, probabilities, survival))
-    return Continuation(tokens, survival, source, sum(survival), positions[-1])
+    return Continuation(tokens, survival, source, _total(survival), positions[-1])
 
 
 def _until_end(row: list[int]) -> list[int]:
