@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from routed_experts.layers.native import text_drafts, toolchain
 from routed_experts.speculation.compiled_search import CompiledSearch
+from routed_experts.speculation.context_index import ContextIndex
 from routed_experts.speculation.drafter import Sample, SequenceInfo
 from routed_experts.speculation.namespace_texts import NamespaceTexts
 from routed_experts.speculation.rollouts import RolloutStore
@@ -108,6 +109,14 @@ def test_contexts_that_are_entered_have_the_keys_of_those_that_are_sorted(compil
         search = CompiledSearch(compiled_functions, contexts, max_factor=1.0, min_probability=0.1)
         earlier, whole = (SortedContexts(contexts, padded, np.arange(n), keep_all=keep_all) for n in (first, last))
         assert search.grow(earlier, padded, first, last).keys == whole.keys, (seed, first, last)
+
+
+def test_an_index_that_compiled_code_searches_is_not_searched_in_python(compiled_functions):
+    contexts = ContextHash(min_window=1, max_window=4)
+    search = CompiledSearch(compiled_functions, contexts, max_factor=1.0, min_probability=0.1)
+    index = ContextIndex(np.array([1, 2, 1], np.int32), contexts, compiled=search)
+    with pytest.raises(AssertionError, match="compiled code searches this index"):
+        index.search(index.query(), 1)
 
 
 def test_without_a_compiler_drafts_are_searched_in_python(monkeypatch):

@@ -101,7 +101,8 @@ class ContextIndex:
 
     def search(self, query: Query, most: int, near: int = 0, longest: int = 1 << 30) -> Occurrences:
         """Find the latest `most` earlier occurrences of the longest suffix that has one. `query`: that of this index;
-        `near`, `longest`: as in SortedContexts.find."""
+        `near`, `longest`: as in SortedContexts.find. Without `compiled`: with it there is no string to search."""
+        assert self._compiled is None, "compiled code searches this index"
         window, tail, behind = self.max_window, self._tail, self._tail_start
         match = self._sorted.find(query, near, longest)
         longer, length = self.min_window + match.row, 0

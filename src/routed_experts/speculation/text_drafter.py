@@ -73,7 +73,9 @@ class _Sequence:
     ) -> None:
         self.info, self._counts = info, counts
         self.index = ContextIndex(tokens, contexts, keep_all=counts, compiled=compiled)
-        self.own = Matcher(self.index, self.index, most=MOST_OCCURRENCES if counts else 1)
+        self.own: Matcher[ContextIndex] | None = None  # compiled code searches this text by itself
+        if compiled is None:
+            self.own = Matcher(self.index, self.index, most=MOST_OCCURRENCES if counts else 1)
         self.rollouts: PromptRollouts | None = None
         self.prediction: TextIndex | None = None
         self.aligned: list[FollowedText] = []  # from the start of the answer
@@ -328,6 +330,7 @@ class TextDrafter:
 
     def _copy_own(self, sequence: _Sequence, most: int) -> Continuation:
         """What the sequence's own text proposes."""
+        assert sequence.own is not None, "compiled code searches this sequence"
         found, rule, source = sequence.own.match(), self._rule, DraftSource.CONTEXT
         if rule.counts:
             most = min(most, int(rule.max_factor * found.length))
