@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.layers.native import text_drafts, toolchain
+from routed_experts.speculation import compiled_search
 from routed_experts.speculation.compiled_search import CompiledSearch
 from routed_experts.speculation.context_index import ContextIndex
 from routed_experts.speculation.drafter import Sample, SequenceInfo
@@ -117,6 +118,23 @@ def test_an_index_that_compiled_code_searches_is_not_searched_in_python(compiled
     index = ContextIndex(np.array([1, 2, 1], np.int32), contexts, compiled=search)
     with pytest.raises(AssertionError, match="compiled code searches this index"):
         index.search(index.query(), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MOST_OCCURRENCES", 17, "occurrences: 16 in text_drafts.cpp, 17 in Python"),
+        ("MOST_DRAFTS", 30, "drafts: 31 in text_drafts.cpp, 30 in Python"),
+        ("LONGEST_MATCH", 65, "tokens of a match: 64 in text_drafts.cpp, 65 in Python"),
+        ("_RULE_FIELDS", 10, "bytes of a rule: 72 in text_drafts.cpp, 80 in Python"),
+        ("_TEXT_FIELDS", 7, "bytes of a text: 64 in text_drafts.cpp, 56 in Python"),
+        ("_RESULT", np.dtype(np.int64), "bytes of a result: 408 in text_drafts.cpp, 8 in Python"),
+    ],
+)
+def test_compiled_code_of_another_layout_is_refused(compiled_functions, monkeypatch, name, value, message):
+    monkeypatch.setattr(compiled_search, name, value)
+    with pytest.raises(RuntimeError, match=message):
+        CompiledSearch(compiled_functions, ContextHash(min_window=1, max_window=4), max_factor=1.0, min_probability=0.1)
 
 
 def test_without_a_compiler_drafts_are_searched_in_python(monkeypatch):

@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from routed_experts.speculation.continuations import MOST_OCCURRENCES, PRIOR_SURVIVAL
+from routed_experts.speculation.continuations import LONGEST_MATCH, MOST_OCCURRENCES, PRIOR_SURVIVAL
 from routed_experts.speculation.drafter import Draft, DraftSource
 from routed_experts.speculation.sorted_contexts import MOST_DRAFTS, ContextHash, SearchedText, SortedContexts
 
 MOST_TEXTS = 8  # of a sequence: itself, the prediction, the answers to its prompt, four blocks of its namespace
-_TEXT_FIELDS = 8
+_RULE_FIELDS, _TEXT_FIELDS = 9, 8
 _RESULT = np.dtype(
     [
         ("match", np.int64, 3),
@@ -45,6 +45,12 @@ class CompiledFunctions(Protocol):
         """Write the keys that the last call of `enter_contexts` has made."""
         ...
 
+    @property
+    def layout(self) -> Callable[[int], None]:
+        """Write the six int64 that the code is compiled with: most occurrences, most drafts, the longest match, and the
+        bytes of a rule, a text and a result."""
+        ...
+
 
 class TextTable:
     """The texts that a sequence is searched in, the sequence itself first; they live as long as the table. `counts`:
@@ -69,13 +75,15 @@ class TextTable:
 
 
 class CompiledSearch:
-    """Calls compiled code for one rule. Results hold until the next call. One thread uses it."""
+    """Calls compiled code for one rule. Results hold until the next call. One thread uses it. Raises RuntimeError where
+    the code is compiled with other constants or structures."""
 
     def __init__(
         self, functions: CompiledFunctions, contexts: ContextHash, *, max_factor: float, min_probability: float
     ) -> None:
+        _check_layout(functions)
         self._functions, self._contexts = functions, contexts  # whose arrays are read
-        self._rule = np.zeros(9, np.int64)
+        self._rule = np.zeros(_RULE_FIELDS, np.int64)
         self._rule[:4] = contexts.min_window, contexts.max_window, contexts.position_mask, contexts.tag_mask
         self._rule[4:6] = np.array([max_factor, min_probability]).view(np.int64)
         self._rule[6:] = contexts.factors.ctypes.data, contexts.salts.ctypes.data, PRIOR_SURVIVAL.ctypes.data
@@ -112,3 +120,20 @@ class CompiledSearch:
     def draft(self, number: int, count: int, source: DraftSource) -> Draft:
         """The `count` tokens that text `number` has proposed last."""
         return Draft(self._tokens[number, :count].copy(), self._survival[number, :count].copy(), source)
+
+
+def _check_layout(functions: CompiledFunctions) -> None:
+    """Raise RuntimeError where the compiled code states another value than Python."""
+    stated = {
+        "occurrences": MOST_OCCURRENCES,
+        "drafts": MOST_DRAFTS,
+        "tokens of a match": LONGEST_MATCH,
+        "bytes of a rule": 8 * _RULE_FIELDS,
+        "bytes of a text": 8 * _TEXT_FIELDS,
+        "bytes of a result": _RESULT.itemsize,
+    }
+    compiled = np.zeros(len(stated), np.int64)
+    functions.layout(compiled.ctypes.data)
+    for (name, value), other in zip(stated.items(), compiled.tolist(), strict=True):
+        if value != other:
+            raise RuntimeError(f"{name}: {other} in text_drafts.cpp, {value} in Python; the two must be equal")

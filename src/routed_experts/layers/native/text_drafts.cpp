@@ -5,6 +5,7 @@
 // (of the sequence itself alone) have no key. Products are rounded before they are added: results are those of the searches in Python, to the bit.
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 namespace rex {
@@ -130,7 +131,7 @@ class DraftSearch {
   }
 
   // Behind the end of the sequence what follows the position is repeated.
-  int32_t token_behind(int64_t position, int64_t draft, bool is_other) const {
+  int32_t next_token(int64_t position, int64_t draft, bool is_other) const {
     return text_[position + 1 + (is_other ? draft : draft % (size_ - 1 - position))];
   }
 
@@ -141,7 +142,7 @@ class DraftSearch {
       int32_t behind[kMostOccurrences];
       int64_t num_behind = 0, best = 0, best_count = 0;
       for (int64_t i = 0; i < num_found_; i++) {  // a text that ends is out
-        const int32_t token = token_behind(found_[i], draft, is_other);
+        const int32_t token = next_token(found_[i], draft, is_other);
         if (token < 0) continue;
         found_[num_behind] = found_[i];
         behind[num_behind++] = token;
@@ -197,7 +198,7 @@ class ContextEntry {
         context.sum += term(position, length - 1);
         context.key = tag(context.sum, length) | position;
       }
-      std::sort(active.begin(), active.end(), [](const Context& one, const Context& other) { return one.key < other.key; });
+      std::sort(active.begin(), active.end(), [](const Context& left, const Context& right) { return left.key < right.key; });
       const size_t start = added_.size();
       const int64_t* key = keys_;
       for (size_t i = 0, stop; i < active.size(); i = stop) {
@@ -325,3 +326,10 @@ extern "C" int64_t RexEnterContexts(const rex::DraftRule* rule, const int32_t* p
 }
 
 extern "C" void RexTakeKeys(int64_t* keys) { rex::context_entry.take(keys); }
+
+// What the caller states, too: three constants, and the bytes of a rule, a text and a result.
+extern "C" void RexDraftLayout(int64_t* layout) {
+  const int64_t stated[] = {rex::kMostOccurrences,  rex::kMostDrafts,       rex::kLongestMatch,
+                            sizeof(rex::DraftRule), sizeof(rex::DraftText), sizeof(rex::DraftResult)};
+  std::copy(std::begin(stated), std::end(stated), layout);
+}

@@ -21,6 +21,7 @@ class TextDraftFunctions:
     search: Callable[[int, int, int, int, int, int, int], None]
     enter_contexts: Callable[[int, int, int, int, int, int, int], int]
     take_keys: Callable[[int], None]
+    layout: Callable[[int], None]
 
 
 @functools.cache
@@ -31,10 +32,13 @@ def text_draft_functions() -> TextDraftFunctions | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("drafts are searched in Python: %s", error)
         return None
-    # Calls take microseconds, so they retain the interpreter's lock.
+    # A search takes microseconds and retains the interpreter's lock. Entering contexts takes up to 6 ms, without it.
     search = ctypes.PYFUNCTYPE(None, _ADDRESS, _ADDRESS, _NUMBER, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS)
-    enter = ctypes.PYFUNCTYPE(_NUMBER, _ADDRESS, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER, _NUMBER)
-    take = ctypes.PYFUNCTYPE(None, _ADDRESS)
+    enter = ctypes.CFUNCTYPE(_NUMBER, _ADDRESS, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER, _NUMBER)
+    take, layout = ctypes.CFUNCTYPE(None, _ADDRESS), ctypes.PYFUNCTYPE(None, _ADDRESS)
     return TextDraftFunctions(
-        search(("RexTextDrafts", library)), enter(("RexEnterContexts", library)), take(("RexTakeKeys", library))
+        search(("RexTextDrafts", library)),
+        enter(("RexEnterContexts", library)),
+        take(("RexTakeKeys", library)),
+        layout(("RexDraftLayout", library)),
     )
