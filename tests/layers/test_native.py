@@ -5,6 +5,7 @@ compiler."""
 import ctypes
 import dataclasses
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -428,6 +429,19 @@ def test_processes_that_start_at_once_compile_once(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(start, range(4))) == ["library\n"] * 4
     assert calls.read_text().split() == ["called"]
+
+
+@pytest.mark.parametrize("missing", ["module", "file"])
+def test_without_locks_each_process_compiles(tmp_path, monkeypatch, missing):
+    compiler, library = tmp_path / "compiler", tmp_path / "library.so"
+    compiler.write_text("#!/bin/sh\nfor made; do :; done\necho library > $made\n")
+    compiler.chmod(0o755)
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "fcntl", None)  # its import fails
+    else:
+        library.with_suffix(".lock").mkdir()  # it cannot be opened for writing
+    toolchain.compile_once((str(compiler),), library)
+    assert library.read_text() == "library\n"
 
 
 def test_a_missing_compiler_is_reported_with_its_remedy(monkeypatch, tmp_path):

@@ -5,7 +5,6 @@ headers, compiler and processor. A machine without a compiler has no native kern
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -111,9 +110,12 @@ def _compiled_file(source: Path) -> Path:
 
 
 def compile_once(command: tuple[str, ...], file: Path, source: Path = KERNELS) -> None:
-    """Compile, or wait for another process that does."""
-    with file.with_suffix(".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
+    """Compile, or wait for another process that does. Where there are no locks, each process compiles."""
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl  # of Unix alone
+
+            lock = opened.enter_context(file.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
             compile_library(command, file, source)
@@ -122,7 +124,7 @@ def compile_once(command: tuple[str, ...], file: Path, source: Path = KERNELS) -
 def compile_library(command: tuple[str, ...], file: Path, source: Path = KERNELS) -> None:
     """Compile to a temporary file and rename it: a process that loads the file never meets half of it."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / "kernels.so"
+        made = Path(folder) / "library.so"
         arguments = [
             *command,
             *FLAGS,
