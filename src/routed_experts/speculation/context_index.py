@@ -28,7 +28,7 @@ class ContextIndex:
     """The index of one sequence of token ids from 0 to 1,114,111 (those of characters), for the lengths of `contexts`.
     `keep_all` is needed to find more than one occurrence. `compiled`: what searches and sorts instead.
 
-    Memory, in bytes: at most 6 a token and 1,072 for the tokens, that of SortedContexts for the keys, and 4 for each
+    Memory, in bytes: at most 6 a token and 1,072 for the tokens, that of SortedContexts, and 4 for each
     of the at most W + 2,048 tokens of the string."""
 
     first_tokens = frozenset[int]()  # nothing is before the first position
@@ -59,7 +59,7 @@ class ContextIndex:
 
     def extend(self, tokens: Int32[np.ndarray, " m"]) -> None:
         """Append tokens. Sorts positions where the unsorted ones have filled their part, once in 256 to 2,048 tokens:
-        0.1 to 1.2 us a token of the sequence; compiled, 0.5 to 3 us an unsorted one. Raises ValueError for a sequence
+        0.1 to 1.3 us a token of the sequence; compiled, 0.5 to 3 us an unsorted one. Raises ValueError for a sequence
         that is too long."""
         window, start, size = self.max_window, self.size, self.size + len(tokens)
         if size > self._hash.position_mask:

@@ -24,7 +24,7 @@ NO_TEXT = -2  # between two texts; no sequence holds it
 
 class TextIndex:
     """The index of texts, each with the tokens before it. A context ends at the last token of those, or in the text;
-    a token of the text follows it. Memory: 8 bytes a token, and that of SortedContexts with all positions."""
+    a token of the text follows it. Memory: 4 bytes a token, and that of SortedContexts with `keep_all`."""
 
     def __init__(
         self, contexts: ContextHash, texts: Iterable[tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " T"]]]
