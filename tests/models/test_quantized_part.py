@@ -21,7 +21,7 @@ from routed_experts.models.loading.quantized_checkpoint import open_quantized
 from routed_experts.models.loading.quantized_part import INT8, QuantizedPart, has_nan
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import Mxfp4, Swapped, VirtualCheckpoint
-from routed_experts.models.loading.weight_loader import _write_pieces, load, pieces_writer
+from routed_experts.models.loading.weight_loader import _Loader, _write_pieces, load, pieces_writer
 from support.quantized_checkpoints import exact, forms, fp8, fp8_config, mxfp4, pack, write_folder
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 
@@ -40,6 +40,21 @@ class RecordingCheckpoint(VirtualCheckpoint):
     def read(self, name, box=()):
         self.as_numbers.append(name)
         return super().read(name, box)
+
+
+class PartsCheckpoint(Checkpoint):
+    """Parts that are in memory, which are read as a whole."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def names(self):
+        return {
+            name: ((*part.codes.shape[:-1], len(part.column_groups)), "float32") for name, part in self.parts.items()
+        }
+
+    def read_part(self, name, box):
+        return self.parts[name]
 
 
 def expert_names(layers):
@@ -311,7 +326,37 @@ def test_progress_counts_all_bytes_once(tmp_path):
         assert calls[-1] == (size, size)
 
 
+def test_parts_of_other_dtypes_are_not_cast_to_those_of_the_first():
+    """Stacks have two rows, and zero points of 300 do not fit a byte."""
+    rng, parts = np.random.default_rng(0), {}
+    for row in range(6):
+        parts[f"w.{row}"] = QuantizedPart(
+            codes=rng.integers(-128, 128, (8, 16)).astype(np.int8),
+            scales=np.full((8, 1), 0.5, np.float32),
+            zero_points=np.full((8, 1), 300, np.int16) if row % 2 else np.full((8, 1), 3, np.int8),
+            column_groups=np.zeros(16, np.int32),
+            format=INT8,
+        )
+    table = [WeightSource(name=name, shape=(8, 16), target="w", index=(row,)) for row, name in enumerate(parts)]
+    target = jax.ShapeDtypeStruct((6, 8, 16), jnp.float32)
+    loaded = load(PartsCheckpoint(parts), table, {"w": target}, host_bytes=2 * 2 * 8 * 16 * 4)
+    expected = [(part.codes.astype(np.float64) - part.zero_points) * 0.5 for part in parts.values()]
+    assert_same_bits(loaded, {"w": np.stack(expected).astype(np.float32)})
+
+
 # programs and memory
+
+
+def test_stacks_of_codes_count_as_the_bytes_that_they_hold(tmp_path, monkeypatch):
+    """Those of float32 would be near four times as many."""
+    checkpoint, _ = write(tmp_path, forms()["fp8 blocks"])
+    reserved, reserve = [], _Loader._reserve
+    monkeypatch.setattr(_Loader, "_reserve", lambda self, size: (reserved.append(size), reserve(self, size)))
+    target = targets("bfloat16")["down"]
+    table = [source for source in expert_table() if source.target == "down"]
+    load(checkpoint, table, {"down": target}, host_bytes=500_000)  # a matrix a stack
+    scales, column_groups = HIDDEN * 2 * 4, WIDTH * 4
+    assert reserved == [HIDDEN * WIDTH + scales + column_groups] * LAYERS * EXPERTS
 
 
 def test_the_number_of_programs_does_not_depend_on_that_of_layers_and_experts(tmp_path):

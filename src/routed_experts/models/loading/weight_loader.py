@@ -160,7 +160,7 @@ class _Loader:
                 yield stack
                 stack = None
             if stack is None:
-                self._reserve(depth * read.num_bytes)
+                self._reserve(depth * sum(array.nbytes for array in jax.tree.leaves(part)))
                 stack = _Stack.create(part, read, depth, dtype)
             stack.add(part, read)
         if stack is not None:
@@ -264,11 +264,17 @@ class _Stack:
         return self.rows.dtype if isinstance(self.rows, np.ndarray) else np.dtype(np.float32)
 
     def takes(self, part: np.ndarray | QuantizedPart) -> bool:
-        """Whether a row is left, and has the arrays of this read."""
+        """Whether a row is left, and has the arrays of this read; of codes and scales their dtypes too. Plain numbers
+        of a stack have one dtype, that of the reads, and may be rounded."""
         rows, structure = jax.tree.flatten(self.rows)
         arrays, own_structure = jax.tree.flatten(part)
-        alike = all(row.shape[1:] == array.shape for row, array in zip(rows, arrays, strict=False))
-        return self.count < len(self.starts) and structure == own_structure and alike
+        if self.count == len(self.starts) or structure != own_structure:
+            return False
+        is_plain = isinstance(part, np.ndarray)
+        return all(
+            row.shape[1:] == array.shape and (is_plain or row.dtype == array.dtype)
+            for row, array in zip(rows, arrays, strict=True)
+        )
 
     def add(self, part: np.ndarray | QuantizedPart, read: TensorRead) -> None:
         """Copy the read to the next row."""
