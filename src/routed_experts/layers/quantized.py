@@ -44,6 +44,12 @@ def inputs_of_byte(format: str) -> int:
     return 2 if format in CODE_VALUES else 1
 
 
+def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
+    """Whether bytes of e4m3 hold one of its two NaN codes, 0x7F and 0xFF: the largest signed and unsigned byte. On the
+    host, without a copy."""
+    return bool(codes.view(np.int8).max(initial=0) == 0x7F or codes.view(np.uint8).max(initial=0) == 0xFF)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:

@@ -22,7 +22,7 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
-from routed_experts.layers.quantized import E4M3, SCALE
+from routed_experts.layers.quantized import E4M3, SCALE, has_nan
 from routed_experts.models.decoder.code_selection import without_codes
 from routed_experts.models.decoder.coded_arrays import CodedArray, quantized_arrays
 from routed_experts.models.decoder.decoder import decoder_shapes
@@ -287,8 +287,8 @@ def _is_finite_on_host(array: np.ndarray) -> bool:
                 return True
     if array.dtype.kind in "iu":
         return True
-    if array.dtype == jnp.float8_e4m3fn:  # NaN alone has all bits but the sign
-        return not bool(((array.view(np.uint8) & 0x7F) == 0x7F).any())
+    if array.dtype == jnp.float8_e4m3fn:
+        return not has_nan(array)
     if array.dtype not in (jnp.bfloat16, np.float16) or not array.flags.c_contiguous:
         return bool(np.isfinite(array).all())
     least = int(np.array(np.inf, array.dtype).view(np.uint16))  # an exponent of ones: infinity, or NaN above it

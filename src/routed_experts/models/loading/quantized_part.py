@@ -128,11 +128,6 @@ class QuantizedPart:
         return _float_values(codes, *_FLOAT_BITS[self.format])
 
 
-def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
-    """Whether bytes of e4m3 hold one of its two NaN codes, 0x7F and 0xFF: the largest signed and unsigned byte."""
-    return bool(codes.view(np.int8).max() == 0x7F or codes.view(np.uint8).max() == 0xFF)
-
-
 def _by_input(grid: Shaped[Array, "..."], groups: Int[Array, " I"], axis: int) -> Shaped[Array, "..."]:
     """The grid's entry of each input; a single one is left to broadcast."""
     return grid if grid.shape[axis] == 1 else jnp.take(grid, groups, axis=axis, mode="clip")

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from routed_experts.core.errors import CheckpointError
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4, has_nan
 from routed_experts.models.base.quantization_config import Codes, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.quantized_part import INT8, QuantizedPart, has_nan
+from routed_experts.models.loading.quantized_part import INT8, QuantizedPart
 from routed_experts.models.loading.virtual_tensors import CodedTensor, Header
 
 _WORD_BITS = 32
