@@ -1,4 +1,4 @@
-"""Codes and scales that a device multiplies: every law, box, target and cut between devices against float64 written
+"""Codes and scales that a device multiplies: every format, box, target and cut between devices against float64 written
 apart, to the bit; what a device would round otherwise is multiplied on the host; faults name their tensor."""
 
 import contextlib
@@ -152,22 +152,22 @@ def traced(part):
     return np.asarray(jax.jit(QuantizedPart.numbers)(part))
 
 
-# the law
+# formats
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e2m1", "int4", INT8])
 def test_every_byte_has_the_value_of_its_bits(format):
-    octets = np.array([code for code in range(256) if format != "e4m3" or code & 127 != 127], np.uint8)[None]
-    halves = np.stack([octets & 15, octets >> 4], -1).reshape(1, -1).astype(np.float64)
+    code_bytes = np.array([code for code in range(256) if format != "e4m3" or code & 127 != 127], np.uint8)[None]
+    halves = np.stack([code_bytes & 15, code_bytes >> 4], -1).reshape(1, -1).astype(np.float64)
     if format == "e4m3":
-        sign, exponent, mantissa = octets >> 7, (octets >> 3 & 15).astype(np.float64), octets & 7
+        sign, exponent, mantissa = code_bytes >> 7, (code_bytes >> 3 & 15).astype(np.float64), code_bytes & 7
         size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
         expected = np.where(sign == 1, -size, size)
     elif format == "e2m1":
         expected = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[halves.astype(int) & 7] * np.where(halves > 7, -1, 1)
     else:
-        expected = halves - 8 if format == "int4" else octets.view(np.int8)
-    part = part_of(octets.view(np.int8) if format == INT8 else octets, format)
+        expected = halves - 8 if format == "int4" else code_bytes.view(np.int8)
+    part = part_of(code_bytes.view(np.int8) if format == INT8 else code_bytes, format)
     wide = np.asarray(expected).astype(np.float32)
     assert part.dequantize().tobytes() == traced(part).tobytes() == wide.tobytes(), "zeros have their signs"
 
@@ -212,7 +212,7 @@ def test_a_device_multiplies_any_box_of_packed_integers(
         zero_points="z" if zeros else None,
         group_map="g" if permuted else None,
     )
-    check_box(matrix, tmp_path_factory.mktemp("law"), tensors, data, expected)
+    check_box(matrix, tmp_path_factory.mktemp("box"), tensors, data, expected)
 
 
 @settings(max_examples=30)
@@ -232,7 +232,7 @@ def test_a_device_multiplies_any_box_of_float_codes(tmp_path_factory, data, outp
     matrix = QuantizedMatrix(name="w", shape=codes.shape, storage=storage, codes="w", scales="s")
     scales = (rng.random(matrix.grid) * 0.02).astype(np.float32)
     expected = exact(codes.astype(np.float64), scales, (rows, columns))
-    check_box(matrix, tmp_path_factory.mktemp("law"), {"w": codes, "s": scales}, data, expected)
+    check_box(matrix, tmp_path_factory.mktemp("box"), {"w": codes, "s": scales}, data, expected)
 
 
 def check_box(matrix, folder, tensors, data, expected):

@@ -150,8 +150,8 @@ class QuantizedMatrix(CodedTensor):
             return unpack_words(stored, 8)[:, first : first + columns.stop - columns.start], 0
         first, last = columns.start // 2, math.ceil(columns.stop / 2)
         first_of_words = words.start * count // 2
-        octets = stored.astype("<i4", copy=False).view(np.uint8)
-        return octets[:, first - first_of_words : last - first_of_words], columns.start % 2
+        code_bytes = stored.astype("<i4", copy=False).view(np.uint8)
+        return code_bytes[:, first - first_of_words : last - first_of_words], columns.start % 2
 
     def e4m3_codes(self, checkpoint: Checkpoint, box: Box) -> Shaped[np.ndarray, "*E o i"]:
         """The codes of the box. Raises CheckpointError for a NaN code."""

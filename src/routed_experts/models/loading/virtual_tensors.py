@@ -37,7 +37,7 @@ class VirtualTensor(Protocol):
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
-class PartedTensor(VirtualTensor):
+class DequantizableTensor(VirtualTensor):
     """A virtual tensor whose numbers a device can compute, from codes and scales."""
 
     @abc.abstractmethod
@@ -45,7 +45,7 @@ class PartedTensor(VirtualTensor):
         """These for a box; None where its source has none."""
 
 
-class CodedTensor(PartedTensor):
+class CodedTensor(DequantizableTensor):
     """A virtual tensor [..., O, I] whose numbers are codes times scales, and which may be shown as these instead. As a
     string it is its form in words."""
 
@@ -98,7 +98,7 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped(PartedTensor):
+class Swapped(DequantizableTensor):
     """[E, D, O] from [E, O, D]."""
 
     name: str
@@ -144,10 +144,10 @@ class Mxfp4(CodedTensor):
 
     def read_part(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> QuantizedPart:
         columns, inputs = box[2], np.arange(box[2].start, box[2].stop, dtype=np.int32)
-        octets = slice(columns.start // 2, math.ceil(columns.stop / 2))
+        code_bytes = slice(columns.start // 2, math.ceil(columns.stop / 2))
         groups, _ = _blocks_of(columns, _BLOCK_INPUTS)
         return QuantizedPart(
-            codes=self.as_codes().read(checkpoint, (box[0], box[1], octets)),
+            codes=self.as_codes().read(checkpoint, (box[0], box[1], code_bytes)),
             scales=_powers(self.read_scales(checkpoint, box[0], box[1], groups)),
             zero_points=None,
             column_groups=inputs // _BLOCK_INPUTS - groups.start,
@@ -272,7 +272,9 @@ class VirtualCheckpoint(Checkpoint):
     ) -> None:
         self.path = source.path
         self._source, self._virtual = source, dict(tensors)
-        self._parted = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PartedTensor)}
+        self._dequantizable = {
+            name: tensor for name, tensor in tensors.items() if isinstance(tensor, DequantizableTensor)
+        }
         stored = source.names()
         used = {name for tensor in self._virtual.values() for name in tensor.needs}.union(hidden)
         self._shown = {name: header for name, header in stored.items() if name not in used}
@@ -301,7 +303,7 @@ class VirtualCheckpoint(Checkpoint):
         """The codes and scales of the part, of a virtual tensor that has them."""
         if name not in self._virtual:
             return self._source.read_part(name, box)
-        return self._parted[name].read_part(self._source, box) if name in self._parted else None
+        return self._dequantizable[name].read_part(self._source, box) if name in self._dequantizable else None
 
     def close(self) -> None:
         self._source.close()

@@ -7,9 +7,9 @@ an array:
     a larger shard                  tensors -> stacks of <= host_bytes / 2 ------> written into the donated shard
     of quantised tensors            codes, scales -> stacks, of half as many numbers -> multiplied, and written
 
-One program writes all stacks of a shape into a target, and multiplies codes of one law (quantized_part.py), so the
+One program writes all stacks of a shape into a target, and multiplies codes of one format (quantized_part.py), so the
 number of programs does not depend on that of layers or experts. Targets are allocated by a thread of their own: on a
-CPU the first touch of memory takes as long as a third of a load. Letters: J reads of a stack, X axes of a target."""
+CPU the first touch of memory takes time. Letters: J reads of a stack, X axes of a target."""
 
 import functools
 import math
@@ -129,24 +129,24 @@ class _Loader:
     in_flight: int = 0
     pending_writes: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, fill: "_Fill", shards: list[jax.Array]) -> list[jax.Array]:
+    def fill(self, target: "_Fill", shards: list[jax.Array]) -> list[jax.Array]:
         """Fill the zeros of a part on each of its devices; without them, build the part on the host."""
-        part, dtype = fill.part, fill.dtype
+        part, dtype = target.part, target.dtype
         if not shards:
-            self._reserve(fill.num_bytes)
+            self._reserve(target.num_bytes)
             filled = np.empty(part.shape, dtype)
             for read in part.reads:
                 window = tuple(slice(first, first + side) for first, side in zip(read.start, read.shape, strict=True))
                 tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
                     filled[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
-            return [jax.device_put(filled, own_format) for own_format in fill.formats]
+            return [jax.device_put(filled, own_format) for own_format in target.formats]
         by_shape: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
         for read in [chunk for tensor_read in part.reads for chunk in tensor_read.chunks(self.host_bytes // 2)]:
             by_shape[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
         for reads in by_shape.values():
             for stack in self._stacks(reads, dtype):
-                shards = self._write(shards, fill.formats, stack, dtype)
+                shards = self._write(shards, target.formats, stack, dtype)
         return [_bitcast_back(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
     def _stacks(self, reads: Sequence[TensorRead], dtype: np.dtype) -> "Iterator[_Stack]":
