@@ -151,7 +151,8 @@ class Kernels:
 
     `code_formats`: of the weights that all of its matrix kernels take as codes and scales, in the order of
     `outputs_first`; others are dequantised when they are loaded, and so are stacks of codes that `code_stack_fits`
-    does not hold for: of so many codes on one device.
+    does not hold for: of so many bytes of codes on one device. `code_runs`: codes of 4 bits are packed in the first run
+    of these that `packed_run` allows, and dequantised where it allows none.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
@@ -173,7 +174,8 @@ class Kernels:
     ranks: AxisGroup = SINGLE_DEVICE
     code_formats: frozenset[str] = frozenset()
     outputs_first: bool = False
-    code_stack_fits: Callable[[int], bool] = lambda num_codes: True
+    code_runs: tuple[int, ...] = (1,)
+    code_stack_fits: Callable[[int], bool] = lambda num_bytes: True
     stream_dtype: jnp.dtype | None = None
 
     @property

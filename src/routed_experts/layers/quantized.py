@@ -2,8 +2,13 @@
 
     number[r, i, o] = value(codes[r, i, o]) * scales[r, i // group, o]
 
-Codes of 4 bits are two a byte, of neighbouring inputs: byte h of an output has input 2h in its lower half and 2h + 1 in
-its upper half. The dtype of an array tells the format of its codes.
+Codes of 4 bits are two a byte. With `run` 1, as in checkpoints, they are neighbours: byte h of an output has input 2h
+in its lower half and 2h + 1 in its upper half. With longer runs, the lower halves of `run` bytes have as many
+neighbouring inputs, and the upper halves the next ones:
+
+    byte h = p * run + b, 0 <= b < run:   lower half input 2 * p * run + b,   upper half input (2 * p + 1) * run + b
+
+The dtype of an array tells the format of its codes.
 
 Kernels multiply rows by the values of codes, which bfloat16 holds exactly, and each group's sum in float32 by the
 scale of its output, so no weight is rounded:
@@ -44,6 +49,24 @@ def inputs_of_byte(format: str) -> int:
     return 2 if format in CODE_VALUES else 1
 
 
+def packed_run(inputs: int, group: int, runs: tuple[int, ...]) -> int | None:
+    """The first of the `runs` that kernels read in which so many inputs are packed whole: a run is within a group, and
+    the inputs are a multiple of two runs. None where no run is."""
+    return next((run for run in runs if (run == 1 or group % run == 0) and inputs % (2 * run) == 0), None)
+
+
+def pack_runs(codes: Shaped[np.ndarray, "... bytes"], run: int) -> Shaped[np.ndarray, "... bytes"]:
+    """Bytes of neighbouring inputs, along the last axis, as bytes of runs; a new array. Whole pairs of runs."""
+    assert codes.shape[-1] % run == 0 and run % 2 == 0, (codes.shape, run)
+    half = np.dtype((np.void, run // 2))  # bytes of one run, two inputs each
+    stored = np.ascontiguousarray(codes).view(np.uint8).reshape(-1, run)
+    first, last = (np.ascontiguousarray(stored.view(half)[:, side]).view(np.uint8) for side in range(2))
+    packed = np.empty((*first.shape, 2), np.uint8)
+    packed[..., 0] = (first & 15) | (last << 4)
+    packed[..., 1] = (first >> 4) | (last & 0xF0)
+    return packed.reshape(codes.shape).view(codes.dtype)
+
+
 def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
     """Whether bytes of e4m3 hold one of its two NaN codes, 0x7F and 0xFF: the largest signed and unsigned byte. On the
     host, without a copy."""
@@ -55,7 +78,7 @@ def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
     the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. With codes of 4
-    bits the axis of inputs has I / 2 bytes. `dtype`: of the model, which weights have that are no codes; kernels may
+    bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs. `dtype`: of the model, which weights have that are no codes; kernels may
     round rows to it, as they would for such a weight."""
 
     codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"]
@@ -63,6 +86,7 @@ class QuantizedWeight:
     group: int = dataclasses.field(metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
+    run: int = dataclasses.field(default=1, metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(default=FLOAT32, metadata={"static": True})
 
     @staticmethod
@@ -71,16 +95,20 @@ class QuantizedWeight:
         scales: Float[Array, "R J O"],
         *,
         outputs_first: bool = False,
+        runs: tuple[int, ...] = (1,),
         dtype: jnp.dtype = FLOAT32,
     ) -> "QuantizedWeight":
-        """From its arrays, whose dtype tells the format, and whose shapes tell the group."""
+        """From its arrays, whose dtype tells the format, and whose shapes tell the group. `runs`: of which codes of 4
+        bits have what `packed_run` chooses."""
         format = next((name for name, dtype in CODE_DTYPES.items() if dtype == codes.dtype), None)
         assert format is not None, codes.dtype
         inputs = codes.shape[-1 if outputs_first else -2] * inputs_of_byte(format)
         group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
         assert group is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
+        run = packed_run(inputs, group, runs) if format in CODE_VALUES else 1
+        assert run is not None, (codes.shape, group, runs)
         return QuantizedWeight(
-            codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first, dtype=dtype
+            codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first, run=run, dtype=dtype
         )
 
     @property
@@ -109,8 +137,8 @@ class QuantizedWeight:
         if self.format not in CODE_VALUES:
             return codes.astype(jnp.float32)
         stack, count, outputs = codes.shape
-        whole = lax.bitcast_convert_type(codes, jnp.uint8)
-        halves = jnp.stack([whole & 15, whole >> 4], axis=2)  # [R, bytes, 2, O]
+        whole = lax.bitcast_convert_type(codes, jnp.uint8).reshape(stack, -1, self.run, outputs)
+        halves = jnp.stack([whole & 15, whole >> 4], axis=2)  # [R, pairs of runs, 2, run, O]
         values = jnp.asarray(CODE_VALUES[self.format], jnp.float32)
         return jnp.take(values, halves.astype(jnp.int32)).reshape(stack, 2 * count, outputs)
 

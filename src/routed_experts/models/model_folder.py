@@ -35,6 +35,7 @@ from routed_experts.models.loading.quantized_checkpoint import (
     GROUP_SCALES,
     NONE_RETAINED,
     QuantizedCheckpoint,
+    RetainedCodes,
     open_quantized,
     show_codes,
 )
@@ -196,12 +197,12 @@ class ModelFolder:
             param="model_path",
         )
 
-    def _retained_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, int]:
-        """The quantised tensors that stay codes, and the inputs that share a scale there."""
+    def _retained_tensors(self, coded: Mapping[str, CodedArray]) -> dict[str, RetainedCodes]:
+        """The quantised tensors that stay codes, and how."""
         matrices = self.quantized_tensors
         targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
         return {
-            source.name: array.group
+            source.name: RetainedCodes(group=array.group, run=array.run)
             for source, array in targets
             if array is not None and can_retain(array, source, matrices)
         }
@@ -276,7 +277,7 @@ class ModelFolder:
 
 
 def _shown(
-    stored: Checkpoint | QuantizedCheckpoint, family: Family, retained: Mapping[str, int] = NONE_RETAINED
+    stored: Checkpoint | QuantizedCheckpoint, family: Family, retained: Mapping[str, RetainedCodes] = NONE_RETAINED
 ) -> Checkpoint:
     """The tensors as the family's table names them; those of `retained` as `show_codes` has them."""
     checkpoint = stored.shown(retained) if isinstance(stored, QuantizedCheckpoint) else stored

@@ -20,6 +20,7 @@ from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, line
 from routed_experts.layers.gpu.moe import CODE_TILES, MoeTiles, Tile, choose_tiles, slot_outputs
 from routed_experts.layers.gpu.operands import addressable_matrices
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
+from routed_experts.layers.gpu.sums import part_unit
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts, tiled_experts
@@ -52,9 +53,40 @@ def random_weight(key, stack, inputs, outputs, group, *, real=None) -> Quantized
     return QuantizedWeight(codes=codes, scales=scales, group=group, outputs_first=True)
 
 
+def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -> QuantizedWeight:
+    """The same with codes of 4 bits, whose bits are all numbers: only scales of other matrices are NaN."""
+    codes_key, scales_key = jax.random.split(key)
+    codes = jax.random.bits(codes_key, (stack, outputs, inputs // 2), jnp.uint8)
+    codes = lax.bitcast_convert_type(codes, jnp.int8) if form == "int4" else codes
+    shape = (stack, -(-inputs // group), outputs)
+    scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (4 * math.sqrt(inputs))
+    if real is not None:
+        scales = jnp.where(jnp.zeros((stack, 1, 1), bool).at[real].set(True), scales, jnp.nan)
+    return QuantizedWeight(codes=codes, scales=scales, group=group, format=form, outputs_first=True, run=run)
+
+
+VALUES = {
+    "int4": [code - 8.0 for code in range(16)],
+    "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
+}
+
+
+def values_of(weight: QuantizedWeight, index: int) -> np.ndarray:
+    """What the codes of a matrix [O, I] are, in float64; of codes of 4 bits, byte by byte."""
+    if weight.format == "e4m3":
+        return np.asarray(weight.codes[index].astype(F32), np.float64)
+    stored, run = np.asarray(weight.codes[index]).view(np.uint8), weight.run
+    values = np.empty((len(stored), 2 * stored.shape[1]))
+    for byte, column in enumerate(stored.T):
+        first = byte // run * 2 * run + byte % run
+        values[:, first] = [VALUES[weight.format][code] for code in column % 16]
+        values[:, first + run] = [VALUES[weight.format][code] for code in column // 16]
+    return values
+
+
 def numbers(weight: QuantizedWeight, index: int) -> np.ndarray:
     """A matrix [I, O] in float64."""
-    codes = np.asarray(weight.codes[index].astype(F32), np.float64).T
+    codes = values_of(weight, index).T
     scales = np.repeat(np.asarray(weight.scales[index], np.float64), weight.group, axis=0)
     return codes * scales[: len(codes)]
 
@@ -103,6 +135,41 @@ def test_products_with_codes_equal_float64(case, dtype):
     parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
     expected_tile = tile or choose_codes_tile(rows, inputs, outputs, group)
     assert parts.shape == (expected_tile.splits, rows, outputs)
+    total = jnp.sum(parts, axis=0)
+    assert relative_errors(total, x, numbers(weight, 1)) < SUMS
+    plain = reference_linear(x, weight, 1, F32)
+    reach = np.abs(wide(x)) @ np.abs(numbers(weight, 1))
+    assert np.max(np.abs(np.asarray(total - plain)) / reach) < 2 * SUMS
+
+
+# rows, inputs, outputs, group, run, tile (None: that of the table)
+HALVES = {
+    "group 128, runs of 64": (16, 256, 64, 128, 64, SCALED),
+    "group 128, runs of 16": (16, 288, 33, 128, 16, SCALED),
+    "group 32, the last step short": (5, 320, 50, 32, 32, dataclasses.replace(SCALED, inner=128)),
+    "group 16": (7, 160, 40, 16, 16, SMALL),
+    "group 64, scaled inside": (9, 384, 40, 64, 64, INSIDE),
+    "group 32, scaled inside, parts": (19, 256, 40, 32, 32, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "steps shorter than a pair": (3, 256, 32, 128, 64, dataclasses.replace(SCALED, inner=32)),
+    "one row, one step, its end missing": (1, 320, 50, 32, 32, dataclasses.replace(FEW, inner=512)),
+    "one row, group 128": (1, 256, 50, 128, 64, FEW),
+    "four of seven rows, parts": (7, 384, 40, 64, 32, dataclasses.replace(FEW, rows=4, inner=64, splits=2)),
+    "one of two rows, a loop of steps": (2, 416, 9, 16, 16, dataclasses.replace(FEW, inner=64)),
+    "the table, parts": (5, 1024, 70, 32, 32, None),
+    "the table, one row": (1, 576, 70, 32, 32, None),
+    "the table, many rows": (65, 320, 70, 64, 32, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, F32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["int4", "e2m1"])
+@pytest.mark.parametrize("case", HALVES.values(), ids=HALVES)
+def test_products_with_codes_of_4_bits_equal_float64(case, form, dtype):
+    rows, inputs, outputs, group, run, tile = case
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x = jax.random.normal(keys[0], (rows, inputs), dtype)
+    weight = random_halves(keys[1], 3, inputs, outputs, group, form=form, run=run, real=slice(1, 2))
+    parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
     total = jnp.sum(parts, axis=0)
     assert relative_errors(total, x, numbers(weight, 1)) < SUMS
     plain = reference_linear(x, weight, 1, F32)
@@ -240,6 +307,14 @@ class Experts:
     biased: bool = False
     shared_width: int = 0
     shared_codes: bool = True
+    form: str = "e4m3"
+    run: int = 0  # of codes of 4 bits
+
+    def matrices(self, key, stack, inputs, outputs, group, *, real) -> QuantizedWeight:
+        """A stack of them in the form."""
+        if self.form == "e4m3":
+            return random_weight(key, stack, inputs, outputs, group, real=real)
+        return random_halves(key, stack, inputs, outputs, group, form=self.form, run=self.run, real=real)
 
     @property
     def call(self) -> ExpertCall:
@@ -257,8 +332,8 @@ class Experts:
             ids=jnp.asarray(random_ids(rng, rows, experts, top_k, self.kind), jnp.int32),
             weights=jnp.asarray(rng.random((rows, top_k)) + 0.1, F32),
             valid=valid,
-            gate_up=random_weight(keys[3], 3 * experts, dim, 2 * width, self.groups[0], real=own),
-            down=random_weight(keys[4], 3 * experts, width, dim, self.groups[1], real=own),
+            gate_up=self.matrices(keys[3], 3 * experts, dim, 2 * width, self.groups[0], real=own),
+            down=self.matrices(keys[4], 3 * experts, width, dim, self.groups[1], real=own),
             first_expert=jnp.int32(1),
             num_experts=experts,
             gate_up_bias=biases[0] if self.biased else None,
@@ -271,8 +346,8 @@ class Experts:
         if not self.shared_width:
             return None
         dim, keys, own = self.sizes[3], jax.random.split(jax.random.key(9), 2), slice(1, 2)
-        gate_up = random_weight(keys[0], 3, dim, 2 * self.shared_width, self.groups[0], real=own)
-        down = random_weight(keys[1], 3, self.shared_width, dim, self.groups[1], real=own)
+        gate_up = self.matrices(keys[0], 3, dim, 2 * self.shared_width, self.groups[0], real=own)
+        down = self.matrices(keys[1], 3, self.shared_width, dim, self.groups[1], real=own)
         if self.shared_codes:
             return SharedExperts(gate_up=gate_up, down=down)
         return SharedExperts(gate_up=gate_up.dequantize().astype(self.dtype), down=down.dequantize().astype(self.dtype))
@@ -354,6 +429,31 @@ EXPERTS = {
         Experts(sizes=(3, 2, 4, 40, 24), groups=(32, 16), dtype=F32, activation="clamped swiglu", biased=True),
         ROWS_UNSORTED,
     ),
+    "int4, lists, shared experts": (
+        Experts(sizes=(7, 2, 4, 96, 64), groups=(32, 32), dtype=HALF, form="int4", run=16, shared_width=32),
+        STEPS_SORTED,
+    ),
+    "e2m1, slots, biased": (
+        Experts(
+            sizes=(3, 2, 4, 64, 128),
+            groups=(32, 32),
+            dtype=F32,
+            activation="clamped swiglu",
+            biased=True,
+            form="e2m1",
+            run=32,
+        ),
+        UNSORTED,
+    ),
+    "e2m1, one row, slots, biased": (
+        Experts(sizes=(3, 2, 4, 64, 128), groups=(32, 32), dtype=HALF, biased=True, form="e2m1", run=32),
+        ROWS_UNSORTED,
+    ),
+    "int4, the table, few": (Experts(sizes=(2, 2, 4, 192, 64), groups=(64, 64), dtype=HALF, form="int4", run=32), None),
+    "e2m1, the table, 40 rows": (
+        Experts(sizes=(40, 2, 4, 192, 64), groups=(32, 32), dtype=HALF, form="e2m1", run=32),
+        None,
+    ),
     "the table, few": (Experts(sizes=(2, 2, 4, 160, 48), groups=(128, 32), dtype=HALF), None),
     "the table, 40 rows": (Experts(sizes=(40, 2, 4, 160, 48), groups=(128, 64), dtype=HALF), None),
 }
@@ -389,20 +489,23 @@ def test_every_activation_has_its_formula_here():
 
 def test_the_bundle_takes_codes_as_checkpoints_have_them():
     kernels = gpu_kernels(interpret=True)
-    assert kernels.code_formats == {"e4m3"} and kernels.outputs_first
+    assert kernels.code_formats == {"e4m3", "int4", "e2m1"} and kernels.outputs_first
     weight = random_weight(jax.random.key(0), 1, 32, 16, 16)
     swapped = dataclasses.replace(weight, codes=jnp.swapaxes(weight.codes, 1, 2), outputs_first=False)
     with pytest.raises(ConfigError, match=r"codes are e4m3 \[R, I, O\]"):
         kernels.linear.run(jnp.zeros((1, 32), HALF), swapped, 0, HALF)
+    neighbours = random_halves(jax.random.key(0), 1, 32, 16, 16, form="int4", run=1)
+    with pytest.raises(ConfigError, match=r"codes are int4 \[R, O, I\], in runs of 1; .*runs of 64, 32, 16"):
+        kernels.linear.run(jnp.zeros((1, 32), HALF), neighbours, 0, HALF)
 
 
 def test_a_stack_that_32_bits_do_not_address_is_refused():
     """By shape alone: from 2 to 4 GiB of codes; a padded stack is longer than that."""
-    assert addressable_matrices(5 * 128, 2048, 1536) == 5 * 128, "below 2 GiB"
-    assert addressable_matrices(512, 2048, 2048) == 512, "2 GiB"
-    assert addressable_matrices(513, 2048, 2048) == 1025
-    assert addressable_matrices(1024, 2048, 2048) == 1025, "4 GiB still have 32 bits"
-    assert addressable_matrices(48 * 128, 2048, 1536) == 48 * 128, "Qwen3-30B-A3B"
+    assert addressable_matrices(5 * 128, 2048 * 1536) == 5 * 128, "below 2 GiB"
+    assert addressable_matrices(512, 2048 * 2048) == 512, "2 GiB"
+    assert addressable_matrices(513, 2048 * 2048) == 1025
+    assert addressable_matrices(1024, 2048 * 2048) == 1025, "4 GiB still have 32 bits"
+    assert addressable_matrices(48 * 128, 2048 * 1536) == 48 * 128, "Qwen3-30B-A3B"
 
     def stack(count):
         codes = jax.ShapeDtypeStruct((count, 1536, 2048), jnp.float8_e4m3fn)
@@ -411,7 +514,7 @@ def test_a_stack_that_32_bits_do_not_address_is_refused():
 
     product = functools.partial(partial_sums, interpret=True)
     x, layer = jax.ShapeDtypeStruct((4, 2048), HALF), jax.ShapeDtypeStruct((), jnp.int32)
-    needed = addressable_matrices(7 * 128, 2048, 1536)
+    needed = addressable_matrices(7 * 128, 2048 * 1536)
     with pytest.raises(ConfigError, match=f'tp_size or ep_size.*quantization="none".*pad them to {needed}'):
         jax.eval_shape(product, x, stack(7 * 128), layer)
     for count in (5 * 128, needed, 48 * 128):
@@ -498,6 +601,12 @@ ON_GPU = {
     "ragged": dict(sizes=(3, 60, 1000, 72), groups=(128, 16), kind="padding"),
     "shared": dict(sizes=(6, 64, 2048, 1408), groups=(128, 128), shared_width=2816),
     "biased": dict(sizes=(4, 32, 2880, 2880), groups=(32, 32), activation="clamped swiglu", biased=True),
+    "Qwen3-30B-A3B, int4": dict(sizes=(8, 128, 2048, 768), groups=(128, 128), form="int4", run=64),
+    "a shard of it, int4": dict(sizes=(8, 128, 2048, 192), groups=(128, 64), form="int4", run=32),
+    "groups of 32, int4": dict(sizes=(8, 64, 2048, 1408), groups=(32, 32), form="int4", run=32, shared_width=2816),
+    "GPT-OSS-20b, e2m1": dict(
+        sizes=(4, 32, 2880, 2880), groups=(32, 32), form="e2m1", run=32, activation="clamped swiglu", biased=True
+    ),
 }
 ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
 EVERY_TILE = [
@@ -538,11 +647,19 @@ def test_compiled_experts_of_codes(name, rows):
         assert distance(wide(outputs[rows * top_k :]), wide(expected)) < BOUNDS[HALF]
 
 
+FORMS = {
+    "e4m3": dict(groups=(128, 128)),
+    "int4": dict(groups=(128, 128), form="int4", run=64),
+    "e2m1": dict(groups=(32, 32), form="e2m1", run=32),
+}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tiles", EVERY_TILE, ids=lambda tiles: f"up to {tiles.rows} rows")
-def test_compiled_experts_in_every_tile(tiles):
+def test_compiled_experts_in_every_tile(tiles, form):
     """In every scaling of the rows."""
-    call = Experts(sizes=(16, 8, 32, 2048, 768), groups=(128, 128), dtype=HALF).call
+    call = Experts(sizes=(16, 8, 32, 2048, 768), dtype=HALF, **FORMS[form]).call
     expected = wide(in_full_precision(tiled_experts, at_first(call)))
     for scaled in SCALINGS:
         own = dataclasses.replace(tiles, scaled=scaled)
@@ -552,8 +669,26 @@ def test_compiled_experts_in_every_tile(tiles):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["int4", "e2m1"])
+@pytest.mark.parametrize("scaled", SCALINGS, ids=["before", "inside", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 16, 33, 3000])
 @pytest.mark.parametrize(
-    "matrices", [682, addressable_matrices(700, 2048, 1536), 13 * 128], ids=["2 GB", "padded", "5 GB"]
+    ("inputs", "outputs", "group", "run"), [(2048, 5120, 128, 64), (2880, 1000, 32, 32), (576, 1000, 64, 16)]
+)
+def test_compiled_products_with_codes_of_4_bits(rows, inputs, outputs, group, run, scaled, form):
+    keys = jax.random.split(jax.random.key(rows), 2)
+    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    weight = random_halves(keys[1], 3, inputs, outputs, group, form=form, run=run, real=slice(1, 2))
+    tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, part_unit(weight)), scaled=scaled)
+    actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
+    assert (
+        distance(wide(actual), wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))) < 2e-6
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "matrices", [682, addressable_matrices(700, 2048 * 1536), 13 * 128], ids=["2 GB", "padded", "5 GB"]
 )
 def test_compiled_products_reach_both_ends_of_a_long_stack(matrices):
     """The last matrices of a stack just below 2 GiB, of one padded above 4 GiB, and of a longer one."""
@@ -577,12 +712,17 @@ def test_compiled_rows_of_any_size_keep_their_sums(tile):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["e4m3", "int4", "e2m1"])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 @pytest.mark.parametrize(("inputs", "group", "splits"), [(2048, 128, 1), (4096, 128, 2), (576, 64, 1)])
-def test_compiled_products_of_few_rows(rows, inputs, group, splits):
+def test_compiled_products_of_few_rows(rows, inputs, group, splits, form):
     """In one step, in an unrolled loop and in a loop."""
     keys = jax.random.split(jax.random.key(rows), 2)
-    x, weight = jax.random.normal(keys[0], (rows, inputs), HALF), random_weight(keys[1], 2, inputs, 1000, group)
+    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    if form == "e4m3":
+        weight = random_weight(keys[1], 2, inputs, 1000, group)
+    else:
+        weight = random_halves(keys[1], 2, inputs, 1000, group, form=form, run=32)
     expected = wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))
     for inner, own in ((2048, min(rows, 4)), (512, 1), (64, 1)):
         tile = LinearTile(rows=1 if own == 1 else 4, out=8, inner=inner, warps=8, stages=1, splits=splits)

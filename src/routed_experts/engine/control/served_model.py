@@ -139,6 +139,7 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
         formats=kernels.code_formats & {E4M3} if quantizes else kernels.code_formats,
         quantizes=quantizes,
         outputs_first=kernels.outputs_first,
+        runs=kernels.code_runs,
         stack_fits=kernels.code_stack_fits,
         parallel=parallel,
     )

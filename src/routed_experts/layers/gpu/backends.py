@@ -7,12 +7,13 @@ from jaxtyping import Array, Float
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
 from routed_experts.layers.gpu.operands import is_addressable
+from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import E4M3
+from routed_experts.layers.quantized import CODE_DTYPES
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -49,8 +50,9 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
             supports=lambda spec: True,
         ),
         fused_layer=fused,
-        code_formats=frozenset({E4M3}),
+        code_formats=frozenset(CODE_DTYPES),
         outputs_first=True,
+        code_runs=RUNS,
         code_stack_fits=is_addressable,
     )
 

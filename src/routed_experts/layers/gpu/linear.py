@@ -15,8 +15,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
-from routed_experts.layers.gpu.operands import FEWEST_ROWS, Inputs, check_weights, sum_products
+from routed_experts.layers.gpu.operands import Inputs, check_weights
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes
+from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 
@@ -55,21 +56,21 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
     return LinearTile(rows=128, out=128, inner=64, warps=8 if splits == 1 else 4, stages=4, splits=splits)
 
 
-def choose_codes_tile(num_rows: int, inner: int, outputs: int, group: int) -> LinearTile:
-    """The same for codes, whose parts begin where a group does. Measured best on an H100 with 1 to 4, 16, 64, 256, 1024
+def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int) -> LinearTile:
+    """The same for codes, whose parts have a multiple of `unit` inputs. Measured best on an H100 with 1 to 4, 16, 64, 256, 1024
     and 4096 rows times matrices of 2048 x 5120 and 4096 x 2048."""
     if power_of_two(num_rows) < FEWEST_ROWS:
-        splits = _splits(inner, max(1, inner // 2048), group)
+        splits = _splits(inner, max(1, inner // 2048), unit)
         return LinearTile(
             rows=power_of_two(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits, scaled=RowScaling.INSIDE
         )
     rows = min(max(16, power_of_two(num_rows)), 128)
     warps, stages = (4, 3) if rows > 16 else (2, 4)
     if rows <= 64:
-        splits = _splits(inner, inner // 512, group)
+        splits = _splits(inner, inner // 512, unit)
     else:
         blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, rows)
-        splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), group)
+        splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8), unit)
     return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=stages, splits=splits, scaled=CODE_ROWS)
 
 
@@ -77,16 +78,16 @@ def tile_for(num_rows: int, weights: Weight) -> LinearTile:
     """The tile for a matrix of this stack."""
     _, inner, outputs = weights.shape
     if isinstance(weights, QuantizedWeight):
-        return choose_codes_tile(num_rows, inner, outputs, weights.group)
+        return choose_codes_tile(num_rows, inner, outputs, part_unit(weights))
     return choose_tile(num_rows, inner, outputs)
 
 
-def _splits(inner: int, limit: int, group: int = 1) -> int:
-    """The largest number of parts of one length, a multiple of `group`, that is not above `limit`, 16 at most."""
-    return next((count for count in (16, 8, 4, 2) if count <= limit and inner % (count * group) == 0), 1)
+def _splits(inner: int, limit: int, unit: int = 1) -> int:
+    """The largest number of parts of one length, a multiple of `unit`, that is not above `limit`, 16 at most."""
+    return next((count for count in (16, 8, 4, 2) if count <= limit and inner % (count * unit) == 0), 1)
 
 
-def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:
+def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile, interpret: bool) -> None:
     """Block (columns, rows, split): the split's part of the sums, in float32 unless it is all of them."""
     num_rows, inner_size, outputs = x.shape[0], weights.shape[1] // tile.splits, weights.shape[2]
     rows, columns = (
@@ -98,7 +99,16 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
     column_mask = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
     inputs = Inputs(length=inner_size, size=tile.inner, first=split * inner_size)
     (total,) = sum_products(
-        x, weights, layer[0], rows, row_mask, (columns,), column_mask, inputs=inputs, scaled=tile.scaled
+        x,
+        weights,
+        layer[0],
+        rows,
+        row_mask,
+        (columns,),
+        column_mask,
+        inputs=inputs,
+        scaled=tile.scaled,
+        interpret=interpret,
     )
     plgpu.store(
         out.at[split, rows[:, None], columns[None, :]],
@@ -123,11 +133,11 @@ def partial_sums(
     tile = dataclasses.replace(tile, inner=scaled_step(tile.inner, x.dtype if is_coded else weights.dtype))
     if is_coded:
         check_weights(weights)
-        assert tile.splits == 1 or weights.shape[1] % (tile.splits * weights.group) == 0, (tile, weights.shape)
+        assert tile.splits == 1 or weights.shape[1] % (tile.splits * part_unit(weights)) == 0, (tile, weights.shape)
     is_scaled = is_coded and tile.rows >= FEWEST_ROWS
     rows = rows_for_codes(x, tile.scaled if is_scaled else None, interpret=interpret)
     return pl.pallas_call(
-        functools.partial(_product, tile=tile),
+        functools.partial(_product, tile=tile, interpret=interpret),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),
         grid=(pl.cdiv(outputs, tile.out), pl.cdiv(num_rows, tile.rows), tile.splits),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),

@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
-from routed_experts.layers.gpu.operands import FEWEST_ROWS, Inputs, check_weights, is_coded, sum_products
+from routed_experts.layers.gpu.operands import Inputs, check_weights, is_coded
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
+from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
 from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
@@ -68,6 +69,7 @@ class KernelConfig:
     num_rows: int
     shared_chunks: int
     scaled: RowScaling | None
+    interpret: bool
 
     @property
     def shared_tiles(self) -> int:
@@ -239,7 +241,18 @@ def _sums(
 ) -> list[Array]:
     """Rows of x times one matrix, for each of some sets of columns; float32."""
     inputs = Inputs(length=weights.shape[1], size=static.tile.inner)
-    return sum_products(x, weights, matrix, rows, mask[:, None], columns, real, inputs=inputs, scaled=static.scaled)
+    return sum_products(
+        x,
+        weights,
+        matrix,
+        rows,
+        mask[:, None],
+        columns,
+        real,
+        inputs=inputs,
+        scaled=static.scaled,
+        interpret=static.interpret,
+    )
 
 
 def _gate_up(*refs: Any, static: KernelConfig) -> None:
@@ -364,6 +377,7 @@ def slot_outputs(
             num_rows=num_rows,
             shared_chunks=chunks,
             scaled=scaled,
+            interpret=interpret,
         )
         num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
         return pl.pallas_call(

@@ -1,9 +1,9 @@
 """Which matrices are codes in memory, and in which groups of inputs.
 
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
-its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest. All others are
-dequantised when they are loaded. Plain matrices are quantised to e4m3, where that is asked for and the checkpoint has
-no codes of another format. Both arrays of experts are codes, or neither."""
+its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest, nor, of codes of 4 bits,
+a pair of runs. All others are dequantised when they are loaded. Plain matrices are quantised to e4m3, where that is
+asked for and the checkpoint has no codes of another format. Both arrays of experts are codes, or neither."""
 
 import dataclasses
 import logging
@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from routed_experts.layers.quantized import BLOCK, E4M3, GROUPS
+from routed_experts.layers.quantized import BLOCK, CODE_VALUES, E4M3, GROUPS, packed_run
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray
@@ -29,13 +29,14 @@ ONE_DEVICE = ParallelConfig(1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSupport:
-    """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_stack_fits`), and how the model is
-    sharded. `quantizes`: plain checkpoints, too."""
+    """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_runs`, `code_stack_fits`), and how
+    the model is sharded. `quantizes`: plain checkpoints, too."""
 
     formats: frozenset[str] = frozenset()
     quantizes: bool = False
     outputs_first: bool = False
-    stack_fits: Callable[[int], bool] = lambda num_codes: True
+    runs: tuple[int, ...] = (1,)
+    stack_fits: Callable[[int], bool] = lambda num_bytes: True
     parallel: ParallelConfig = ONE_DEVICE
 
 
@@ -68,7 +69,7 @@ def _without_large_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyC
             large |= _EXPERTS if large & _EXPERTS else set()
             if large:
                 stacked = max(stacks[name] for name in large)
-                text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d codes"
+                text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d bytes of codes"
                 logger.warning(text, sorted(large), run.first, run.first + run.num_layers - 1, stacked)
             for index in range(run.first + kind, run.first + run.num_layers, len(run.pattern)) if large else ():
                 retained = tuple(array for array in layer.coded if array.name not in large)
@@ -105,14 +106,17 @@ def _coded(
         form, group = _shared_form(stored[spec.name], matrices)
         if group == 0 and quantizes and not any(source.name in matrices for source in stored[spec.name]):
             form, group = E4M3, BLOCK
-        group = math.gcd(group, *_cuts(spec, support.parallel)) if group else 0
-        if form in support.formats and group >= GROUPS[-1]:
+        cuts = _cuts(spec, support.parallel)
+        group = math.gcd(group, *cuts) if group else 0
+        run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if form in CODE_VALUES else 1
+        if form in support.formats and group >= GROUPS[-1] and run is not None:
             found[spec.name] = CodedArray(
                 name=spec.name,
                 group=group,
                 segments=_segments(plain[spec.name]),
                 format=form,
                 outputs_first=support.outputs_first,
+                run=run,
             )
     if not found.keys() >= _EXPERTS:
         return tuple(array for name, array in found.items() if name not in _EXPERTS)

@@ -108,7 +108,11 @@ def weight_stack(arrays: Mapping[str, nnx.Param[Array]] | Mapping[str, Array], n
         return arrays[name][...]
     scales, dtype = arrays[f"{name}{SCALE}"][...], arrays[_PLAIN][...].dtype
     return QuantizedWeight.create(
-        arrays[name][...], scales, outputs_first=kernels.outputs_first, dtype=jnp.dtype(dtype)
+        arrays[name][...],
+        scales,
+        outputs_first=kernels.outputs_first,
+        runs=kernels.code_runs,
+        dtype=jnp.dtype(dtype),
     )
 
 

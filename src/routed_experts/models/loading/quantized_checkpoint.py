@@ -19,7 +19,13 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
-from routed_experts.models.loading.virtual_tensors import CodedTensor, Header, VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import (
+    CodedTensor,
+    Header,
+    PackedRuns,
+    VirtualCheckpoint,
+    VirtualTensor,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +39,17 @@ _ACTIVATIONS = (  # of products with quantised activations
     ".input_scale .activation_scale .input_zero_point .output_scale .qscale_act .weight_input_scale".split()
 )
 GROUP_SCALES = ".group_scales"  # behind the name of a matrix
-NONE_RETAINED: Mapping[str, int] = MappingProxyType({})
+NONE_RETAINED: Mapping[str, "RetainedCodes"] = MappingProxyType({})
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedCodes:
+    """How the codes of a matrix are kept: inputs that share a scale, and the run in which codes of 4 bits are packed
+    (layers/quantized.py)."""
+
+    group: int
+    run: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +60,20 @@ class QuantizedCheckpoint:
     matrices: Mapping[str, QuantizedMatrix]
     hidden: tuple[str, ...]
 
-    def shown(self, retained: Mapping[str, int] = NONE_RETAINED) -> VirtualCheckpoint:
+    def shown(self, retained: Mapping[str, RetainedCodes] = NONE_RETAINED) -> VirtualCheckpoint:
         """The checkpoint with plain matrices; those of `retained` as `show_codes` has them."""
         return VirtualCheckpoint(self.stored, show_codes(self.matrices, retained), hidden=self.hidden)
 
 
-def show_codes(tensors: Mapping[str, VirtualTensor], retained: Mapping[str, int]) -> dict[str, VirtualTensor]:
+def show_codes(tensors: Mapping[str, VirtualTensor], retained: Mapping[str, RetainedCodes]) -> dict[str, VirtualTensor]:
     """The tensors, and in place of those of `retained` their codes, and a tensor of scales for groups of so many
     inputs, `<name>.group_scales`. Names of `retained` that are not among them are not looked at."""
     shown = dict(tensors)
-    for name, group in retained.items():
+    for name, form in retained.items():
         tensor = tensors.get(name)
         if isinstance(tensor, CodedTensor):
-            shown |= {name: tensor.as_codes(), f"{name}{GROUP_SCALES}": tensor.as_scales(group)}
+            codes = tensor.as_codes() if form.run == 1 else PackedRuns(tensor.as_codes(), form.run)
+            shown |= {name: codes, f"{name}{GROUP_SCALES}": tensor.as_scales(form.group)}
     return shown
 
 

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 
 from routed_experts.core.errors import CheckpointError
-from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1, pack_runs
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_part import QuantizedPart
 
@@ -66,6 +66,28 @@ class CodedTensor(DequantizableTensor):
     @abc.abstractmethod
     def as_scales(self, group: int) -> VirtualTensor:
         """The scales [..., O, J], of groups that divide its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRuns:
+    """Codes of 4 bits [..., O, I / 2] with the inputs of a byte `run` apart, from those of neighbouring inputs."""
+
+    codes: VirtualTensor
+    run: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.codes.needs
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        return self.codes.header(headers)
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> Shaped[np.ndarray, "... O bytes"]:
+        """The box, from the pairs of runs that it meets, which have the same bytes in both forms."""
+        *lead, columns = box
+        first, last = columns.start // self.run * self.run, math.ceil(columns.stop / self.run) * self.run
+        stored = self.codes.read(checkpoint, (*lead, slice(first, last)))
+        return pack_runs(stored, self.run)[..., columns.start - first : columns.stop - first]
 
 
 def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTensor]:

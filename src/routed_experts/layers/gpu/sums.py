@@ -1,0 +1,266 @@
+"""Sums over the inputs of one matrix inside a GPU kernel: rows times a block of columns, in float32.
+
+A sum is made in steps. Of e4m3 codes a step is within one group of inputs; of codes of 4 bits (packed_codes.py) it is
+whole pairs of runs, and each run, or both of one group, is a product that is scaled by itself. The sum of a group is
+float32, and so is the scale that it is multiplied by.
+
+Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a block, R matrices of the stack."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
+from routed_experts.layers.gpu.operands import (
+    Inputs,
+    block_product,
+    codes_product,
+    decode,
+    end_sums,
+    is_packed,
+    load_block,
+    load_codes,
+    load_rows,
+)
+from routed_experts.layers.gpu.packed_codes import UNITS, unpack_halves
+from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_of_rows
+from routed_experts.layers.quantized import QuantizedWeight, Weight
+
+FEWEST_ROWS = 8  # of a product on the tensor cores
+_UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
+
+
+def part_unit(weights: Weight) -> int:
+    """Inputs of which a part of a sum has a multiple."""
+    if not isinstance(weights, QuantizedWeight):
+        return 1
+    return max(weights.group, 2 * weights.run) if is_packed(weights) else weights.group
+
+
+def sum_products(
+    x: Any,
+    weights: Any,
+    matrix: Array,
+    rows: Array,
+    row_mask: Array | None,
+    columns: tuple[Array, ...],
+    real: Array | None,
+    *,
+    inputs: Inputs,
+    scaled: RowScaling | None = None,
+    interpret: bool,
+) -> list[Float[Array, "T C"]]:
+    """Rows of x times one matrix, for each of some sets of columns; float32. `row_mask` [T, 1], `real` [1, C]. Fewer
+    rows than a side of the tensor cores' product, which is 8, are multiplied without them."""
+    if rows.shape[0] < FEWEST_ROWS:
+        is_scaled = scaled is not None
+        return _sum_few_rows(
+            x, weights, matrix, rows, row_mask, columns, real, inputs, is_scaled=is_scaled, interpret=interpret
+        )
+    is_inside = scaled is RowScaling.INSIDE and isinstance(weights, QuantizedWeight)
+    if is_packed(weights):
+        return _sum_packed(
+            x, weights, matrix, rows, row_mask, columns, real, inputs, is_inside=is_inside, interpret=interpret
+        )
+    size = min(inputs.size, weights.group) if isinstance(weights, QuantizedWeight) else inputs.size
+    steps = pl.cdiv(inputs.length, size)
+
+    def load_scales(index: Any) -> tuple[Array, ...]:
+        """Those of a step, for each set of columns; none of numbers."""
+        if not isinstance(weights, QuantizedWeight):
+            return ()
+        first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
+        at = [weights.scales.at[matrix, first // weights.group, part[:, None]] for part in columns]
+        return tuple(load_or_zero(own, None if real is None else real.T) for own in at)
+
+    def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
+        sums, scales = carry
+        # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
+        following, (_, depth, deep) = load_scales(index + 1), inputs.step(index, size)
+        own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
+        blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
+        products = [block_product(own, *block) for block in itertools.zip_longest(blocks, scales)]
+        return tuple(total + part for total, part in zip(sums, products, strict=True)), following
+
+    shape = (rows.shape[0], columns[0].shape[0])
+    zeros = jnp.zeros(shape[::-1] if isinstance(weights, QuantizedWeight) else shape, jnp.float32)
+    sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
+    return [end_sums(total, x, weights, rows, row_mask) for total in sums]
+
+
+def _sum_packed(
+    x: Any,
+    weights: QuantizedWeight,
+    matrix: Array,
+    rows: Array,
+    row_mask: Array | None,
+    columns: tuple[Array, ...],
+    real: Array | None,
+    inputs: Inputs,
+    *,
+    is_inside: bool,
+    interpret: bool,
+) -> list[Float[Array, "T C"]]:
+    """The same with codes of 4 bits. A step is some pairs of runs; one that begins behind the inputs has scales and
+    rows of zeros. Codes that are not read are finite, whatever their bits are."""
+    run, unit = weights.run, UNITS[weights.format]
+    pair = 2 * run
+    size = max(inputs.size, pair)
+    steps, is_short = pl.cdiv(inputs.length, size), inputs.length % size != 0
+    starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
+    end = inputs.length if inputs.first is None else inputs.first + inputs.length
+    column = None if real is None else real.T
+
+    def exists(first: Array, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+        """Whether the inputs from there on exist."""
+        return jnp.broadcast_to(first < end, shape) if is_short else None
+
+    def load_scales(index: Any) -> tuple[Array, ...]:
+        """Those of a step: pair by pair, group by group, and for each set of columns."""
+        first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
+        return tuple(
+            load_or_zero(
+                weights.scales.at[matrix, (first + offset + start) // weights.group, part[:, None]],
+                combine_masks(column, exists(first + offset, (part.shape[0], 1))),
+            )
+            for offset in range(0, size, pair)
+            for start in starts
+            for part in columns
+        )
+
+    def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
+        sums, following, (begin, _, _) = list(carry[0]), load_scales(index + 1), inputs.step(index, size)
+        scales = iter(carry[1])
+        for offset in range(0, size, pair):
+            first = begin + offset
+            runs = [
+                load_rows(x, rows, depth, row_mask, exists(first, (run,)), is_inside=is_inside)
+                for depth in (first + jnp.arange(run), first + run + jnp.arange(run))
+            ]
+            mask = combine_masks(column, exists(first, (columns[0].shape[0], 1)))
+            stored = [load_codes(weights, matrix, first // 2 + jnp.arange(run), part, mask) for part in columns]
+            halves = [unpack_halves(codes, weights.format, interpret=interpret) for codes in stored]
+            products = [
+                [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, both, strict=True)]
+                for both in halves
+            ]
+            if len(starts) == 1:
+                products = [[lower + upper] for lower, upper in products]
+            for group in range(len(starts)):
+                for part in range(len(columns)):
+                    scale = next(scales)
+                    sums[part] += products[part][group] * (scale if unit == 1 else scale * unit)
+        return tuple(sums), following
+
+    zeros = jnp.zeros((columns[0].shape[0], rows.shape[0]), jnp.float32)
+    sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
+    return [end_sums(total, x, weights, rows, row_mask) for total in sums]
+
+
+def _sum_few_rows(
+    x: Any,
+    weights: QuantizedWeight,
+    matrix: Array,
+    rows: Array,
+    row_mask: Array | None,
+    columns: tuple[Array, ...],
+    real: Array | None,
+    inputs: Inputs,
+    *,
+    is_scaled: bool,
+    interpret: bool,
+) -> list[Float[Array, "T C"]]:
+    """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. If
+    `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may
+    be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so all that a block has in
+    flight is one step, or the steps of an unrolled loop."""
+    assert isinstance(weights, QuantizedWeight) and not isinstance(x, ScaledRows), "few rows are multiplied by codes"
+    size = min(inputs.size, power_of_two(inputs.length))
+    size = max(size, 2 * weights.run) if is_packed(weights) else size
+    unit = UNITS.get(weights.format, 1.0)
+    is_row = [jnp.arange(rows.shape[0]) == index for index in range(rows.shape[0])]
+    row_ids = [jnp.sum(jnp.where(own, rows, 0)) for own in is_row]
+    exists = [None if row_mask is None else jnp.sum((own & row_mask[:, 0]).astype(jnp.int32)) > 0 for own in is_row]
+    real_column = None if real is None else real.T
+    end = inputs.length if inputs.first is None else inputs.first + inputs.length
+    num_sums = len(_sums_of_step(weights, size)[0][1])
+
+    def load_row(row: Array, is_real: Array | None, depth: Array, deep: Array | None) -> tuple[Array, Array | None]:
+        """Inputs of a row [1, I], and what its sums are multiplied by."""
+        own = load_or_zero(x.at[row, depth], combine_masks(is_real, deep)).astype(jnp.float32)
+        power, inverse = power_of_rows(own) if is_scaled and x.dtype == jnp.bfloat16 else (None, None)
+        return (own if power is None else own * power)[None, :], inverse
+
+    def step(index: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        first, depth, deep = inputs.step(index, size)
+        code_deep = None if deep is None else deep[None, :]
+        code_depth = depth
+        if is_packed(weights):  # a byte exists if its first input does
+            code_depth = first // 2 + jnp.arange(size // 2)
+            code_deep = None if deep is None else (2 * code_depth < end)[None, :]
+        mask = combine_masks(code_deep, real_column)
+        stored = [load_codes(weights, matrix, code_depth, part, mask) for part in columns]  # C bytes
+        # All loads before the first conversion.
+        parts = []
+        for offsets, group_offsets in _sums_of_step(weights, size):
+            groups = (first + group_offsets) // weights.group
+            is_group = None if deep is None else (first + group_offsets < end)[None, :]
+            at = [weights.scales.at[matrix, groups[None, :], part[:, None]] for part in columns]
+            scales = [load_or_zero(own, combine_masks(is_group, real_column)) for own in at]  # C J
+            parts.append((first + offsets, None if deep is None else first + offsets < end, scales))
+        if is_packed(weights):
+            codes = [unpack_halves(own, weights.format, interpret=interpret) for own in stored]
+            codes = [[half.astype(jnp.float32) for half in own] for own in codes]
+        else:
+            codes = [[decode(own, mask, jnp.float32)] for own in stored]
+        sums = []
+        for row, is_real in zip(row_ids, exists, strict=True):
+            own_rows = [load_row(row, is_real, depth, deep) for depth, deep, _ in parts]
+            for part in range(len(columns)):
+                terms = []
+                for half, ((own, inverse), (_, _, scales)) in enumerate(zip(own_rows, parts, strict=True)):
+                    scale = scales[part] if unit == 1 else scales[part] * unit
+                    term = _group_sums(codes[part][half] * own, num_sums) * scale
+                    terms.append(term if inverse is None else term * inverse)
+                sums.append(functools.reduce(jnp.add, terms))
+        return tuple(total + part for total, part in zip(totals, sums, strict=True))
+
+    zeros, steps = jnp.zeros((columns[0].shape[0], num_sums), jnp.float32), pl.cdiv(inputs.length, size)
+    totals = (zeros,) * (rows.shape[0] * len(columns))
+    if steps <= _UNROLLED_STEPS:
+        totals = functools.reduce(lambda sums, index: step(index, sums), range(steps), totals)
+    else:
+        totals = lax.fori_loop(0, steps, step, totals)
+    sums = [jnp.sum(total, axis=1)[None, :] for total in totals]  # 1 C, row by row
+    return [_stack_rows(sums[part :: len(columns)], is_row) for part in range(len(columns))]
+
+
+def _sums_of_step(weights: QuantizedWeight, size: int) -> list[tuple[Int[Array, " I"], Int[Array, " J"]]]:
+    """The inputs of a step, from its first one on, that are decoded together, and the first one of each of their sums:
+    all, by group; or the first and the second runs of pairs, by run."""
+    if not is_packed(weights):
+        count = max(size // weights.group, 1)
+        return [(jnp.arange(size), jnp.arange(count) * weights.group)]
+    run, byte, pair = weights.run, jnp.arange(size // 2), jnp.arange(size // (2 * weights.run)) * 2 * weights.run
+    inputs = byte // run * 2 * run + byte % run
+    return [(inputs + half, pair + half) for half in (0, run)]
+
+
+def _group_sums(products: Float[Array, "C I"], num_groups: int) -> Float[Array, "C J"]:
+    """The sum of each group of a step."""
+    columns, size = products.shape
+    return jnp.sum(products.reshape(columns, num_groups, size // num_groups), axis=2)
+
+
+def _stack_rows(parts: list[Float[Array, "1 C"]], is_row: list[Array]) -> Float[Array, "T C"]:
+    """One array of the rows; a kernel has no concatenation."""
+    if len(parts) == 1:
+        return parts[0]
+    return functools.reduce(
+        jnp.add, [jnp.where(own[:, None], part, 0.0) for own, part in zip(is_row, parts, strict=True)]
+    )
