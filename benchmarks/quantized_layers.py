@@ -1,7 +1,8 @@
-"""The kernels of a decode step that read matrices, with weights that are e4m3 codes and with bfloat16, on a GPU.
+"""The kernels of a decode step that read matrices, with weights that are codes and with bfloat16, on a GPU.
 
     python benchmarks/quantized_layers.py [--batches 1 16 64 256] [--layers 24] [--rounds 7] [--profile 1 16]
     python benchmarks/quantized_layers.py --variants bfloat16 codes "scaled inside" "few rows" --batches 1 2 4
+    python benchmarks/quantized_layers.py --form e2m1 --group 32          # MXFP4; or --form int4
     python benchmarks/quantized_layers.py --tune --batches 16 [--products gate_up] [--scaled inside]   # other blocks
     python benchmarks/quantized_layers.py --small [--tune]        # a CPU, small layers, interpreted: does it run
 
@@ -38,12 +39,13 @@ from step import read_kernel_times
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
+from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.scaled_rows import RowScaling
 from routed_experts.layers.kernels import FusedSteps, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.quantized import QuantizedWeight, Weight
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4, QuantizedWeight, Weight, inputs_of_byte, packed_run
 from routed_experts.layers.routing import RouterSpec, replay_topk
 
 PLAIN, CODES, PLAIN_ROWS, BEFORE, INSIDE, FEW = VARIANTS = (
@@ -90,6 +92,7 @@ class Sizes:
     experts: int = 128
     top_k: int = 8
     width: int = 768
+    form: str = E4M3
     group: int = 128
 
 
@@ -105,20 +108,30 @@ class Matrices:
     down: Weight  # [LE, F, D]
 
 
-def make_stack(key: Array, count: int, inputs: int, outputs: int, group: int) -> tuple[QuantizedWeight, Array]:
+def make_stack(key: Array, count: int, inputs: int, outputs: int, sizes: Sizes) -> tuple[QuantizedWeight, Array]:
     """Random codes and scales, and their numbers, of about 1 / sqrt(I), in bfloat16; matrix by matrix."""
+    form, group = sizes.form, sizes.group
+    run = packed_run(inputs, group, RUNS) if form != E4M3 else 1
+    assert run is not None, (inputs, group)
+
+    def weight(codes: Array, scales: Array) -> QuantizedWeight:
+        return QuantizedWeight(codes=codes, scales=scales, group=group, format=form, outputs_first=True, run=run)
 
     def make(key: Array) -> tuple[Array, Array, Array]:
         codes_key, scales_key = jax.random.split(key)
-        bits = jax.random.bits(codes_key, (outputs, inputs), jnp.uint8)
-        codes = lax.bitcast_convert_type(jnp.where(bits & 127 == 127, jnp.uint8(0), bits), jnp.float8_e4m3fn)
+        bits = jax.random.bits(codes_key, (outputs, inputs // inputs_of_byte(form)), jnp.uint8)
+        if form == E4M3:  # without NaN
+            bits = jnp.where(bits & 127 == 127, jnp.uint8(0), bits)
+        if form == INT4:  # without -8, which would give the numbers a mean
+            bits = jnp.where(bits & 15 == 0, bits | 8, bits)
+            bits = jnp.where(bits >> 4 == 0, bits | 128, bits)
+        codes = lax.bitcast_convert_type(bits, CODE_DTYPES[form])
         scales = jax.random.uniform(scales_key, (-(-inputs // group), outputs), jnp.float32, 0.5, 1.5)
-        scales = scales / (100 * inputs**0.5)
-        numbers = codes.astype(jnp.float32).T * jnp.repeat(scales, group, axis=0)[:inputs]
-        return codes, scales, numbers.astype(jnp.bfloat16)
+        scales = scales / ((100 if form == E4M3 else 4) * inputs**0.5)
+        return codes, scales, weight(codes[None], scales[None]).dequantize()[0].astype(jnp.bfloat16)
 
     codes, scales, plain = jax.jit(lambda keys: lax.map(make, keys))(jax.random.split(key, count))
-    return QuantizedWeight(codes=codes, scales=scales, group=group, outputs_first=True), plain
+    return weight(codes, scales), plain
 
 
 def make_matrices(sizes: Sizes) -> dict[str, Matrices]:
@@ -134,7 +147,7 @@ def make_matrices(sizes: Sizes) -> dict[str, Matrices]:
     made = {}
     for key, (name, shape) in zip(keys[:4], shapes.items(), strict=True):
         progress(f"weights: {name} {shape}")
-        made[name] = jax.block_until_ready(make_stack(key, *shape, sizes.group))
+        made[name] = jax.block_until_ready(make_stack(key, *shape, sizes))
     coded, plain = (Matrices(router=router, **{name: pair[i] for name, pair in made.items()}) for i in range(2))
     return {name: plain if name == PLAIN else coded for name in VARIANTS}
 
@@ -233,7 +246,7 @@ def timed(function: Callable[..., Any], *args: Any, count: int) -> Callable[[], 
 def layer_bytes(sizes: Sizes, weights: str, experts: float) -> float:
     """What a layer reads of its matrices."""
     numbers = sizes.hidden * sizes.projected + sizes.heads * sizes.hidden + experts * 3 * sizes.hidden * sizes.width
-    size = 2 if weights == PLAIN else 1 + 4 / sizes.group
+    size = 2 if weights == PLAIN else 1 / inputs_of_byte(sizes.form) + 4 / sizes.group
     return numbers * size + 2 * sizes.hidden * sizes.experts
 
 
@@ -377,6 +390,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--form", choices=CODE_DTYPES, default=E4M3, help="of the codes")
+    parser.add_argument("--group", type=int, choices=(128, 64, 32), default=128, help="inputs that share a scale")
     parser.add_argument("--steps", type=int, default=8, help="of a program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
@@ -390,10 +405,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small layers on any machine")
     parser.add_argument("--name", default="quantized_layers", help="of the result")
     args = parser.parse_args()
-    sizes = Sizes(layers=args.layers)
+    sizes = Sizes(layers=args.layers, form=args.form, group=args.group)
     if args.small:
         vars(args).update(batches=[3], steps=1, rounds=1)
-        sizes = Sizes(layers=1, hidden=64, heads=32, projected=48, experts=4, top_k=2, width=32, group=32)
+        small = dict(layers=1, hidden=64, heads=32, projected=48, experts=4, top_k=2, width=32, group=32)
+        sizes = dataclasses.replace(sizes, **small)
     elif INTERPRET:
         parser.error("this needs a GPU; --small runs on a CPU")
     matrices, rows, path = make_matrices(sizes), [], Path()

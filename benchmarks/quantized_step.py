@@ -1,9 +1,10 @@
-"""The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's shapes: all
-matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have them, or all
-matrices in 4 bits.
+"""The decode step with codes beside the same step with plain weights, random ones of Qwen3-30B-A3B's or GPT-OSS-20b's
+shapes: all matrices of layers in e4m3, or experts alone in 4 bits, as Kimi-K2-Thinking (int4) and GPT-OSS (e2m1) have
+them, or all matrices in 4 bits.
 
     python benchmarks/quantized_step.py [--batches 1 16 64 256] [--layers 48] [--new 96] [--rounds 3]
     python benchmarks/quantized_step.py --form int4 [--all-matrices]
+    python benchmarks/quantized_step.py --form e2m1 --model gpt-oss-20b
     python benchmarks/quantized_step.py --model benchmark --batches 1 8 --bandwidth 3e10 --prompt 128   # a CPU
     python benchmarks/quantized_step.py --small      # does it run
 
@@ -14,7 +15,6 @@ whose logprobs are not finite fails."""
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 import tempfile
@@ -23,20 +23,29 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import HF_CONFIG, Prompts, print_table, progress, write_result
-from step import QWEN3_30B_A3B, Run, drive, experts_a_step, floor_bytes
+from family_configs import PUBLISHED, read_family, step_bytes
+from step import QWEN3_30B_A3B, Run, drive, experts_a_step
 
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.control.components import EngineComponents
-from routed_experts.layers.quantized import E2M1, E4M3, INT4
-from routed_experts.models.decoder.code_selection import CodeSupport, select_codes
+from routed_experts.layers.quantized import E2M1, E4M3, INT4, inputs_of_byte, packed_run
+from routed_experts.models.decoder.code_selection import CodeSupport, fit_stacks, select_codes
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.layer_params import ParamKind
 from routed_experts.models.model_folder import ModelFolder
 
 FP8_BLOCK = "fp8_block"
-CODE_BYTES = {FP8_BLOCK: 1 + 4 / 128, INT4: 1 / 2 + 4 / 32, E2M1: 1 / 2 + 4 / 32}  # a code, and its part of a scale
+FORMS = (FP8_BLOCK, INT4, E2M1)
 OFF = "codes, capture off"
 VARIANTS = ("plain", "codes", OFF)
 EXPERTS = ("gate_up", "down")
+MODELS = {
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": PUBLISHED["GPT-OSS-20b"].config,
+    "benchmark": HF_CONFIG,
+}
 
 
 def build(folder: Path, args: argparse.Namespace) -> dict[str, EngineComponents]:
@@ -66,19 +75,23 @@ def build_coded(folder: Path, server: ServerArgs, form: str, *, all_matrices: bo
     if form == FP8_BLOCK:
         return build_engine(dataclasses.replace(server, quantization=FP8_BLOCK), load_format="dummy")
     model = ModelFolder.open(folder, load_format="dummy")
-    every = select_codes(model.config, {}, (), CodeSupport(formats=frozenset({E4M3}), quantizes=True))
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            coded=tuple(
-                dataclasses.replace(array, format=form, group=32)
-                for array in layer.coded
-                if all_matrices or array.name in EXPERTS
-            ),
-        )
-        for layer in every.layers
+    kernels, _ = DEFAULT_BACKENDS.choose(server, model.config.needs, platform=jax.default_backend())
+    support = CodeSupport(
+        formats=frozenset({E4M3}),
+        quantizes=True,
+        outputs_first=kernels.outputs_first,
+        stack_fits=kernels.code_stack_fits,
     )
-    coded = model.coded_as(dataclasses.replace(model.config, layers=layers))
+    layers = []
+    for layer, selected in zip(model.config.layers, select_codes(model.config, {}, (), support).layers, strict=True):
+        inputs = {spec.name: spec.shape[-2] for spec in layer.weights(model.config) if len(spec.shape) > 1}
+        packed = [
+            dataclasses.replace(array, format=form, group=32, run=packed_run(inputs[array.name], 32, kernels.code_runs))
+            for array in selected.coded
+            if all_matrices or array.name in EXPERTS
+        ]
+        layers.append(dataclasses.replace(layer, coded=tuple(packed)))
+    coded = model.coded_as(fit_stacks(dataclasses.replace(model.config, layers=tuple(layers)), support))
     return build_engine(server, model=coded.load(jax.numpy.dtype(server.dtype)))
 
 
@@ -87,24 +100,18 @@ def weight_bytes(engine: EngineComponents) -> int:
     return engine.plan.weights
 
 
-def coded_floor(
-    form: str,
-    config: dict[str, object],
-    layers: int,
-    batch: int,
-    context: float,
-    experts: float,
-    *,
-    all_matrices: bool,
-) -> float:
-    """Bytes that a step with codes must read; routers, the head, keys and values are of two bytes."""
-    dim, heads, groups, c, width = (
-        int(str(config[name]))
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size")
-    )
-    attention = dim * (2 * heads + 2 * groups) * c if form == FP8_BLOCK or all_matrices else 0
-    plain = floor_bytes(config, layers, batch, context, experts)
-    return plain - layers * (attention + experts * 3 * dim * width) * (2 - CODE_BYTES[form])
+def floor_bytes(plain: FamilyConfig, served: FamilyConfig | None, batch: int, context: float, experts: float) -> float:
+    """Bytes that a step must read, with the codes of `served`; all else is of two bytes a number, and routers of float32
+    are counted as two as well."""
+    total = step_bytes(plain, batch, context, experts)
+    for layer, own in zip(plain.layers, () if served is None else served.layers, strict=served is not None):
+        coded = {array.name: array for array in own.coded}
+        for spec in layer.weights(plain):
+            if spec.name in coded:
+                array, matrices = coded[spec.name], experts if spec.kind is ParamKind.EXPERTS else 1
+                code = 1 / inputs_of_byte(array.format) + 4 / array.group
+                total -= matrices * spec.shape[-2] * spec.shape[-1] * (2 - code)
+    return total
 
 
 def median_of_ratios(above: list[float], below: list[float]) -> str:
@@ -117,7 +124,7 @@ def median_of_ratios(above: list[float], below: list[float]) -> str:
 
 
 def measure(
-    engines: dict[str, EngineComponents], config: dict[str, object], layers: int, args: argparse.Namespace, batch: int
+    engines: dict[str, EngineComponents], config: dict[str, object], args: argparse.Namespace, batch: int
 ) -> list[dict[str, object]]:
     """All engines at one batch."""
     prompt = min(args.prompt, 128) if batch == 1 else args.prompt
@@ -143,12 +150,7 @@ def measure(
     rows = []
     for name in names:
         experts = float(np.mean([experts_a_step(run, prompt) for run in runs[name.partition(",")[0]]]))
-        floor_of = (
-            floor_bytes
-            if name == "plain"
-            else functools.partial(coded_floor, args.form, all_matrices=args.all_matrices)
-        )
-        floor = floor_of(config, layers, batch, context, experts)
+        floor = floor_bytes(read_family(config), engines[name].served.coded_config, batch, context, experts)
         medians = [statistics.median(run.steps) for run in runs[name]]
         ratios = sorted(a / b for a, b in zip(base, medians, strict=True))
         off = [statistics.median(run.steps) for run in runs.get(OFF, [])] if name == "codes" else []
@@ -174,13 +176,13 @@ def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--model", choices=["qwen3-30b-a3b", "benchmark"], default="qwen3-30b-a3b")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="default: the model's")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a step with prompts")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--form", choices=tuple(CODE_BYTES), default=FP8_BLOCK)
+    parser.add_argument("--form", choices=FORMS, default=FP8_BLOCK)
     parser.add_argument("--all-matrices", action="store_true", help="attention, too, is of 4 bits")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second")
@@ -191,15 +193,17 @@ def main() -> None:
     if args.small:
         args.batches, args.prompt, args.new, args.rounds, args.dtype, args.layers = [2], 8, 16, 1, "float32", 2
         args.chunk = 64
-    config: dict[str, object] = dict(HF_CONFIG if args.small or args.model == "benchmark" else QWEN3_30B_A3B)
+    config: dict[str, object] = dict(HF_CONFIG if args.small else MODELS[args.model])
     args.layers = config["num_hidden_layers"] = args.layers or int(str(config["num_hidden_layers"]))
+    if isinstance(kinds := config.get("layer_types"), list):
+        config["layer_types"] = kinds[: args.layers]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         engines = build(Path(folder), args)
         rows: list[dict[str, object]] = []
         for batch in args.batches:
             progress(f"batch {batch}")
-            rows += measure(engines, config, args.layers, args, batch)
+            rows += measure(engines, config, args, batch)
             print_table(rows[-len(engines) :])
     print_table(rows)
     print(write_result(args.name, rows, layers=args.layers, new=args.new, prompt=args.prompt))

@@ -78,8 +78,8 @@ def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
 class QuantizedWeight:
     """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
     the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. With codes of 4
-    bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs. `dtype`: of the model, which weights have that are no codes; kernels may
-    round rows to it, as they would for such a weight."""
+    bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs. `dtype`: of the model, which weights have
+    that are no codes; kernels may round rows to it, as they would for such a weight."""
 
     codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"]
     scales: Float[Array, "R J O"]  # float32

@@ -17,8 +17,16 @@ from jax import lax
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.linear import LinearTile, choose_codes_tile, linear_in_place, partial_sums
-from routed_experts.layers.gpu.moe import CODE_TILES, MoeTiles, Tile, choose_tiles, slot_outputs
-from routed_experts.layers.gpu.operands import addressable_matrices
+from routed_experts.layers.gpu.moe import (
+    CODE_TILES,
+    PACKED_TILES,
+    MoeTiles,
+    Tile,
+    choose_tiles,
+    slot_outputs,
+    tiles_for,
+)
+from routed_experts.layers.gpu.operands import Form, addressable_matrices
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
 from routed_experts.layers.gpu.sums import part_unit
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
@@ -463,7 +471,7 @@ EXPERTS = {
 def test_experts_of_codes_equal_float64_and_plain_code(name):
     case, tiles = EXPERTS[name]
     call, shared, (rows, top_k, _, dim, _) = case.call, case.shared, case.sizes
-    tiles = tiles or choose_tiles(call.ids.size, call.num_experts, coded=True)
+    tiles = tiles or tiles_for(call, shared)
 
     def kernel(call, shared):
         return slot_outputs(call, tiles, shared, stride=call.num_experts, interpret=True)
@@ -610,8 +618,10 @@ ON_GPU = {
 }
 ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
 EVERY_TILE = [
-    choose_tiles(1, 128, coded=True),
+    choose_tiles(1, 128, Form.CODES),
+    choose_tiles(1, 128, Form.PACKED_CODES),
     *CODE_TILES,
+    *PACKED_TILES,
     MoeTiles(rows=1, gate_up=ONE_WHOLE_ROW, down=dataclasses.replace(ONE_WHOLE_ROW, inner=256), sorted_slots=False),
     MoeTiles(rows=2, gate_up=dataclasses.replace(ONE_WHOLE_ROW, rows=2), down=ONE_WHOLE_ROW),
     MoeTiles(
@@ -629,7 +639,7 @@ def test_compiled_experts_of_codes(name, rows):
     options = dict(ON_GPU[name])
     case = Experts(**{**options, "sizes": (rows, *options["sizes"]), "dtype": HALF})
     call, shared, top_k, dim = case.call, case.shared, case.sizes[1], case.sizes[3]
-    tiles = choose_tiles(call.ids.size, call.num_experts, coded=True)
+    tiles = tiles_for(call, shared)
     own = None if shared is None else (shared.gate_up, shared.down)
 
     def kernel(call, own):

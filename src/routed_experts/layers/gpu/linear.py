@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
-from routed_experts.layers.gpu.operands import Inputs, check_weights
+from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
 from routed_experts.layers.linear import reference_linear
@@ -56,10 +56,11 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
     return LinearTile(rows=128, out=128, inner=64, warps=8 if splits == 1 else 4, stages=4, splits=splits)
 
 
-def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int) -> LinearTile:
-    """The same for codes, whose parts have a multiple of `unit` inputs. Measured best on an H100 with 1 to 4, 16, 64, 256, 1024
-    and 4096 rows times matrices of 2048 x 5120 and 4096 x 2048."""
-    if power_of_two(num_rows) < FEWEST_ROWS:
+def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
+    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best on an
+    H100, of e4m3, with 1 to 4, 16, 64, 256, 1024 and 4096 rows times matrices of 2048 x 5120 and 4096 x 2048, of e2m1
+    with 1, 4, 16, 64 and 256 rows."""
+    if power_of_two(num_rows) < (2 if packed else FEWEST_ROWS):
         splits = _splits(inner, max(1, inner // 2048), unit)
         return LinearTile(
             rows=power_of_two(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits, scaled=RowScaling.INSIDE
@@ -78,7 +79,7 @@ def tile_for(num_rows: int, weights: Weight) -> LinearTile:
     """The tile for a matrix of this stack."""
     _, inner, outputs = weights.shape
     if isinstance(weights, QuantizedWeight):
-        return choose_codes_tile(num_rows, inner, outputs, part_unit(weights))
+        return choose_codes_tile(num_rows, inner, outputs, part_unit(weights), packed=is_packed(weights))
     return choose_tile(num_rows, inner, outputs)
 
 

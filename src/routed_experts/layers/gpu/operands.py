@@ -9,11 +9,11 @@ Dims: N rows, T rows of a block, I inputs, J groups of inputs, O outputs, C colu
 stack."""
 
 import dataclasses
+import enum
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
@@ -49,16 +49,16 @@ def check_weights(*weights: Weight | None) -> None:
             order = "[R, O, I]" if weight.outputs_first else "[R, I, O]"
             packed = f", in runs of {weight.run}" if is_packed(weight) else ""
             raise ConfigError(
-                f"codes are {weight.format} {order}{packed}; the GPU kernels take [R, O, I], those of 4 bits in runs of "
-                f"{', '.join(map(str, RUNS))}; convert them when they are loaded"
+                f"codes are {weight.format} {order}{packed}; the GPU kernels take [R, O, I], those of 4 bits in runs "
+                f"of {', '.join(map(str, RUNS))}; convert them when they are loaded"
             )
         stack, inputs, outputs = weight.shape
         needed = addressable_matrices(stack, inputs * outputs // inputs_of_byte(weight.format))
         if needed != stack:
             raise ConfigError(
-                f"a stack of {stack} matrices of {inputs} x {outputs} {weight.format} codes has between 2 and 4 GiB, and "
-                "the GPU kernels read the first 2 GiB of it; choose another tp_size or ep_size, whose stacks have other "
-                f'sizes, or quantization="none"; code that makes stacks can pad them to {needed}'
+                f"a stack of {stack} matrices of {inputs} x {outputs} {weight.format} codes has between 2 and 4 GiB, "
+                "and the GPU kernels read the first 2 GiB of it; choose another tp_size or ep_size, whose stacks have "
+                f'other sizes, or quantization="none"; code that makes stacks can pad them to {needed}'
             )
 
 
@@ -67,9 +67,20 @@ def is_packed(weights: Any) -> bool:
     return isinstance(weights, QuantizedWeight) and weights.format in CODE_VALUES
 
 
-def is_coded(*weights: Weight | None) -> bool:
-    """Whether all matrices that exist are codes; then rows may be float16."""
-    return all(isinstance(weight, QuantizedWeight) for weight in weights if weight is not None)
+class Form(enum.Enum):
+    """What the matrices of a product are."""
+
+    NUMBERS = enum.auto()
+    CODES = enum.auto()  # rows may be float16
+    PACKED_CODES = enum.auto()  # of 4 bits
+
+
+def shared_form(*weights: Weight | None) -> Form:
+    """That of all matrices that exist: numbers where one is."""
+    own = [weight for weight in weights if weight is not None]
+    if not all(isinstance(weight, QuantizedWeight) for weight in own):
+        return Form.NUMBERS
+    return Form.PACKED_CODES if all(is_packed(weight) for weight in own) else Form.CODES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Codes of 4 bits inside of a GPU kernel: bytes become float16, two codes in a register.
 
-A byte has a code of two runs of inputs (`QuantizedWeight.run`), so the lower halves of a block of bytes are the block of
-the first run, and the upper halves that of the next one; nothing is interleaved. float16 holds a code exactly, in a
-unit that the scale is multiplied by:
+A byte has a code of each of two runs of inputs (`QuantizedWeight.run`), so the lower halves of a block of bytes are the
+block of the first run, and the upper halves that of the next one; nothing is interleaved. float16 holds a code exactly,
+in a unit that the scale is multiplied by:
 
     int4    the code's bits behind the exponent of 1024, or 64 in the upper half, less 1032 or 72; unit 1
     e2m1    sign, exponent and mantissa moved to those of float16, whose exponents are 14 less; unit 2^14

@@ -2,8 +2,9 @@
 
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
 its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest, nor, of codes of 4 bits,
-a pair of runs. All others are dequantised when they are loaded. Plain matrices are quantised to e4m3, where that is
-asked for and the checkpoint has no codes of another format. Both arrays of experts are codes, or neither."""
+a pair of runs. All others are dequantised when they are loaded. A block of layers whose stack the kernels cannot read
+is cut into several. Plain matrices are quantised to e4m3, where that is asked for and the checkpoint has no codes of
+another format. Both arrays of experts are codes, or neither."""
 
 import dataclasses
 import logging
@@ -15,7 +16,7 @@ from routed_experts.layers.quantized import BLOCK, CODE_VALUES, E4M3, GROUPS, pa
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray
-from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec, layer_sources
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock, LayerSpec, layer_sources
 from routed_experts.models.decoder.layer_params import ParamKind, ParamSpec
 from routed_experts.models.decoder.layer_parts import CheckpointScope
 from routed_experts.models.loading.fused_experts import fuse_experts
@@ -55,30 +56,43 @@ def select_codes(
         dataclasses.replace(layer, coded=_coded(config, index, layer, matrices, shown, support))
         for index, layer in enumerate(config.layers)
     )
-    return _without_large_stacks(dataclasses.replace(config, layers=layers), support)
+    return fit_stacks(dataclasses.replace(config, layers=layers), support)
 
 
-def _without_large_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyConfig:
-    """The config without the codes whose stacks the kernels cannot read on one device."""
+def fit_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyConfig:
+    """The config in the fewest blocks whose stacks of codes the kernels read on one device; where one layer is too
+    large, or blocks of any size are, without the codes that they cannot read."""
+    longest = max(run.repeats for run in config.blocks)
+    for most in (None, *dict.fromkeys(math.ceil(longest / parts) for parts in range(2, longest + 1))):
+        cut = dataclasses.replace(config, most_repeats=most)
+        if not any(_large_stacks(cut, run, layer, support) for run in cut.blocks for layer in run.pattern):
+            return cut
     layers = list(config.layers)
     for run in config.blocks:
         for kind, layer in enumerate(run.pattern):
-            names = {array.name for array in layer.coded}
-            stacks = {spec.name: _local_codes(spec, run.repeats, support) for spec in layer.weights(config)}
-            large = {name for name in names if not support.stack_fits(stacks[name])}
-            large |= _EXPERTS if large & _EXPERTS else set()
-            if large:
-                stacked = max(stacks[name] for name in large)
-                text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d bytes of codes"
-                logger.warning(text, sorted(large), run.first, run.first + run.num_layers - 1, stacked)
-            for index in range(run.first + kind, run.first + run.num_layers, len(run.pattern)) if large else ():
-                retained = tuple(array for array in layer.coded if array.name not in large)
+            stacks = _large_stacks(config, run, layer, support)
+            if not stacks:
+                continue
+            large = stacks.keys() | (_EXPERTS if stacks.keys() & _EXPERTS else set())
+            text = "%s of layers %d to %d are dequantised: the kernels do not read stacks of %d bytes of codes"
+            last = run.first + run.num_layers - 1
+            logger.warning(text, sorted(large), run.first, last, max(stacks.values()))
+            retained = tuple(array for array in layer.coded if array.name not in large)
+            for index in range(run.first + kind, last + 1, len(run.pattern)):
                 layers[index] = dataclasses.replace(layer, coded=retained)
     return dataclasses.replace(config, layers=tuple(layers))
 
 
-def _local_codes(spec: ParamSpec, num_layers: int, support: CodeSupport) -> int:
-    """The codes of a block's array on one device."""
+def _large_stacks(config: FamilyConfig, run: LayerBlock, layer: LayerSpec, support: CodeSupport) -> dict[str, int]:
+    """The arrays of codes of a block's layers that the kernels cannot read, and their bytes on one device."""
+    names = {array.name for array in layer.coded}
+    specs = [spec for spec in layer.weights(config) if spec.name in names]
+    sizes = {spec.name: _local_bytes(spec, run.repeats, support) for spec in specs}
+    return {name: size for name, size in sizes.items() if not support.stack_fits(size)}
+
+
+def _local_bytes(spec: ParamSpec, num_layers: int, support: CodeSupport) -> int:
+    """The bytes of a block's array of codes on one device."""
     partition = spec.partition_in(num_layers, by_expert=support.parallel.expert_parallel)
     shape = spec.stacked(num_layers)
     if partition is not None:
@@ -124,8 +138,9 @@ def _coded(
 
 
 def without_codes(config: FamilyConfig) -> FamilyConfig:
-    """The config with plain matrices."""
-    return dataclasses.replace(config, layers=tuple(dataclasses.replace(layer, coded=()) for layer in config.layers))
+    """The config with plain matrices, in the blocks of a model that never had codes."""
+    layers = tuple(dataclasses.replace(layer, coded=()) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers, most_repeats=None)
 
 
 def can_retain(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:

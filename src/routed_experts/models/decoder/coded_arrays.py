@@ -23,7 +23,8 @@ from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodedArray:
     """An array that is kept as codes: its name in the layer, the inputs that share a scale, the order of the codes, and
-    the run in which those of 4 bits are packed. `segments`: the outputs of each of its tensors, which are side by side."""
+    the run in which those of 4 bits are packed. `segments`: the outputs of each of its tensors, which are side by
+    side."""
 
     name: str
     group: int

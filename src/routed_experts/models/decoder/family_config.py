@@ -6,6 +6,7 @@ different layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Iterator
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -162,7 +163,7 @@ class FamilyConfig:
     `output_norm_names` and `stream_scale`: of layers that have output norms or are scaled. `ignored_tensors`: shell
     patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that
     predict further tokens; the decoder does not run them. `predictor`: how they compute; None where the model has none
-    of a served kind."""
+    of a served kind. `most_repeats`: of a pattern in one block; None: all that follow one another."""
 
     vocab_size: int
     hidden_size: int
@@ -187,6 +188,7 @@ class FamilyConfig:
     ignored_tensors: tuple[str, ...] = ()
     num_predicting: int = 0
     predictor: PredictorSpec | None = None
+    most_repeats: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -253,7 +255,8 @@ class FamilyConfig:
 
     @property
     def blocks(self) -> tuple[LayerBlock, ...]:
-        """From each layer on the pattern that, repeated, covers most layers; the shortest of those."""
+        """From each layer on the pattern that, repeated, covers most layers; the shortest of those. Its repeats are in
+        one block, or in several of `most_repeats` at most, which differ by one at most."""
         blocks: list[LayerBlock] = []
         first = 0
         while first < self.num_layers:
@@ -263,8 +266,12 @@ class FamilyConfig:
             size = max(
                 (size for size in sizes if covered[size] > size), key=lambda size: (covered[size], -size), default=1
             )
-            blocks.append(LayerBlock(first=first, pattern=left[:size], repeats=covered[size] // size))
-            first += covered[size]
+            repeats = covered[size] // size
+            parts = math.ceil(repeats / (self.most_repeats or repeats))
+            for part in range(parts):
+                count = repeats // parts + (part < repeats % parts)
+                blocks.append(LayerBlock(first=first, pattern=left[:size], repeats=count))
+                first += size * count
         return tuple(blocks)
 
     def stack_needs(self, block: LayerBlock) -> frozenset[str]:
