@@ -101,8 +101,7 @@ def weight_bytes(engine: EngineComponents) -> int:
 
 
 def floor_bytes(plain: FamilyConfig, served: FamilyConfig | None, batch: int, context: float, experts: float) -> float:
-    """Bytes that a step must read, with the codes of `served`; all else is of two bytes a number, and routers of float32
-    are counted as two as well."""
+    """Bytes that a step must read, with the codes of `served`; all else is of two bytes a number."""
     total = step_bytes(plain, batch, context, experts)
     for layer, own in zip(plain.layers, () if served is None else served.layers, strict=served is not None):
         coded = {array.name: array for array in own.coded}
