@@ -97,17 +97,9 @@ class MatrixBlock:
             own = [x if num_groups == 1 else jnp.where(group_of_input == group, x, 0) for group in groups]
             sums = jnp.dot(jnp.concatenate(own, axis=0), values, preferred_element_type=jnp.float32)
             for index, group in enumerate(groups):
-                scales = self._scale_row(first_group + group, outputs) * unit
+                scales = self.scales[0, pl.ds(first_group + group, 1), outputs] * unit
                 total += sums[index * num_rows : (index + 1) * num_rows] * scales
         return total
-
-    def _scale_row(self, group: Any, outputs: Any) -> Float[Array, "1 B"]:
-        """The scales of a group: by selection from a tile, because not every row can be read at an index that is known
-        only at run time. Rows of the last tile that are no group's are not defined."""
-        tile = pl.ds(pl.multiple_of(group // SCALE_ROWS * SCALE_ROWS, SCALE_ROWS), SCALE_ROWS)
-        rows = self.scales[0, tile, outputs]
-        is_group = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == group % SCALE_ROWS
-        return jnp.sum(jnp.where(is_group, rows, 0.0), axis=0, keepdims=True)
 
     def _groups_at_once(self, num_rows: int, inputs: int) -> int:
         """Groups of a chunk whose rows are stacked in one product."""
