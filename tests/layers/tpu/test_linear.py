@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from routed_experts.layers.kernels import float32_product
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import CODE_DTYPES, QuantizedWeight
+from routed_experts.layers.tpu.codes import MOST_EXPONENT, MatrixBlock
 from routed_experts.layers.tpu.linear import TOKEN_TILE, layered_linear
 from support.tpu_aot import compile_tpu, tpu_mesh
 
@@ -123,6 +125,56 @@ def test_a_row_with_one_input_gives_its_codes_times_their_scales_to_the_bit(form
         out = RUN(jnp.eye(200, dtype=dtype), weights, jnp.asarray(1, jnp.int32), jnp.float32)
         assert np.array_equal(out, float64_of(weights, 1).astype(np.float32))
     assert len(np.unique(values_of(weights.codes[1], form))) == {"e4m3": 253, "int4": 16, "e2m1": 15}[form]
+
+
+def with_powers(weights, rng, largest=30):
+    """The same codes, with scales that are powers of two; NaN but for matrix 1."""
+    scales, own = np.array(weights.scales), 1 % len(weights.scales)
+    scales[own] = 2.0 ** rng.integers(-largest, largest + 1, scales.shape[1:]) * rng.choice([-1, 1], scales.shape[1:])
+    return dataclasses.replace(weights, scales=jnp.asarray(scales))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs", "outputs", "group"),
+    [(9, 6, 5, 16), (21, 2300, 130, 16), (40, 160, 70, 32), (33, 320, 300, 64), (TOKEN_TILE + 13, 300, 1100, 128)],
+    ids=str,
+)
+def test_numbers_of_e2m1_with_powers_of_two_are_multiplied_at_once_and_not_rounded(num_tokens, inputs, outputs, group):
+    rng = np.random.default_rng(8)
+    weights = with_powers(random_codes(rng, 3, inputs, outputs, group, "e2m1"), rng)
+    x = jnp.asarray(rng.standard_normal((num_tokens, inputs)), jnp.bfloat16)
+    one = jnp.eye(inputs, dtype=jnp.bfloat16)[rng.permutation(inputs)[:num_tokens]]
+    exact, matrix = np.asarray(x, np.float64), float64_of(weights, 1)
+    for scale in (1.0, 1.5):  # of one group of one output, the last; the rest are powers of two
+        made = dataclasses.replace(weights, scales=weights.scales.at[1, -1, -1].multiply(scale))
+        matrix = float64_of(made, 1)
+        out = RUN(x, made, jnp.asarray(1, jnp.int32), jnp.float32)
+        assert np.all(np.abs(out - exact @ matrix) <= 1e-6 * (np.abs(exact) @ np.abs(matrix)))
+        assert np.array_equal(RUN(one, made, jnp.asarray(1, jnp.int32), jnp.float32), np.asarray(one, float) @ matrix)
+
+
+def test_scales_of_a_blocks_own_groups_and_outputs_are_examined():
+    """Of groups 5 to 13 of 16 and outputs to 130 of 256; others may be anything."""
+
+    def kernel(scales, first, out):
+        block = MatrixBlock(values=None, scales=scales, group=32, num_outputs=130)
+        out[...] = jnp.full(out.shape, jnp.where(block.has_powers_of_two(first[0, 0], 9), 1, 0))
+
+    @jax.jit
+    def examine(scales):
+        shape = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+        return pl.pallas_call(kernel, out_shape=shape, interpret=True)(scales, jnp.full((1, 1), 5, jnp.int32))[0, 0]
+
+    own = np.full((1, 16, 256), np.nan, np.float32)
+    own[0, 5:14, :130] = 0.25
+    beyond, after_one = 2.0 ** (MOST_EXPONENT + 1), np.nextafter(np.float32(1), np.float32(2))
+    powers = (0.25, 1.0, -4.0, 2.0**MOST_EXPONENT, 2.0**-MOST_EXPONENT)
+    others = (1.5, after_one, beyond, 1 / beyond, 2.0**-127, 0.0, np.inf, np.nan)
+    for group, output in ((5, 0), (13, 129), (8, 64)):
+        for scale in (*powers, *others):
+            changed = own.copy()
+            changed[0, group, output] = scale
+            assert int(examine(jnp.asarray(changed))) == (scale in powers), (group, output, scale)
 
 
 @pytest.mark.parametrize("form", ["int4", "e2m1"])

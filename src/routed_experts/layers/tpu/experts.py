@@ -317,10 +317,15 @@ def _part(
     """Sort a kernel's references: those of a part of an expert, and the others."""
     rest, count = list(refs), 2 if cut.paired else 1
 
-    def next_matrix(group: int) -> MatrixBlock:
-        return MatrixBlock(values=rest.pop(0), scales=rest.pop(0) if group else None, group=group)
+    step, num_columns = pl.program_id(1), None
+    if not cut.paired:  # the last columns are short
+        num_columns = 2 * cut.width - jnp.minimum(step, cut.gate_steps - 1) * cut.columns
 
-    gates, down = tuple(next_matrix(gate_group) for _ in range(count)), next_matrix(down_group)
+    def next_matrix(group: int, num_outputs: Any) -> MatrixBlock:
+        scales = rest.pop(1) if group else None
+        return MatrixBlock(values=rest.pop(0), scales=scales, group=group, num_outputs=num_outputs)
+
+    gates, down = tuple(next_matrix(gate_group, num_columns) for _ in range(count)), next_matrix(down_group, None)
     gate_biases = tuple(rest.pop(0) for _ in range(count)) if gate_biased else ()
     down_bias = rest.pop(0) if down_biased else None
     hidden, mixed = (rest.pop(), rest.pop()) if cut.steps > cut.gate_steps else (None, None)
@@ -328,7 +333,7 @@ def _part(
         cut=cut,
         activation=activation,
         expert=first[0] + plan[EXPERT, pl.program_id(0)],
-        step=pl.program_id(1),
+        step=step,
         gates=gates,
         down=down,
         gate_biases=gate_biases,
