@@ -92,7 +92,14 @@ CODED = {
     "more than a tile of rows and a block of outputs": (TOKEN_TILE + 13, 3, 300, 1100, 32),
     "one layer": (16, 1, 130, 200, 32),
 }
-CODED_BY_FORMAT = {f"{form}: {name}": (form, *shape) for form in FORMATS for name, shape in CODED.items()}
+LONG = ("one row, many groups", "more than a tile of rows and a block of outputs")
+CODED_BY_FORMAT = {
+    f"{form}: {name}": pytest.param(form, *shape, marks=pytest.mark.thorough)
+    if form != "e4m3" and name in LONG
+    else (form, *shape)
+    for form in FORMATS
+    for name, shape in CODED.items()
+}
 CODED_BY_FORMAT |= {
     "e4m3: an odd number of inputs": ("e4m3", 16, 1, 129, 200, 32),
     "int4: a tile and a short one": ("int4", 7, 3, 160, 70, 32),
