@@ -1,5 +1,5 @@
-"""TPU experts, interpreted, against a NumPy loop over tokens and slots; other layers' experts are NaN. Plans against
-counting."""
+"""TPU experts, interpreted, against a NumPy loop over tokens and slots; experts of other layers are NaN, or have scales
+of NaN. Plans against counting."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layers.tpu.test_linear import values_of
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.quantized import QuantizedWeight
+from routed_experts.layers.quantized import CODE_DTYPES, QuantizedWeight
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, grid_steps
 
@@ -49,19 +50,24 @@ def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1, biased=
     )
 
 
-def coded(weights, group, rng):
-    """Codes and scales for matrices: those of NaN where these are. Scales are large and small, negative ones too."""
+def coded(weights, group, rng, form="e4m3"):
+    """Codes and scales for matrices: scales of NaN where these are. Scales are large and small, negative ones too.
+    Codes of 8 bits are near the numbers; those of 4 bits are any."""
     (stack, inputs, outputs), num_groups = weights.shape, -(-weights.shape[1] // group)
     scales = 2.0 ** rng.uniform(-3, 3, (stack, num_groups, outputs)) * rng.choice([-1, 1], (stack, num_groups, outputs))
     scales[np.isnan(weights).any(axis=(1, 2))] = np.nan
-    spread = np.repeat(scales, group, axis=1)[:, :inputs]
-    codes = jnp.asarray(np.asarray(weights) / spread * rng.uniform(0.1, 4), jnp.float8_e4m3fn)
-    return QuantizedWeight(codes=codes, scales=jnp.asarray(scales, jnp.float32), group=group)
+    if form == "e4m3":
+        spread = np.repeat(scales, group, axis=1)[:, :inputs]
+        codes = jnp.asarray(np.asarray(weights) / spread * rng.uniform(0.1, 4), jnp.float8_e4m3fn)
+    else:
+        codes = jnp.asarray(rng.integers(0, 256, (stack, inputs // 2, outputs), np.uint8).view(CODE_DTYPES[form]))
+        scales /= 4 * inputs**0.5
+    return QuantizedWeight(codes=codes, scales=jnp.asarray(scales, jnp.float32), group=group, format=form)
 
 
-def with_codes(call, group, *, down_group=None):
+def with_codes(call, group, *, down_group=None, forms=("e4m3", "e4m3")):
     rng = np.random.default_rng(group)
-    gate_up, down = coded(call.gate_up, group, rng), coded(call.down, down_group or group, rng)
+    gate_up, down = coded(call.gate_up, group, rng, forms[0]), coded(call.down, down_group or group, rng, forms[1])
     return dataclasses.replace(call, gate_up=gate_up, down=down)
 
 
@@ -70,7 +76,7 @@ def numbers(weights):
     if not isinstance(weights, QuantizedWeight):
         return np.asarray(weights, np.float64)
     scales = np.repeat(np.asarray(weights.scales, np.float64), weights.group, axis=1)
-    return np.asarray(weights.codes, np.float64) * scales[:, : weights.shape[1]]
+    return values_of(weights.codes, weights.format) * scales[:, : weights.shape[1]]
 
 
 def loop(call):
@@ -286,22 +292,63 @@ def test_experts_of_codes_equal_the_loop_however_they_are_cut(path, shape, group
     np.testing.assert_allclose(out, expected, atol=EXACT * np.abs(expected).max())
 
 
+def with_powers_of_two(call):
+    """The same with the next lower power of two in place of each scale; NaN stays."""
+    scales = {name: jnp.exp2(jnp.floor(jnp.log2(jnp.abs(vars(call)[name].scales)))) for name in ("gate_up", "down")}
+    parts = {name: dataclasses.replace(vars(call)[name], scales=scales[name]) for name in scales}
+    return dataclasses.replace(call, **parts)
+
+
+# A tile of bytes is 64 inputs of codes of 4 bits. The format of gate and up, and of down, and the rest as in CODED
+HALVES = {
+    "whole, inputs that end in a tile": ("int4", "int4", "few rows", (21, 3, 7, 160, 24), 32, 1 << 20),
+    "whole, groups that end in a tile": ("e2m1", "e2m1", "sorted", (150, 2, 5, 192, 72), 16, 1 << 20),
+    "whole, one row, many groups": ("e2m1", "int4", "few rows", (1, 2, 5, 8, 1408), 64, 1 << 20),
+    "in pairs": ("int4", "int4", "few rows", (40, 4, 5, 136, 384), 128, 1),
+    "in pairs, sorted": ("e2m1", "e2m1", "sorted", (40, 4, 5, 136, 256), 32, 1),
+    "in turn, evenly": ("e2m1", "e2m1", "sorted", (40, 4, 5, 40, 320), 32, 1),
+    "in turn, rows short of a part": ("int4", "int4", "few rows", (40, 4, 5, 40, 240), 32, 1),
+    "in turn, the last group short": ("int4", "e2m1", "sorted", (40, 4, 5, 40, 300), 128, 1),
+    "in turn, four groups a part": ("e2m1", "e4m3", "few rows", (40, 4, 5, 40, 160), 16, 1),
+    "in turn, of codes of 8 bits and 4": ("e4m3", "int4", "few rows", (40, 4, 5, 40, 160), 16, 1),
+}
+
+
+@pytest.mark.parametrize(("gate_up", "down", "path", "shape", "group", "weight_bytes"), HALVES.values(), ids=HALVES)
+def test_experts_of_codes_of_4_bits_equal_the_loop_however_they_are_cut(
+    gate_up, down, path, shape, group, weight_bytes
+):
+    biased = shape[-1] % 128 != 0
+    activation = "clamped swiglu" if biased else "silu"
+    call = with_codes(random_call(15, shape, biased=biased, activation=activation), group, forms=(gate_up, down))
+    run = jax.jit(functools.partial(PATHS[path], weight_bytes=weight_bytes, interpret=True))
+    calls = [call, with_powers_of_two(call)] if "e2m1" in (gate_up, down) else [call]
+    for made in calls:
+        out, expected = run(made), loop(made)
+        assert np.abs(expected).max() > 1e-2
+        np.testing.assert_allclose(out, expected, atol=EXACT * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(
     ("activation", "coded_parts"),
     [("clamped swiglu", ("gate_up", "down")), ("tanh gelu", ("down",)), ("silu", ("gate_up",))],
     ids=["both", "down", "gate and up"],
 )
-def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(activation, coded_parts):
+@pytest.mark.parametrize("form", ["e4m3", "int4", "e2m1"])
+def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(
+    activation, coded_parts, form
+):
     call = random_call(12, (21, 4, 8, 96, 48), biased=True, activation=activation)
-    both = with_codes(call, 32, down_group=16)
+    both = with_codes(call, 32, down_group=16, forms=(form, form))
     made = dataclasses.replace(call, **{part: vars(both)[part] for part in coded_parts})
     expected = loop(made)
     np.testing.assert_allclose(RUN["few rows"](made), expected, atol=EXACT * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path):
-    call = with_codes(random_call(13, (24, 3, 10, 200, 40), valid=np.ones(24, bool)), 64)
+@pytest.mark.parametrize("forms", [("e4m3", "e4m3"), ("int4", "e2m1")], ids="-".join)
+def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path, forms):
+    call = with_codes(random_call(13, (24, 3, 10, 200, 40), valid=np.ones(24, bool)), 64, forms=forms)
     low, bad = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16)), int(call.first_expert) + 6
     expected = loop(low)
     out = RUN[path](low)
@@ -319,5 +366,6 @@ def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path):
 )
 def test_codes_that_no_kernel_reads_are_refused(fields):
     call = with_codes(random_call(14, STANDARD), 16)
-    with pytest.raises(ConfigError, match=r"reads e4m3, inputs first, in groups of 128, 64, 32, 16; dequantise"):
+    forms = r"reads e4m3 \(float8_e4m3fn\), int4 \(int8\), e2m1 \(uint8\)"
+    with pytest.raises(ConfigError, match=forms + r", inputs first, in groups of 128, 64, 32, 16; dequantise"):
         fused_experts(dataclasses.replace(call, gate_up=dataclasses.replace(call.gate_up, **fields)), interpret=True)

@@ -1,6 +1,6 @@
 """Products with codes and scales at the shapes of published models, through the real TPU compiler: weights are read
-where they lie, a byte each and their scales, and nothing makes numbers of them in memory. Values: test_experts.py and
-test_linear.py, interpreted.
+where they lie, a byte or half of one each and their scales, and nothing makes numbers of them in memory. Values:
+test_experts.py and test_linear.py, interpreted.
 
 Scales lie in the order of their dimensions: by itself the compiler puts matrices before groups where the groups are no
 whole tile of 8 rows."""
@@ -15,7 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.quantized import E4M3, QuantizedWeight
+from routed_experts.layers.quantized import CODE_DTYPES, E2M1, E4M3, INT4, QuantizedWeight
 from routed_experts.layers.tpu.backends import TPU_KERNELS
 from routed_experts.layers.tpu.experts import fused_experts
 from routed_experts.layers.tpu.linear import layered_linear
@@ -28,6 +28,7 @@ MIB = 1 << 20
 S = jax.ShapeDtypeStruct
 QWEN3 = (128, 8, 2048, 768)  # E, K, D, F of Qwen3-30B-A3B
 GPT_OSS = (32, 4, 2880, 2880)
+KIMI_K2 = (32, 8, 7168, 2048)  # of 384 experts those of one of 12 devices
 
 
 def compile_in_order(chip, fn, *args):
@@ -41,18 +42,20 @@ def compile_in_order(chip, fn, *args):
         return jax.jit(fn).lower(*jax.tree.map(in_order, args)).compile()
 
 
-def codes_of(stack, inputs, outputs, group):
+def codes_of(stack, inputs, outputs, group, form=E4M3):
     scales = S((stack, math.ceil(inputs / group), outputs), jnp.float32)
-    return QuantizedWeight(codes=S((stack, inputs, outputs), jnp.float8_e4m3fn), scales=scales, group=group)
+    rows = inputs if form == E4M3 else inputs // 2
+    return QuantizedWeight(codes=S((stack, rows, outputs), CODE_DTYPES[form]), scales=scales, group=group, format=form)
 
 
 def bytes_of(weight):
-    """Of one matrix, with its scales in whole tiles of 8 rows."""
+    """Of one matrix, with its scales in whole tiles of 8 rows, and codes of 4 bits in those of 32."""
     _, inputs, outputs = weight.shape
-    return outputs * (inputs + 4 * 8 * math.ceil(inputs / weight.group / 8))
+    rows = inputs if weight.format == E4M3 else 32 * math.ceil(inputs / 64)
+    return outputs * (rows + 4 * 8 * math.ceil(inputs / weight.group / 8))
 
 
-def compile_experts(chip, num_tokens, shape, group, *, layers, biased=False):
+def compile_experts(chip, num_tokens, shape, group, *, layers, biased=False, form=E4M3):
     experts, top_k, dim, width = shape
     stack, half = layers * experts, jnp.bfloat16
     arrays = {
@@ -60,8 +63,8 @@ def compile_experts(chip, num_tokens, shape, group, *, layers, biased=False):
         "ids": S((num_tokens, top_k), jnp.int32),
         "weights": S((num_tokens, top_k), jnp.float32),
         "valid": S((num_tokens,), jnp.bool_),
-        "gate_up": codes_of(stack, dim, 2 * width, group),
-        "down": codes_of(stack, width, dim, group),
+        "gate_up": codes_of(stack, dim, 2 * width, group, form),
+        "down": codes_of(stack, width, dim, group, form),
         "first_expert": S((), jnp.int32),
     }
     if biased:
@@ -120,29 +123,64 @@ def test_experts_of_codes_of_gpt_oss_are_cut_and_read_in_place(chip, num_tokens,
     assert whole_pool_operations(program, layer_of_codes) == []
 
 
-# N, R, D, O, group
+@pytest.mark.parametrize(
+    ("chip", "form", "num_tokens", "shape", "layers"),
+    [
+        ("v5e", E2M1, 16, GPT_OSS, 3),
+        *(thorough(chip, E2M1, num_tokens, GPT_OSS, 3) for chip in ("v5e", "v6e") for num_tokens in (1, 64, 256, 1024)),
+        thorough("v6e", E2M1, 16, GPT_OSS, 3),
+        ("v5e", INT4, 16, KIMI_K2, 2),
+        *(thorough(chip, INT4, num_tokens, KIMI_K2, 2) for chip in ("v5e", "v6e") for num_tokens in (1, 64, 256, 1024)),
+        thorough("v6e", INT4, 16, KIMI_K2, 2),
+        *(thorough(chip, form, 64, QWEN3, 1) for chip in ("v5e", "v6e") for form in (INT4, E2M1)),
+        thorough("v5e", INT4, 16, (64, 6, 2048, 1408), 2),
+    ],
+    ids=str,
+)
+def test_experts_of_codes_of_4_bits_are_read_in_place_half_a_byte_a_weight(chip, form, num_tokens, shape, layers):
+    program, visited = compile_experts(chip, num_tokens, shape, 32, layers=layers, biased=shape is GPT_OSS, form=form)
+    experts, top_k, dim, width = shape
+    rows = 2 * 2 * num_tokens * dim
+    slots = top_k * rows if num_tokens > 256 else 0  # a step of many rows has them sorted, one a slot
+    temp, accessed = program.memory_analysis().temp_size_in_bytes, program.cost_analysis()["bytes accessed"]
+    assert temp <= MIB + 2 * slots, temp
+    codes_of_layer = S((experts, dim, width // 2), jnp.int8)  # a copy of them, or of the numbers of one expert in four
+    assert whole_pool_operations(program, codes_of_layer) == []
+    if not slots:
+        assert temp < dim * width // 2 and whole_pool_operations(program, S((dim, width // 2), jnp.int8)) == []
+        assert visited <= accessed <= visited + 2 * rows + 2 * MIB, (visited, accessed)
+    print(f"{chip} {num_tokens} rows: {accessed:,.0f} bytes accessed, {visited:,} of weights, {temp:,} temporary")
+
+
+# Chip, N, R, D, O, group, format
 PROJECTIONS = {
-    "qkv": ("v5e", 16, 8, 2048, 5120, 128),
-    "rows in tiles": ("v5e", 512, 8, 2048, 5120, 128),
-    "short groups": ("v5e", 16, 8, 2880, 5120, 128),
-    "one layer": ("v5e", 1, 1, 4096, 2048, 128),
+    "qkv": ("v5e", 16, 8, 2048, 5120, 128, E4M3),
+    "rows in tiles": ("v5e", 512, 8, 2048, 5120, 128, E4M3),
+    "short groups": ("v5e", 16, 8, 2880, 5120, 128, E4M3),
+    "one layer": ("v5e", 1, 1, 4096, 2048, 128, E4M3),
+    "int4": ("v5e", 16, 8, 2048, 5120, 32, INT4),
+    "e2m1, the last tile short": ("v5e", 16, 8, 1440, 5120, 32, E2M1),
 }
 MORE_PROJECTIONS = {
-    "v6e": ("v6e", 16, 8, 2048, 5120, 128),
-    "v6e, many rows and groups": ("v6e", 512, 8, 2048, 5120, 32),
-    "many groups": ("v5e", 256, 8, 2880, 5120, 16),
-    "one row": ("v5e", 1, 8, 2048, 5120, 64),
-    "few columns": ("v5e", 16, 8, 2048, 128, 16),
+    "v6e": ("v6e", 16, 8, 2048, 5120, 128, E4M3),
+    "v6e, many rows and groups": ("v6e", 512, 8, 2048, 5120, 32, E4M3),
+    "many groups": ("v5e", 256, 8, 2880, 5120, 16, E4M3),
+    "one row": ("v5e", 1, 8, 2048, 5120, 64, E4M3),
+    "few columns": ("v5e", 16, 8, 2048, 128, 16, E4M3),
+    "v6e, int4, many rows": ("v6e", 512, 8, 2048, 5120, 128, INT4),
+    "v6e, e2m1": ("v6e", 16, 8, 2048, 5120, 16, E2M1),
+    "int4, the last tile short": ("v5e", 16, 8, 160, 2048, 64, INT4),
+    "e2m1, one row": ("v5e", 1, 8, 192, 5120, 32, E2M1),
 }
 
 
 @pytest.mark.parametrize(
-    ("chip", "num_tokens", "layers", "inputs", "outputs", "group"),
+    ("chip", "num_tokens", "layers", "inputs", "outputs", "group", "form"),
     [*PROJECTIONS.values(), *(thorough(*values) for values in MORE_PROJECTIONS.values())],
     ids=[*PROJECTIONS, *MORE_PROJECTIONS],
 )
-def test_projections_by_codes_are_read_in_place_a_byte_a_weight(chip, num_tokens, layers, inputs, outputs, group):
-    x, weight = S((num_tokens, inputs), jnp.bfloat16), codes_of(layers, inputs, outputs, group)
+def test_projections_by_codes_are_read_in_place(chip, num_tokens, layers, inputs, outputs, group, form):
+    x, weight = S((num_tokens, inputs), jnp.bfloat16), codes_of(layers, inputs, outputs, group, form)
 
     def run(x, weight):
         def layer(x, index):
@@ -152,7 +190,7 @@ def test_projections_by_codes_are_read_in_place_a_byte_a_weight(chip, num_tokens
         return lax.scan(layer, x, jnp.arange(layers))[0]
 
     program = compile_in_order(chip, run, x, weight)
-    assert whole_pool_operations(program, S((inputs, outputs), jnp.int8)) == []
+    assert whole_pool_operations(program, S((weight.codes.size // layers,), jnp.int8)) == []
     assert program.memory_analysis().temp_size_in_bytes <= num_tokens * max(inputs, outputs) * 4 + MIB
     one = compile_in_order(chip, lambda x, weight: layered_linear(x, weight, 0, x.dtype), x, weight)
     read, rows = bytes_of(weight), 2 * num_tokens * (inputs + outputs)
@@ -169,4 +207,4 @@ def test_scales_in_the_compilers_own_order_are_copied():
 
 
 def test_the_kernels_of_a_tpu_take_codes():
-    assert TPU_KERNELS.code_formats == {E4M3} and not TPU_KERNELS.outputs_first
+    assert TPU_KERNELS.code_formats == {E4M3, INT4, E2M1} and not TPU_KERNELS.outputs_first

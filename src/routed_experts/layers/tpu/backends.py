@@ -14,7 +14,7 @@ from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import E4M3, Weight
+from routed_experts.layers.quantized import E2M1, E4M3, INT4, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 NAME = "tpu"
@@ -34,7 +34,7 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
         moe=MoeBackend(name=NAME, run=functools.partial(_run_experts, interpret=interpret), features=ALL_EXPERTS),
         linear=LinearBackend(name=NAME, run=functools.partial(_project, interpret=interpret), takes_stacked=True),
         router=FusedRouter(name=NAME, run=functools.partial(_route, interpret=interpret), supports=lambda _: True),
-        code_formats=frozenset({E4M3}),
+        code_formats=frozenset({E4M3, INT4, E2M1}),
     )
 
 

@@ -10,8 +10,8 @@ Outputs that a row did not choose are selected away, not multiplied by 0, and so
 An expert that VMEM does not hold twice is cut. Where F is a multiple of the lanes, a part is the same columns of gate
 and up, and those rows of down. Else (GPT-OSS: 2,880) columns of gate and up cannot be fetched in pairs: first all of
 them are multiplied, by parts of the matrix, then parts of down. Of codes, a part of down begins on the border of a
-group, and its last part may be short. Dims: N tokens, K experts per token, E experts of a layer, R layers of the stack,
-D hidden, F expert width, T rows of a tile."""
+group and of a tile, and its last part may be short. Dims: N tokens, K experts per token, E experts of a layer, R layers
+of the stack, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools
@@ -27,7 +27,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall
-from routed_experts.layers.tpu.codes import CODE_ROWS, MatrixBlock, column_bytes, fetched_rows, group_of, weight_arrays
+from routed_experts.layers.tpu.codes import (
+    CODE_ROWS,
+    MatrixBlock,
+    column_bytes,
+    fetched_rows,
+    group_of,
+    inputs_of_row,
+    rows_of_inputs,
+    weight_arrays,
+)
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, PlanForm, grid_steps
 
 FEW_ROWS = 256  # a chip multiplies about 240 rows (v5e) to 560 (v6e) in the time that it takes to read an expert
@@ -172,7 +181,8 @@ def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
     Raises ConfigError for an expert that does not fit and has no such parts, which one of codes always has."""
     dim, width = call.x.shape[1], call.down.shape[1]
     # Of a column, and of a row without its scales: those of all rows of down are fetched
-    line_bytes = max(column_bytes(call.gate_up), weight_arrays(call.down)[0].dtype.itemsize * dim)
+    row_bytes = weight_arrays(call.down)[0].dtype.itemsize * dim // inputs_of_row(call.down)
+    line_bytes = max(column_bytes(call.gate_up), row_bytes)
     if group_of(call.gate_up) or group_of(call.down):
         weight_bytes -= weight_bytes // 4  # for the rows and sums of `MatrixBlock.product`
         weight_bytes -= sum(4 * rows * dim for rows in fetched_rows(call.down)[1:])
@@ -184,7 +194,7 @@ def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
         return _Cut(width=width, columns=2 * width, rows=width, paired=False)
     most = weight_bytes // (2 * line_bytes)
     group = group_of(call.down)
-    unit = max(CODE_ROWS, group) if group else PACKED_ROWS
+    unit = max(CODE_ROWS * inputs_of_row(call.down), group) if group else PACKED_ROWS
     rows = _largest_part(width, unit, most)
     if group and not rows:  # the last part is short
         rows = max(unit, most // unit * unit)
@@ -193,8 +203,9 @@ def _cut(call: ExpertCall, weight_bytes: int) -> _Cut:
             f"experts of {dim} by {width} do not fit twice into {2 * weight_bytes:,} bytes, and {width} is no multiple "
             f"of {PACKED_ROWS}, so that they cannot be cut; choose moe_backend='tiled'"
         )
-    columns = max(LANES, most // LANES * LANES)
-    return _Cut(width=width, columns=min(columns, -(-2 * width // LANES) * LANES), rows=min(rows, width), paired=False)
+    gate_steps = pl.cdiv(2 * width, max(LANES, most // LANES * LANES))
+    columns = pl.cdiv(pl.cdiv(2 * width, gate_steps), LANES) * LANES  # all parts but the last have as many
+    return _Cut(width=width, columns=columns, rows=min(rows, width), paired=False)
 
 
 def _largest_part(width: int, unit: int, most: int) -> int:
@@ -277,7 +288,7 @@ def _weights(call: ExpertCall, cut: _Cut) -> tuple[list[Array], list[pl.BlockSpe
             for rows in fetched_rows(call.gate_up)
         ]
     weights += weight_arrays(call.down)
-    specs.append(matrix(cut.rows, dim, lambda step: (down_step(step), 0)))
+    specs.append(matrix(rows_of_inputs(call.down, cut.rows), dim, lambda step: (down_step(step), 0)))
     # Scales of all parts at once: those of one part may be no whole tile.
     specs += [matrix(rows, dim, lambda _: (0, 0)) for rows in fetched_rows(call.down)[1:]]
     if (gate_up_bias := call.gate_up_bias) is not None:
@@ -306,10 +317,15 @@ def _part(
     """Sort a kernel's references: those of a part of an expert, and the others."""
     rest, count = list(refs), 2 if cut.paired else 1
 
-    def next_matrix(group: int) -> MatrixBlock:
-        return MatrixBlock(values=rest.pop(0), scales=rest.pop(0) if group else None, group=group)
+    step, num_columns = pl.program_id(1), None
+    if not cut.paired:  # the last columns are short
+        num_columns = 2 * cut.width - jnp.minimum(step, cut.gate_steps - 1) * cut.columns
 
-    gates, down = tuple(next_matrix(gate_group) for _ in range(count)), next_matrix(down_group)
+    def next_matrix(group: int, num_outputs: Any) -> MatrixBlock:
+        scales = rest.pop(1) if group else None
+        return MatrixBlock(values=rest.pop(0), scales=scales, group=group, num_outputs=num_outputs)
+
+    gates, down = tuple(next_matrix(gate_group, num_columns) for _ in range(count)), next_matrix(down_group, None)
     gate_biases = tuple(rest.pop(0) for _ in range(count)) if gate_biased else ()
     down_bias = rest.pop(0) if down_biased else None
     hidden, mixed = (rest.pop(), rest.pop()) if cut.steps > cut.gate_steps else (None, None)
@@ -317,7 +333,7 @@ def _part(
         cut=cut,
         activation=activation,
         expert=first[0] + plan[EXPERT, pl.program_id(0)],
-        step=pl.program_id(1),
+        step=step,
         gates=gates,
         down=down,
         gate_biases=gate_biases,

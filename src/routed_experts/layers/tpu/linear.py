@@ -40,7 +40,7 @@ def layered_linear(
     rows = min(num_tokens, TOKEN_TILE)
     columns = min(outputs, max(1, MATRIX_BYTES // (column_bytes(weights) * LANES)) * LANES)
     return pl.pallas_call(
-        functools.partial(_kernel, group=group_of(weights)),
+        functools.partial(_kernel, group=group_of(weights), outputs=outputs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(outputs, columns), pl.cdiv(num_tokens, rows)),
@@ -65,7 +65,9 @@ def layered_linear(
     )(jnp.asarray(layer, jnp.int32).reshape(1), x, *parts)
 
 
-def _kernel(_: Any, x_ref: Any, *refs: Any, group: int) -> None:
+def _kernel(_: Any, x_ref: Any, *refs: Any, group: int, outputs: int) -> None:
     values_ref, *scales_ref, out_ref = refs
-    matrix = MatrixBlock(values=values_ref, scales=scales_ref[0] if group else None, group=group)
+    num_outputs = outputs - pl.program_id(0) * values_ref.shape[2]
+    scales = scales_ref[0] if group else None
+    matrix = MatrixBlock(values=values_ref, scales=scales, group=group, num_outputs=num_outputs)
     out_ref[...] = matrix.product(x_ref[...]).astype(out_ref.dtype)
