@@ -57,8 +57,8 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 
 
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
-    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best on an
-    H100, of e4m3, with 1 to 4, 16, 64, 256, 1024 and 4096 rows times matrices of 2048 x 5120 and 4096 x 2048, of e2m1
+    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best on
+    an H100 with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 with 1 to 4, 16, 64, 256, 1024 and 4096 rows, of e2m1
     with 1, 4, 16, 64 and 256 rows."""
     if power_of_two(num_rows) < (2 if packed else FEWEST_ROWS):
         splits = _splits(inner, max(1, inner // 2048), unit)

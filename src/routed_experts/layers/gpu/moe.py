@@ -110,20 +110,23 @@ CODE_TILES = (
     MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=CODE_ROWS),
 )
-# For codes of 4 bits. Measured on an H100 with 128 experts of 2048 x 768, top-8, in groups of 32, for 1, 4, 16, 64, 256
-# and 1024 tokens.
+# For codes of 4 bits, in groups of 32. Measured on an H100 with 128 experts of 2048 x 768, top-8, and 32 of 2880 x 2880,
+# top-4, for 1, 4, 16, 64, 256 and 1024 tokens.
 _UNSORTED_PACKED = MoeTiles(
     rows=0,
     gate_up=_tile(1, 16, 1024, 4, 1),
-    down=_tile(1, 32, 256, 4, 1),
+    down=_tile(1, 32, 1024, 4, 1),
     sorted_slots=False,
     scaled=RowScaling.INSIDE,
 )
 PACKED_TILES = (
     MoeTiles(rows=2, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
-    MoeTiles(rows=8, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=32, gate_up=_tile(32, 128, 128, 4, 3), down=_tile(16, 64, 128, 2, 3), scaled=CODE_ROWS),
-    MoeTiles(rows=float("inf"), gate_up=_tile(64, 128, 64, 8, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=12, gate_up=_tile(16, 64, 64, 4, 4), down=_tile(16, 32, 64, 2, 5), scaled=CODE_ROWS),
+    MoeTiles(rows=20, gate_up=_tile(32, 128, 128, 4, 3), down=_tile(16, 64, 128, 2, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=48, gate_up=_tile(32, 64, 64, 4, 3), down=_tile(32, 64, 64, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=96, gate_up=_tile(64, 128, 64, 8, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
+    MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=CODE_ROWS),
 )
 # Tiles of few slots, up to how many, and those of more
 _TABLES = {

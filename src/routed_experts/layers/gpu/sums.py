@@ -8,6 +8,7 @@ Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a bl
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def _sum_packed(
     rows of zeros. Codes that are not read are finite, whatever their bits are."""
     run, unit = weights.run, UNITS[weights.format]
     pair = 2 * run
-    size = max(inputs.size, pair)
+    size = math.gcd(inputs.length, max(inputs.size, pair))  # powers of two; a step that is short needs masks
     steps, is_short = pl.cdiv(inputs.length, size), inputs.length % size != 0
     starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
     end = inputs.length if inputs.first is None else inputs.first + inputs.length
@@ -202,7 +203,7 @@ def _sum_few_rows(
         code_depth = depth
         if is_packed(weights):  # a byte exists if its first input does
             code_depth = first // 2 + jnp.arange(size // 2)
-            code_deep = None if deep is None else (2 * code_depth < end)[None, :]
+            code_deep = None if deep is None else (code_depth < end // 2)[None, :]
         mask = combine_masks(code_deep, real_column)
         stored = [load_codes(weights, matrix, code_depth, part, mask) for part in columns]  # C bytes
         # All loads before the first conversion.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, INT4, SCALE, inputs_of_byte
 
@@ -60,7 +60,7 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     if jnp.dtype(dtype) == CODE_DTYPES[E4M3]:
         return _normal(key, shape, jnp.dtype(dtype), _CODE_SCALES[E4M3])
     if jnp.dtype(dtype).itemsize == 1:  # two codes of 4 bits
-        bits = jax.random.bits(key, shape, jnp.uint8)
+        bits = _random_bytes(key, shape)
         if jnp.dtype(dtype) == CODE_DTYPES[INT4]:
             bits = _balanced(bits & 15) | _balanced(bits >> 4) << 4
         return lax.bitcast_convert_type(bits, dtype)
@@ -68,6 +68,13 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
         return jnp.zeros(shape, dtype)
     scale = 1.0 if last == "embed" else _matrix_scale(last, shape[-2])
     return _normal(key, shape, jnp.dtype(dtype), scale)
+
+
+def _random_bytes(key: Array, shape: tuple[int, ...]) -> UInt8[Array, "..."]:
+    """Four of each word that is drawn: `jax.random.bits` draws a word for a byte."""
+    count = math.prod(shape)
+    words = jax.random.bits(key, (math.ceil(count / 4),), jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:count].reshape(shape)
 
 
 def _balanced(codes: Array) -> Array:
