@@ -166,25 +166,30 @@ def stack_case(scales, **sizes):
 
 
 @pytest.mark.parametrize("dim", [8, 20])
-def test_a_native_run_takes_powers_of_two_into_its_weights_by_the_bit(dim):
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_native_run_takes_powers_of_two_into_its_weights_by_the_bit(dim, biased):
     """Keys of 2^-a times the norm of keys, and values, queries and outputs accordingly: the codes and the sums are the
-    same numbers, and the scales give back what the weights took."""
+    same numbers, and the scales give back what the weights took. With biases keys and values are written elsewhere."""
     scales = np.exp2([[2.0, -3.0], [-1.0, 4.0]]).astype(np.float32)
     scaled = stack_case(scales, dim=dim)
-    arrays, groups, heads = scaled.arrays, 2, 4
+    groups, heads = 2, 4
+    bias = np.random.default_rng(3).standard_normal((2, (heads + 2 * groups) * dim)).astype(np.float32)
+    arrays = dataclasses.replace(scaled.arrays, qkv_bias=jnp.asarray(bias) if biased else None)
     keys, values = (scales[:, part].reshape(2, 1) for part in (0, 1))
-    columns = np.repeat([1.0, 0.0], [(heads + groups) * dim, groups * dim])
+    is_value = np.repeat([False, True], [(heads + groups) * dim, groups * dim])
+    by_column = jnp.asarray(np.where(is_value, 1 / values, 1.0), jnp.float32)
     folded = dataclasses.replace(
         arrays,
         q_norm=arrays.q_norm * keys,
         k_norm=arrays.k_norm / keys,
-        qkv=arrays.qkv * jnp.asarray(np.where(columns, 1.0, 1 / values)[:, None], jnp.float32),
+        qkv=arrays.qkv * by_column[:, None],
+        qkv_bias=arrays.qkv_bias * by_column if biased else None,
         out=arrays.out * values[:, None],
     )
     plain = dataclasses.replace(stack_case(None, dim=dim), arrays=folded)
-    for own, expected in zip(scaled.run(), plain.run(), strict=True):
+    for own, expected in zip(dataclasses.replace(scaled, arrays=arrays).run(), plain.run(), strict=True):
         np.testing.assert_array_equal(own, expected)
-    unscaled = stack_case(None, dim=dim).run()
+    unscaled = dataclasses.replace(stack_case(None, dim=dim), arrays=arrays).run()
     assert not np.array_equal(np.asarray(unscaled[0]), np.asarray(plain.run()[0]))
 
 
