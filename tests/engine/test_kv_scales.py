@@ -20,6 +20,7 @@ from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.models.model_folder import ModelFolder
 from support.family_folders import VOCAB_SIZE as FAMILY_VOCAB_SIZE
 from support.family_folders import write_family
+from support.process_groups import group, one_process
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, rewrite_folder
 from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, write_tiny_checkpoint
 
@@ -218,6 +219,17 @@ def test_two_devices_have_the_scales_of_one(folders):
         with Engine(str(folders.scaled), tp_size=devices, **ENGINE, **CODES, **ARRAY_CODE) as engine:
             scores.append(engine.score([PROMPTS[0]])[0].logprobs)
     np.testing.assert_allclose(*scores, atol=5e-3)
+
+
+def test_two_processes_have_the_scales_of_one(folders):
+    engine, asked = {"deterministic": True, **CODES}, dict(prompts=PROMPTS, params=GREEDY, logprob_start_len=0)
+    with (
+        group(folders.scaled, engine, lazy=True) as members,
+        one_process(folders.scaled, engine, devices=2, lazy=True) as single,
+    ):
+        single.wait_ready()
+        assert members[0].call("generate", **asked) == single.call("generate", **asked)
+        assert (members[0].end(), members[1].exit_code(), single.end()) == (0, 0, 0)
 
 
 def test_the_plan_says_where_scales_come_from(folders):
