@@ -11,6 +11,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from oracles.draft_offers import answers as sampled_answers
+from oracles.eagle_heads import LAYERS as HEAD_LAYERS
+from oracles.eagle_heads import D, V, eagle3_case
 from oracles.full_sequence import FullSequence
 from routed_experts import ConfigError, Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import CheckpointError
@@ -181,6 +184,24 @@ def test_drafts_change_no_answer(folders):
     with Engine(str(folders.scaled), **plain, speculative=drafts) as engine:
         assert answers(engine, [prompt * 2 for prompt in PROMPTS]) == expected
         assert engine.stats().speculative.requests.proposed > 0
+
+
+def test_a_head_that_reads_layers_changes_no_answer(tmp_path):
+    """Its target runs layer by layer, the plain engine in one kernel."""
+    write_tiny_checkpoint(
+        tmp_path / "plain", tokenizer=False, vocab_size=V, num_hidden_layers=HEAD_LAYERS, hidden_size=D
+    )
+    quantize_folder(tmp_path / "plain", tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    scales = scale_tensors(np.tile(SCALES, (HEAD_LAYERS, 1))[:HEAD_LAYERS])
+    scaled = rewrite_folder(tmp_path / "small", tmp_path / "scaled", scales)
+    config = SpeculativeConfig(
+        algorithm="EAGLE3", draft_model_path=str(eagle3_case().write(tmp_path / "head")), adaptive=False
+    )
+    prompts, found = [[token % V for token in prompt] for prompt in PROMPTS], []
+    for how in ({}, {"speculative": config}):
+        with Engine(str(scaled), **ENGINE, **CODES, deterministic=True, **how) as engine:
+            found.append(sampled_answers(engine, prompts, 1.0, new=16)[0])
+    assert found[0] == found[1]
 
 
 def test_scales_are_not_read_unless_codes_are_asked_for(folders, caplog):

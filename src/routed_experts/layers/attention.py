@@ -104,8 +104,8 @@ class AttentionBackend:
     `batch_invariant`: in programs of one shape, a token's bits depend on its own sequence alone, however that is cut
     into steps; deterministic mode takes no other. `kv_formats`: the codes that all of them write and read in place of
     keys and values (not of latent rows), in the words of CODE_DTYPES; the pool is then as in kv_format.py.
-    `takes_kv_scales`: `run_with_features` and `fused` apply the KVScales that they are given; around the `run` and the
-    `run_with_features` of other backends PagedAttend applies them, and their `fused` is left out."""
+    `takes_kv_scales`, `fused_takes_kv_scales`: `run_with_features`, and `fused`, apply the KVScales that they are
+    given; else PagedAttend applies them around `run` and `run_with_features`, and `fused` is left out."""
 
     name: str
     run: Callable[
@@ -150,10 +150,11 @@ class AttentionBackend:
     batch_invariant: bool = False
     kv_formats: frozenset[str] = frozenset()
     takes_kv_scales: bool = False
+    fused_takes_kv_scales: bool = False
 
     def for_kv_scales(self) -> "AttentionBackend":
         """The same backend for a pool of codes with scales."""
-        return self if self.takes_kv_scales else dataclasses.replace(self, fused=None)
+        return self if self.fused_takes_kv_scales else dataclasses.replace(self, fused=None)
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a default for attention with features, unless it has its own."""

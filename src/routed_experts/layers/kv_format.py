@@ -7,6 +7,7 @@ Rounding takes place once, at the write. Attention reads what was written for to
 depends on where a prompt is cut."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,8 @@ def from_stored(stored: Float[Array, "..."] | UInt8[Array, "..."], dtype: jnp.dt
 class KVScales:
     """Scales of an array of codes: of keys and of values of all its layers, float32, and the layer that attends. Codes
     are those of numbers divided by the scale. Scores are multiplied by that of keys, and sums of values by that of
-    values, both in float32: queries of half precision are never rounded with a scale. Dims: L layers, N tokens, G kv
-    heads, C head dim."""
+    values, both in float32: queries of half precision are never rounded with a scale. Dims: L layers, N tokens, H
+    heads, G kv heads, C head dim."""
 
     values: Float[Array, "L 2"]
     layer: Int[Array, ""]
@@ -55,3 +56,10 @@ class KVScales:
         """What codes are made of, float32."""
         of_keys, of_values = self.of_layer()
         return keys.astype(jnp.float32) / of_keys, values.astype(jnp.float32) / of_values
+
+    def around(
+        self, run: Callable[[Float[Array, "N H C"]], Float[Array, "N H C"]], queries: Float[Array, "N H C"]
+    ) -> Float[Array, "N H C"]:
+        """Attention over codes by `run`, which knows no scales and takes queries of float32."""
+        of_keys, of_values = self.of_layer()
+        return (run(queries.astype(jnp.float32) * of_keys) * of_values).astype(queries.dtype)

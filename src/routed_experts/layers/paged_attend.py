@@ -4,7 +4,6 @@ Called once a layer. Dims as in attention.py; A width of a latent row."""
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import AttentionBackend, FusedQKV, LatentQKV, PagedBatch, write_kv
@@ -56,9 +55,7 @@ class PagedAttend:
         if self.backend.takes_kv_scales:
             scaled = dataclasses.replace(features or AttentionFeatures(), kv_scales=scales)
             return self._run(queries, pool, first_page, scaled), pool
-        of_keys, of_values = scales.of_layer()
-        mixed = self._run(queries.astype(jnp.float32) * of_keys, pool, first_page, features)
-        return (mixed * of_values).astype(queries.dtype), pool
+        return scales.around(lambda rows: self._run(rows, pool, first_page, features), queries), pool
 
     def _run(
         self,
@@ -85,7 +82,7 @@ class PagedAttend:
         assert self.backend.fused is not None, self.backend.name
         scales = self._scales_of(layer, pool)
         if scales is not None:
-            assert self.backend.takes_kv_scales, self.backend.name
+            assert self.backend.fused_takes_kv_scales, self.backend.name
             projected = dataclasses.replace(projected, kv_scales=scales)
         return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)
 

@@ -480,6 +480,7 @@ def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
         recur=functools.partial(gpu_delta, interpret=interpret),
         kv_formats=frozenset({E4M3}),
         takes_kv_scales=True,
+        fused_takes_kv_scales=True,
     )
 
 
