@@ -23,7 +23,7 @@ from routed_experts.layers.gpu.qk_norm_rope import prepare
 from routed_experts.layers.gpu.residual import add_parts, add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
-from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
+from routed_experts.layers.kv_format import KV_CODES, KVScales, from_stored, to_stored
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ACTIVATIONS, ExpertCall, combine, gated, reference_experts
 from routed_experts.layers.norm import rms_norm
@@ -291,6 +291,18 @@ def attention_inputs(rng, seqs: Sequences, *, decode: bool, dtype):
     return jnp.asarray(pool.reshape(2 * num_pages, *pool.shape[2:]), dtype), jnp.int32(num_pages), batch, num_tokens
 
 
+KV_SCALES = ((40.0, 50.0), (0.3, 2.7), (60.0, 70.0))  # of keys and values of three layers; the second one attends
+
+
+def kv_scales() -> KVScales:
+    return KVScales(jnp.asarray(KV_SCALES, jnp.float32), jnp.int32(1))
+
+
+def by_row(seqs: Sequences):
+    """The scale of each row of a slot."""
+    return jnp.tile(jnp.asarray(KV_SCALES[1], jnp.float32), seqs.groups)[:, None]
+
+
 def attention_case(
     seed,
     seqs: Sequences,
@@ -303,15 +315,17 @@ def attention_case(
     stacked=False,
     max_queries=0,
     codes=False,
+    scaled=False,
 ) -> Case:
     """`features`: an AttentionFeatures without sinks, or none; `sinks`: random ones, of a stack of layers where
-    `stacked`; `max_queries`: the kernel of verify steps; `codes`: in the pool, whose numbers the oracle reads."""
+    `stacked`; `max_queries`: the kernel of verify steps; `codes`: in the pool, whose numbers the oracle reads; `scaled`
+    codes: times KV_SCALES."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         stored = to_stored(pool, KV_CODES) if codes else pool
-        pool = from_stored(stored, dtype)
+        pool = from_stored(stored, jnp.float32) * by_row(seqs) if scaled else from_stored(stored, dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
         batch = dataclasses.replace(batch, max_queries=max_queries)
         kernel = decode_attention if decode else verify_attention
@@ -320,6 +334,7 @@ def attention_case(
         expected = dataclasses.replace(own, sinks=stack[1]) if sinks else own
         if sinks and not stacked:
             own = expected
+        own = dataclasses.replace(own, kv_scales=kv_scales()) if scaled else own
         extra = {"sinks": (stack, jnp.int32(1))} if sinks and stacked else {}
         actual = jax.jit(lambda q, p, b: attend(q, p, first, b, own, **extra, interpret=interpret))(
             queries, stored, batch
@@ -335,7 +350,7 @@ def attention_case(
     sizes = f"{len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}"
     own = "" if features is None else f", window {features.window}, chunk {features.chunk}, scale {features.scale}"
     rest = f"{own}{', sinks' if sinks else ''}{', stacked' if stacked else ''}, page {seqs.page}, {jnp.dtype(dtype)}"
-    rest += ", codes" if codes else ""
+    rest += ", scaled codes" if scaled else ", codes" if codes else ""
     return Case(kernel="attention", name=f"{kind}, {sizes}{rest}", run=run)
 
 
@@ -350,9 +365,10 @@ def prepare_case(
     biased=False,
     parts=0,
     codes=False,
+    scaled=False,
 ) -> Case:
     """`frequencies`: of the rotary positions where they are not of whole heads; `biased` projections; `parts` of the
-    projection's sums, or the projection itself; `codes`: in the pool."""
+    projection's sums, or the projection itself; `codes`: in the pool, with KV_SCALES where they are `scaled`."""
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
@@ -381,6 +397,7 @@ def prepare_case(
             bias=bias,
             traits=traits,
             dtype=jnp.dtype(dtype),
+            kv_scales=kv_scales() if scaled else None,
         )
 
         def normed(x, scales):
@@ -398,6 +415,8 @@ def prepare_case(
             steps = [normed if traits.qk_norm else None, rotated if traits.rotary else None]
             for step in filter(None, reversed(steps) if traits.norm_after_rope else steps):
                 queries, keys = step(queries, norms[0]), step(keys, norms[1])
+            if scaled:
+                keys, values = (x.astype(jnp.float32) / s for x, s in zip((keys, values), KV_SCALES[1], strict=True))
             return queries, write_kv(pool, keys, values, first, batch)
 
         run_kernel = lambda projected, pool: prepare(projected, pool, first, batch, interpret=interpret)  # noqa: E731
@@ -418,7 +437,7 @@ def prepare_case(
         f"{frequencies} frequencies" if frequencies else "",
         "biased" if biased else "",
         f"{parts} parts",
-        "codes" if codes else "",
+        "scaled codes" if scaled else "codes" if codes else "",
     ]
     sizes = f"{len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads"
     kind = f"{'decode' if decode else 'extend'}, {sizes}, {jnp.dtype(dtype)}"
@@ -646,6 +665,15 @@ def kv_code_cases(ragged: Sequences, spread: Sequences) -> Iterator[Case]:
     yield attention_case(46, ragged, decode=False, features=features, sinks=True, dtype=half, codes=True)
     plain = StackTraits(qk_norm="", rotary=False)
     yield prepare_case(47, spread, decode=True, traits=plain, parts=2, dtype=half, codes=True)
+    for dtype, splits in ((jnp.float32, 1), (half, 4)):
+        scaled = {"dtype": dtype, "codes": True, "scaled": True}
+        yield attention_case(61, spread, decode=True, splits=splits, **scaled)
+        yield attention_case(62, dataclasses.replace(ragged, **odd), decode=False, **scaled)
+        yield attention_case(65, verified, decode=False, max_queries=5, splits=splits, **scaled)
+        yield prepare_case(63, dataclasses.replace(ragged, **odd), decode=False, **scaled)
+    yield attention_case(66, ragged, decode=False, features=features, sinks=True, **scaled)
+    yield attention_case(68, spread, decode=True, splits=4, sinks=True, stacked=True, **scaled)
+    yield prepare_case(67, spread, decode=True, traits=plain, parts=2, **scaled)
 
 
 def large_router_cases() -> Iterator[Case]:
@@ -723,8 +751,11 @@ def large_kv_code_cases() -> Iterator[Case]:
             seqs = Sequences(spans=spans, **sizes)
             yield attention_case(51, seqs, decode=decode, dtype=half, codes=True)
             yield prepare_case(52, seqs, decode=decode, dtype=half, codes=True)
+            yield attention_case(55, seqs, decode=decode, dtype=half, codes=True, scaled=True)
+            yield prepare_case(56, seqs, decode=decode, dtype=half, codes=True, scaled=True)
         seqs = Sequences(spans=drafted, **sizes)
         yield attention_case(53, seqs, decode=False, max_queries=8, dtype=half, codes=True)
+        yield attention_case(57, seqs, decode=False, max_queries=8, dtype=half, codes=True, scaled=True)
         yield write_case(54, Sequences(spans=prompts, **sizes), latent=False, dtype=half, codes=True)
 
 

@@ -255,6 +255,14 @@ def write_folder(folder, config, tensors):
     return Path(folder)
 
 
+def rewrite_folder(folder, target, tensors, **quantization):
+    """Write `folder` once more, as `target`, with these tensors beside or in place of its own, and these keys of
+    quantization_config."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config["quantization_config"] = config.get("quantization_config", {}) | quantization
+    return write_folder(target, config, read_tensors(folder) | tensors)
+
+
 def read_tensors(folder):
     """Every tensor of model.safetensors, float8 among them, which safetensors' reader for NumPy lacks."""
     content = (Path(folder) / "model.safetensors").read_bytes()

@@ -35,8 +35,8 @@ class ServerArgs:
     batch composition: one padded shape, and backends that are batch-invariant (`native` on a CPU, else `reference`).
     `quantization`: "none" dequantises a quantised checkpoint as it is loaded; "fp8_block" keeps all matrices of layers
     as e4m3 codes with scales, those of a checkpoint as they are, plain ones quantised in blocks of 128 x 128.
-    `kv_cache_dtype`: "fp8_e4m3" rounds keys and values to e4m3 with scale 1 as they are written; a checkpoint's scales
-    of them are not read.
+    `kv_cache_dtype`: "fp8_e4m3" rounds keys and values to e4m3 as they are written, divided by the scales that a
+    checkpoint has for the keys and for the values of each layer, else by 1.
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None

@@ -29,7 +29,8 @@ class MemoryPlan:
     `capture_host` the stores by slot, of all of `num_ranks` data ranks, `rank_weights` the weights that are whole in
     every rank, `verify_scores` what the largest verify step samples from, `verify_inputs` what
     its recurrent layers store, `combine_bytes` those combine weights among the `row_bytes` of a slot. A quantised
-    checkpoint has `checkpoint_bytes`, and `checkpoint_form` names its formats."""
+    checkpoint has `checkpoint_bytes`, and `checkpoint_form` names its formats; `has_kv_scales`: it has scales of keys
+    and values, which the pool's codes have."""
 
     pool: KVPoolSpec
     weights: int
@@ -48,6 +49,7 @@ class MemoryPlan:
     combine_bytes: int = 0
     checkpoint_bytes: int = 0
     checkpoint_form: str = ""
+    has_kv_scales: bool = False
 
     @property
     def kv(self) -> int:
@@ -78,6 +80,7 @@ class MemoryPlan:
         of_ranks = f"of these whole in each of {self.num_ranks} data ranks, which have pages and requests of their own"
         stored = f"checkpoint      {format_size(self.checkpoint_bytes)}  {self.checkpoint_form}"
         form = ", e4m3" if self.pool.codes else ""
+        form = f"{form} with the checkpoint's scales" if self.has_kv_scales else form
         return [
             *([stored] if self.checkpoint_form else []),
             f"weights         {format_size(self.weights)}",

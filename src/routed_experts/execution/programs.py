@@ -24,8 +24,9 @@ from routed_experts.execution.forward_batch import BatchShape, num_sampler_words
 from routed_experts.execution.recurrent_ops import hybrid_ops, with_inputs
 from routed_experts.execution.row_blocks import map_blocks
 from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpecs
-from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.attention import AttentionBackend, PagedBatch
 from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.kv_format import LayerScales
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bitcast_int32, prompt_logprobs
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.memory.kv_pool import HybridPool
@@ -41,7 +42,8 @@ class ProgramSpec:
     host reads outputs in place. `with_logits`: tokens are sampled after the layers, so logits are computed.
     `num_drafts`: the longest draft of a verify step. `batch_invariant`: a verify step samples in blocks of as many rows
     as other steps have, so that no product and no sum depends on the number of drafts. `draft_model`: a model drafts
-    after each step; `tapped_layers`: those whose outputs it reads."""
+    after each step; `tapped_layers`: those whose outputs it reads. `kv_scales`: of a pool of codes, by shape of rows
+    and layer; () for 1. They are constants of the programs."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -57,6 +59,12 @@ class ProgramSpec:
     batch_invariant: bool = False
     draft_model: bool = False
     tapped_layers: tuple[int, ...] = ()
+    kv_scales: tuple[LayerScales, ...] = ()
+
+    def attend(self, batch: PagedBatch) -> PagedAttend:
+        """Attention of a step's tokens to the pool."""
+        scales = tuple(jnp.asarray(layers, jnp.float32) for layers in self.kv_scales)
+        return PagedAttend(backend=self.attention, batch=batch, num_pages=self.num_pages, kv_scales=scales)
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct | None:
@@ -128,7 +136,7 @@ def forward(
 
     is_verify = shape.mode is ForwardMode.TARGET_VERIFY
     paged = dataclasses.replace(batch.paged, max_queries=spec.num_drafts + 1) if is_verify else batch.paged
-    attend = PagedAttend(backend=spec.attention, batch=paged, num_pages=spec.num_pages)
+    attend = spec.attend(paged)
     capture = create_device_cache(
         spec.count_spec if spec.capture is None else spec.capture,
         shape.num_tokens,

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaState
-from routed_experts.layers.kv_format import KV_CODES, from_stored, to_stored
+from routed_experts.layers.kv_format import KV_CODES, KVScales, from_stored, to_stored
 from routed_experts.layers.quantized import E4M3
 from routed_experts.layers.stack_traits import PLAIN_TRAITS, StackTraits
 
@@ -52,8 +52,9 @@ class FusedQKV:
     """Queries, keys and values as projected (or S parts of the sums, in float32, to which `bias` is added), with the
     arrays of all layers of the run and the rotary angles. The first 2F dims of a head are rotated; for whole heads the
     angles may stand twice, and a layer without positions has none (F = 0). `head_dim`: C, where a pool's rows may be
-    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. A kernel whose
-    `fused_features` are empty gets angles twice and head norms, and nothing that is None here."""
+    wider; 0: their width. `dtype`: of queries, where `qkv` are parts of sums; None: that of `qkv`. `kv_scales`: of the
+    pool's codes, for kernels that take them. A kernel whose `fused_features` are empty gets angles twice and head
+    norms, and nothing that is None here."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"] | Float[Array, "R HC"] | None
@@ -67,6 +68,7 @@ class FusedQKV:
     head_dim: int = dataclasses.field(default=0, metadata={"static": True})
     traits: StackTraits = dataclasses.field(default=PLAIN_TRAITS, metadata={"static": True})
     dtype: jnp.dtype | None = dataclasses.field(default=None, metadata={"static": True})
+    kv_scales: KVScales | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,9 @@ class AttentionBackend:
 
     `batch_invariant`: in programs of one shape, a token's bits depend on its own sequence alone, however that is cut
     into steps; deterministic mode takes no other. `kv_formats`: the codes that all of them write and read in place of
-    keys and values (not of latent rows), in the words of CODE_DTYPES; the pool is then as in kv_format.py."""
+    keys and values (not of latent rows), in the words of CODE_DTYPES; the pool is then as in kv_format.py.
+    `takes_kv_scales`, `fused_takes_kv_scales`: `run_with_features`, and `fused`, apply the KVScales that they are
+    given; else PagedAttend applies them around `run` and `run_with_features`, and `fused` is left out."""
 
     name: str
     run: Callable[
@@ -145,6 +149,12 @@ class AttentionBackend:
     ) = None
     batch_invariant: bool = False
     kv_formats: frozenset[str] = frozenset()
+    takes_kv_scales: bool = False
+    fused_takes_kv_scales: bool = False
+
+    def for_kv_scales(self) -> "AttentionBackend":
+        """The same backend for a pool of codes with scales."""
+        return self if self.fused_takes_kv_scales else dataclasses.replace(self, fused=None)
 
     def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a default for attention with features, unless it has its own."""

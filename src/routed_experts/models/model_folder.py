@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from routed_experts.core.errors import CheckpointError, ConfigError, WeightsMismatchError
+from routed_experts.layers.kv_format import LayerScales
 from routed_experts.layers.quantized import E4M3
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config, read_json_object
 from routed_experts.models.base.quantization_config import METHODS, QuantizationConfig
@@ -25,12 +26,14 @@ from routed_experts.models.decoder.code_selection import CodeSupport, can_retain
 from routed_experts.models.decoder.coded_arrays import CodedArray, coded_sources
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.drafts.predictor import Predictor
 from routed_experts.models.drafts.predictor_loader import check_predictor, load_predictor
 from routed_experts.models.loading.block_quantization import BlockCodes, BlockScales
 from routed_experts.models.loading.checkpoint import Checkpoint, check
 from routed_experts.models.loading.dummy_weights import dummy_model
 from routed_experts.models.loading.fused_experts import fuse_experts
+from routed_experts.models.loading.kv_scales import read_kv_scales
 from routed_experts.models.loading.quantized_checkpoint import (
     GROUP_SCALES,
     NONE_RETAINED,
@@ -146,6 +149,26 @@ class ModelFolder:
         if self.quantization is not None:
             return str(self.quantization)
         return ", ".join(dict.fromkeys(f"{tensor}" for tensor in self.quantized_tensors.values()))
+
+    def kv_scales(self) -> tuple[LayerScales, ...]:
+        """Scales of keys and of values that the checkpoint has for a pool of e4m3 codes, of the layers that attend, by
+        the shape of their rows (CacheLayout.groups); () where all are 1. Raises what `read_kv_scales` and
+        `check_kv_codes` raise."""
+        if not isinstance(self.stored, QuantizedCheckpoint):
+            return ()
+        assert self.quantization is not None, self.path
+        self.quantization.check_kv_codes()
+        config = self.config
+        attending = {
+            f"{config.stem}layers.{index}.{layer.mixer.names.at}": config.cache_group(layer.mixer)
+            for index, layer in enumerate(config.layers)
+            if isinstance(layer.mixer, GroupedAttention)
+        }
+        scales = read_kv_scales(self.stored.stored, tuple(attending))
+        if all(pair == (1.0, 1.0) for pair in scales.values()):
+            return ()
+        groups = range(len(config.cache.groups))
+        return tuple(tuple(scales[at] for at, own in attending.items() if own == group) for group in groups)
 
     def with_codes(self, support: CodeSupport) -> "ModelFolder":
         """The same model, whose matrices stay codes where the kernels take them (code_selection.py)."""

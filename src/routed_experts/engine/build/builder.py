@@ -30,6 +30,7 @@ from routed_experts.engine.build.memory_planning import (
     abstract_arrays,
     plan_engine,
     resolve_context_length,
+    served_kv_scales,
     with_checkpoint_form,
 )
 from routed_experts.engine.build.self_check import check_determinism, check_replay
@@ -262,15 +263,25 @@ def _build_runner(
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placement_config=placement)
     _check_batch_invariant_states(args, config, attention)
+    kv_scales = served_kv_scales(args, source)
+    served_attention = attention.for_kv_scales() if kv_scales else attention
     codes = code_support(args, kernels, offloads_experts=offload is not None)
     source, config, shards = serve_codes(args, source, config, shards, codes, placement)
     chosen = f"{kernels.moe.name} matrices, {attention.name} attention"
     if isinstance(config, FamilyConfig) and offload is None:
-        chosen = f"{chosen}; {describe_path(config, kernels, attention)}"
+        chosen = f"{chosen}; {describe_path(config, kernels, served_attention)}"
     clock.done("kernels", chosen if offload is None else f"{chosen}; {offload.summary}")
     num_drafts = 0 if speculative is None else speculative.num_drafts
     plan_memory = functools.partial(
-        _plan_memory, clock, args, source, config, num_drafts=num_drafts, draft=draft, group=group
+        _plan_memory,
+        clock,
+        args,
+        source,
+        config,
+        num_drafts=num_drafts,
+        draft=draft,
+        group=group,
+        has_kv_scales=bool(kv_scales),
     )
     planned = None if offload is not None else plan_memory(abstract_arrays(source, config, args.dtype), shards)
     served, state, offloaded = _load(source, config, args.dtype, offload, shards, on_load)
@@ -288,7 +299,7 @@ def _build_runner(
         graphdef=served.graphdef,
         capture=capture,
         kernels=kernels,
-        attention=attention,
+        attention=served_attention,
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
         mesh_specs=mesh_specs,
@@ -298,6 +309,7 @@ def _build_runner(
         batch_invariant=args.deterministic,
         draft_model=loaded_draft is not None,
         tapped_layers=() if loaded_draft is None else loaded_draft.tapped_layers,
+        kv_scales=kv_scales,
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     offload_runner = None if offload is None or offloaded is None else offload.runner(offloaded, spec, sizes)
@@ -424,6 +436,7 @@ def _plan_memory(
     num_drafts: int,
     draft: FoundDraft | None,
     group: AnyGroup | None,
+    has_kv_scales: bool,
     experts_host: int = 0,
 ) -> EnginePlan:
     """Plan memory and report it to the clock. A group has the pages of the process with the least."""
@@ -431,7 +444,7 @@ def _plan_memory(
     if draft is not None:
         of_draft = {"draft_demand": draft.demand, "lookahead": draft.kind.lookahead(num_drafts)}
     planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, **of_draft)
-    plan = dataclasses.replace(planned.memory, experts_host=experts_host)
+    plan = dataclasses.replace(planned.memory, experts_host=experts_host, has_kv_scales=has_kv_scales)
     plan = with_checkpoint_form(plan, source, args.dtype)
     if group is not None:
         plan = plan.with_pages(min(group.exchange("plan", plan.pool.num_pages)))

@@ -8,7 +8,7 @@ import jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
-from routed_experts.engine.build.memory_planning import plan_engine, with_checkpoint_form
+from routed_experts.engine.build.memory_planning import plan_engine, served_kv_scales, with_checkpoint_form
 from routed_experts.engine.control.served_model import code_support, create_sharding, serve_codes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.loading.model_source import find_model
@@ -47,7 +47,8 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
     planned = plan_engine(args, config, arrays, shards)
-    plan = with_checkpoint_form(planned.memory, folder, args.dtype)
+    plan = dataclasses.replace(planned.memory, has_kv_scales=bool(served_kv_scales(args, folder)))
+    plan = with_checkpoint_form(plan, folder, args.dtype)
     return Inspection(
         architecture=folder.architecture,
         dtype=str(dtype),

@@ -15,6 +15,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.served_model import abstract_state
 from routed_experts.execution.memory_demand import NO_DRAFT_MODEL, DraftDemand
 from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
+from routed_experts.layers.kv_format import LayerScales
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.decoder import decoder_shapes
@@ -110,6 +111,14 @@ def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any
         platform=jax.default_backend(),
         codes=codes,
     )
+
+
+def served_kv_scales(args: ServerArgs, source: ModelFolder | Decoder) -> tuple[LayerScales, ...]:
+    """`ModelFolder.kv_scales` where `kv_cache_dtype` makes codes of keys and values; () elsewhere, and for a model that
+    is no folder."""
+    if args.kv_cache_dtype == "auto" or not isinstance(source, ModelFolder):
+        return ()
+    return source.kv_scales()
 
 
 def resolve_context_length(args: ServerArgs, trained: int) -> int:

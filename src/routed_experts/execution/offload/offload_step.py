@@ -26,7 +26,6 @@ from routed_experts.execution.recurrent_ops import hybrid_ops
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.moe import MoeBackend
 from routed_experts.layers.native.host_expert_queue import HostExpertQueue
-from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import SequenceOps, TokenRouting
@@ -322,7 +321,7 @@ class _Layers:
 
 def _layer_context(program: ProgramSpec, config: FamilyConfig, batch: ForwardBatch, *, recurrent: bool) -> LayerContext:
     """Inputs shared by the layers of a step; `recurrent`: some of them keep a state."""
-    attend = PagedAttend(backend=program.attention, batch=batch.paged, num_pages=program.num_pages)
+    attend = program.attend(batch.paged)
     ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)
     return LayerContext.create(batch.paged.positions, batch.paged.valid, ops, program.kernels, config.rotary)
 

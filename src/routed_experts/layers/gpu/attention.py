@@ -3,12 +3,14 @@ query rows. Keys outside of a window or chunk are not read.
 
 Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. A second
 kernel combines the splits of a request in their order: no result depends on the order in which blocks run. Slots
-that a request does not own may hold NaN: their scores become MASK_VALUE and their values 0. Dims: N tokens, B
-requests, H query heads, G kv heads, C head dim, R layers of the stack, S splits, T keys of a step, Q query tokens of
-a tile, M rows of a tile (a token and a head each)."""
+that a request does not own may hold NaN: their scores become MASK_VALUE and their values 0. Where codes have scales,
+that of keys multiplies the scores and that of values the sums, float32. Dims: N tokens, B requests, H query heads, G kv
+heads, C head dim, L layers of the pool, R layers of the stack, S splits, T keys of a step, Q query tokens of a tile, M
+rows of a tile (a token and a head each)."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible, visibility_mask
 from routed_experts.layers.gpu.blocks import power_of_two, scaled_step
 from routed_experts.layers.gpu.delta_rule import gpu_delta
-from routed_experts.layers.gpu.kv_write import gpu_write
+from routed_experts.layers.gpu.kv_write import gpu_write, scale_arrays
 from routed_experts.layers.gpu.latent import gpu_latent, latent_attention
 from routed_experts.layers.gpu.paged_softmax import (
     State,
@@ -61,7 +63,7 @@ def keys_of_step(keys: int, dim: int, dtype: Any) -> int:
     return keys if dtype == KV_CODES and dim > 128 else scaled_step(keys, dtype)
 
 
-def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array | None, scale: float) -> State:
+def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array | None, scale: float | Array) -> State:
     return add_scores(state, jnp.dot(rows, keys.T, preferred_element_type=jnp.float32), values, mask, scale)
 
 
@@ -81,6 +83,32 @@ def _load_keys(
     if pool.dtype != KV_CODES:
         return keys, values
     return from_stored(keys, dtype), from_stored(values, dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Extra:
+    """Inside a kernel: references to the arrays of `_extra_arrays`."""
+
+    sinks: list[Any]
+    kv_scales: list[Any]
+
+    @staticmethod
+    def of(refs: Sequence[Any], *, scaled: bool) -> "_Extra":
+        split = len(refs) - 2 * scaled
+        return _Extra(list(refs[:split]), list(refs[split:]))
+
+    def score_scale(self, features: AttentionFeatures, dim: int) -> float | Array:
+        """What products of queries and keys are multiplied by."""
+        scale = features.scale or dim**-0.5
+        return self._scale(0) * scale if self.kv_scales else scale
+
+    def scaled(self, mixed: Array) -> Array:
+        """Sums of values, float32, times the scale of values."""
+        return mixed * self._scale(1) if self.kv_scales else mixed
+
+    def _scale(self, column: int) -> Array:
+        values, layer = self.kv_scales
+        return values[layer[0], column]
 
 
 def load_sinks(sinks: list[Any], heads: Array, mask: Array) -> Array | None:
@@ -105,17 +133,18 @@ def _decode(
     keys: int,
     stride: int,
     features: AttentionFeatures,
+    scaled: bool,
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all heads of the group."""
     num_outs = 1 if splits == 1 else 3
-    sinks, outs = list(rest[:-num_outs]), rest[-num_outs:]
+    extra, outs = _Extra.of(rest[:-num_outs], scaled=scaled), rest[-num_outs:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim = pool.shape[3]
     lanes, head = jnp.arange(power_of_two(dim)), jnp.arange(rows)
     mask = (head < share)[:, None] & (lanes < dim)[None, :]
     heads = jnp.where(head < share, group * share + head, queries.shape[1])
     rotated = plgpu.load(queries.at[request, heads[:, None], lanes[None, :]], mask=mask, other=0.0)
-    first, scale = first_page[0] * stride, features.scale or dim**-0.5
+    first, scale = first_page[0] * stride, extra.score_scale(features, dim)
     visible = first_visible(jnp.maximum(lens[request] - 1, 0), features)
     start, end = split_range(visible, lens[request], split, splits, keys)
 
@@ -128,11 +157,12 @@ def _decode(
         k, v = _load_keys(pool, pages, positions, owned, group, rotated.dtype)
         return _add_keys(state, rotated, k, v, owned[None, :], scale), load_pages(index + 1)
 
-    scores = load_sinks(sinks, heads, head < share)
+    scores = load_sinks(extra.sinks, heads, head < share)
     scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)
     state = empty_state(rows, lanes.shape[0], scores)
     steps = pl.cdiv(jnp.maximum(end - start, 0), keys)
     (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
+    mixed = extra.scaled(mixed)
     if splits == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
         plgpu.store(outs[0].at[request, heads[:, None], lanes[None, :]], mixed.astype(outs[0].dtype), mask=mask)
@@ -142,13 +172,21 @@ def _decode(
     plgpu.store(outs[2].at[request, split, heads], total, mask=head < share)
 
 
-def _sink_arrays(features: AttentionFeatures, sinks: Sinks | None) -> list[Array]:
-    """The kernels' inputs for the sinks of a layer, whether they are its own or in a stack."""
-    if sinks is None and features.sinks is None:
-        return []
-    values, layer = sinks or (features.sinks, 0)
-    assert values is not None
-    return [values.reshape(-1, values.shape[-1]), jnp.asarray(layer, jnp.int32).reshape(1)]
+def _extra_arrays(features: AttentionFeatures, sinks: Sinks | None) -> list[Array]:
+    """The kernels' inputs for the sinks of a layer, whether they are its own or in a stack, and for the scales of a
+    pool of codes; two arrays each, or none."""
+    arrays: list[Array] = []
+    if sinks is not None or features.sinks is not None:
+        values, layer = sinks or (features.sinks, 0)
+        assert values is not None
+        arrays += [values.reshape(-1, values.shape[-1]), jnp.asarray(layer, jnp.int32).reshape(1)]
+    return arrays if features.kv_scales is None else [*arrays, *scale_arrays(features.kv_scales)]
+
+
+def _static(features: AttentionFeatures) -> dict[str, Any]:
+    """What kernels are told of the features beside arrays."""
+    plain = dataclasses.replace(features, sinks=None, kv_scales=None)
+    return {"features": plain, "scaled": features.kv_scales is not None}
 
 
 def decode_attention(
@@ -165,7 +203,7 @@ def decode_attention(
 ) -> Float[Array, "B H C"]:
     """One query token a request. `sinks`: in a stack; else those of `features`."""
     (num_rows, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, extra = heads // groups, _sink_arrays(features, sinks)
+    share, extra = heads // groups, _extra_arrays(features, sinks)
     splits = splits or choose_splits(num_rows, groups, most_visible(batch, pool.shape[1], features))
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
@@ -176,7 +214,7 @@ def decode_attention(
         rows=rows,
         keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
-        features=dataclasses.replace(features, sinks=None),
+        **_static(features),
     )
     out_shape = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
     outs = pl.pallas_call(
@@ -203,14 +241,15 @@ def _extend(
     keys: int,
     stride: int,
     features: AttentionFeatures,
+    scaled: bool,
 ) -> None:
     """Block (group, tile): Q tokens of one request times the heads of the group."""
-    *sinks, out = rest
+    extra, out = _Extra.of(rest[:-1], scaled=scaled), rest[-1]
     group, index = pl.program_id(0), pl.program_id(1)
     dim, num_tokens, num_requests = pool.shape[3], queries.shape[0], table.shape[0]
     padded = power_of_two(share)
     request, start, last = find_tile(starts, index, num_requests, tile)
-    first, scale = first_page[0] * stride, features.scale or dim**-0.5
+    first, scale = first_page[0] * stride, extra.score_scale(features, dim)
 
     @pl.when(request < num_requests)
     def _() -> None:
@@ -231,12 +270,12 @@ def _extend(
             return _add_keys(state, rotated, k, v, mask, scale), load_pages(number + 1)
 
         bounds = visible_bounds(positions[start], positions[last - 1], features)
-        own = load_sinks(sinks, group * share + head, head < share)
+        own = load_sinks(extra.sinks, group * share + head, head < share)
         load_pages = pages_of(table, first, request, jnp.int32(0), bounds[-1], keys, pool.shape[1])
         state = empty_state(tile * padded, lanes.shape[0], own)
         has_first = bool(features.window or features.chunk)
         _, total, mixed = add_visible_keys(state, bounds, keys, step, load_pages, has_first=has_first)
-        mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
+        mixed = extra.scaled(mixed) / jnp.maximum(total, 1e-30)[:, None]
         plgpu.store(out.at[indices], mixed.astype(out.dtype), mask=mask)
 
 
@@ -254,7 +293,7 @@ def extend_attention(
     """Any number of query tokens a request. Rows of padding are not written. `sinks`: in a stack; else those of
     `features`."""
     (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, extra = heads // groups, _sink_arrays(features, sinks)
+    share, extra = heads // groups, _extra_arrays(features, sinks)
     rows, keys, warps, stages = next(row[1:] for row in EXTEND_STEPS if dim <= row[0])
     tile = max(1, rows // power_of_two(share))
     kernel = functools.partial(
@@ -263,7 +302,7 @@ def extend_attention(
         tile=tile,
         keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
-        features=dataclasses.replace(features, sinks=None),
+        **_static(features),
     )
     return pl.pallas_call(
         kernel,
@@ -297,10 +336,11 @@ def _verify(
     keys: int,
     stride: int,
     features: AttentionFeatures,
+    scaled: bool,
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all tokens of the request, at most Q, times the
     heads of the group."""
-    sinks, (parts, tops, totals) = list(rest[:-3]), rest[-3:]
+    extra, (parts, tops, totals) = _Extra.of(rest[:-3], scaled=scaled), rest[-3:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim, num_tokens, padded = pool.shape[3], queries.shape[0], power_of_two(share)
     token, last = starts[request], starts[request + 1]
@@ -316,7 +356,7 @@ def _verify(
         row_positions = plgpu.load(positions.at[tokens], mask=is_row, other=0)
         visible, length = first_visible(positions[token], features), positions[last - 1] + 1
         start, end = split_range(visible, length, split, splits, keys)
-        first, scale = first_page[0] * stride, features.scale or dim**-0.5
+        first, scale = first_page[0] * stride, extra.score_scale(features, dim)
         load_pages = pages_of(table, first, request, start, end, keys, pool.shape[1])
 
         def step(index: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
@@ -326,10 +366,11 @@ def _verify(
             k, v = _load_keys(pool, pages, key_positions, owned, group, rotated.dtype)
             return _add_keys(state, rotated, k, v, seen, scale), load_pages(index + 1)
 
-        scores = load_sinks(sinks, heads, head < share)
+        scores = load_sinks(extra.sinks, heads, head < share)
         scores = None if scores is None else jnp.where(split == 0, scores, MASK_VALUE)
         state, steps = empty_state(tile * padded, lanes.shape[0], scores), pl.cdiv(jnp.maximum(end - start, 0), keys)
         (top, total, mixed), _ = lax.fori_loop(0, steps, step, (state, load_pages(0)))
+        mixed = extra.scaled(mixed)
         plgpu.store(parts.at[tokens[:, None], split, heads[:, None], lanes[None, :]], mixed, mask=mask)
         plgpu.store(tops.at[tokens, split, heads], top, mask=is_row)
         plgpu.store(totals.at[tokens, split, heads], total, mask=is_row)
@@ -350,7 +391,7 @@ def verify_attention(
     """At most `batch.max_queries` tokens a request: the keys of a request are split as in decode, and read once for all
     of its tokens. Rows of padding are not defined. `sinks`: in a stack; else those of `features`."""
     (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _sink_arrays(features, sinks)
+    share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _extra_arrays(features, sinks)
     splits = splits or choose_splits(num_requests, groups, most_visible(batch, pool.shape[1], features))
     tile = power_of_two(max(batch.max_queries, MIN_ROWS // power_of_two(share)))
     keys, warps, stages = VERIFY_STEP
@@ -361,7 +402,7 @@ def verify_attention(
         tile=tile,
         keys=keys_of_step(keys, dim, pool.dtype),
         stride=stride,
-        features=dataclasses.replace(features, sinks=None),
+        **_static(features),
     )
     parts = pl.pallas_call(
         kernel,
@@ -419,7 +460,8 @@ def fused_attention(
     """Prepare, write and attend."""
     queries, pool = prepare(projected, pool, layer, batch, stride=num_pages, interpret=interpret)
     traits, sinks = projected.traits, None if projected.sinks is None else (projected.sinks, projected.layer)
-    features = AttentionFeatures(window=traits.window, chunk=traits.chunk, scale=traits.scale)
+    scales = projected.kv_scales
+    features = AttentionFeatures(window=traits.window, chunk=traits.chunk, scale=traits.scale, kv_scales=scales)
     mixed = gpu_attention(queries, pool, layer, batch, features, sinks=sinks, stride=num_pages, interpret=interpret)
     return mixed, pool
 
@@ -437,6 +479,8 @@ def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
         latent=functools.partial(gpu_latent, interpret=interpret),
         recur=functools.partial(gpu_delta, interpret=interpret),
         kv_formats=frozenset({E4M3}),
+        takes_kv_scales=True,
+        fused_takes_kv_scales=True,
     )
 
 

@@ -13,12 +13,17 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.kv_format import to_stored
+from routed_experts.layers.kv_format import KVScales, to_stored
 
 
 def batch_arrays(batch: PagedBatch) -> list[Array]:
     """What `store_rows` reads of a batch."""
     return [batch.positions, batch.token_rows, batch.valid, batch.page_table]
+
+
+def scale_arrays(scales: KVScales) -> list[Array]:
+    """A kernel's inputs for the scales of a pool of codes: [L, 2] of keys and values, and the layer [1]."""
+    return [scales.values, jnp.asarray(scales.layer, jnp.int32).reshape(1)]
 
 
 def store_rows(
@@ -68,7 +73,8 @@ def gpu_write(
     *,
     interpret: bool = False,
 ) -> Float[Array, "LP page X C"]:
-    """Keys and values to their slots, or latent rows where there are no values."""
+    """Keys and values to their slots, or latent rows where there are no values. Scales of a pool of codes have divided
+    them."""
     sources = [keys] if values is None else [keys, values]
     rows = 1 if keys.shape[0] <= 64 else 16
     inputs = [jnp.asarray(first_page, jnp.int32).reshape(1), *sources, *batch_arrays(batch), pool]

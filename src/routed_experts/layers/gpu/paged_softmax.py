@@ -47,7 +47,7 @@ def pages_of(
     return load
 
 
-def add_scores(state: State, products: Array, values: Array, mask: Array | None, scale: float) -> State:
+def add_scores(state: State, products: Array, values: Array, mask: Array | None, scale: float | Array) -> State:
     """One step of the online softmax, in powers of two; scores are `products` times `scale`. Where a mask leaves a row
     nothing, what it adds has weight 0 from the row's first key on."""
     top, total, mixed = state

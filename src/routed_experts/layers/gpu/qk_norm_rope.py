@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.kv_write import batch_arrays, store_rows
+from routed_experts.layers.gpu.kv_write import batch_arrays, scale_arrays, store_rows
 from routed_experts.layers.gpu.rotary import rotate
 from routed_experts.layers.stack_traits import StackTraits
 
@@ -136,6 +136,8 @@ def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
     )
 
     def write(value: Array, row: Array) -> None:
+        if "kv_scales" in arrays:
+            value = value.astype(jnp.float32) / arrays["kv_scales"][arrays["kv_layer"][0], row % 2]
         store_rows(pool, value, row, tokens, lanes, dim, arrays["first_page"][0] * sizes.stride, batch)
 
     @pl.when(head < heads)
@@ -171,6 +173,8 @@ def _inputs(
     arrays = {name: jnp.asarray(value, jnp.int32).reshape(1) for name, value in scalars.items()} | {"qkv": qkv}
     if projected.bias is not None:
         arrays["bias"] = projected.bias
+    if projected.kv_scales is not None:
+        arrays |= zip(("kv_scales", "kv_layer"), scale_arrays(projected.kv_scales), strict=True)
     assert not (traits.norm_after_rope and traits.qk_norm == "whole"), "a norm of all heads comes before positions"
     if traits.qk_norm in ("head", "whole"):
         assert projected.q_norm is not None and projected.k_norm is not None, traits

@@ -29,11 +29,17 @@ struct Range {
   int64_t last_lane() const { return (end + kLanes - 1) / kLanes * kLanes; }
 };
 
+// Of a pool of codes: a number is its code times the scale, of keys or of values.
+struct KvScales {
+  float keys = 1, values = 1;
+};
+
 struct AttentionShape {
   int64_t tokens, heads, groups, dim, requests, pages, page, row;  // row: numbers of a pool's row, C or more
   int64_t latent = 0, window = 0, chunk = 0;                       // 0: none
   float scale = 0;                                                 // of the scores; 0: the usual one
   const float* sinks = nullptr;                                    // one a head, or null
+  KvScales kv_scales{};
   int64_t share() const { return heads / groups; }
   int64_t width(int64_t of_groups) const { return (latent ? 1 : 2 * of_groups) * row; }  // of those heads' part of a slot
   int64_t stride() const { return width(groups); }                                       // from a slot to the next
@@ -288,7 +294,11 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
   };
   const Range whole{s.seen(step.positions[piece.begin]).begin, step.positions[piece.end - 1] + 1};
   mix.start(all, s.dim, value_dim);
-  for (int64_t r = 0; r < all; r++) scale_to(queries + (token(r) * s.heads + head(r)) * s.dim, scale, mix.queries + r * s.dim, s.dim);
+  for (int64_t r = 0; r < all; r++) {  // rounded as PagedAttend rounds: by the scale of keys first
+    const bool scaled = s.kv_scales.keys != 1.0f;
+    scale_to(queries + (token(r) * s.heads + head(r)) * s.dim, scaled ? s.kv_scales.keys : scale, mix.queries + r * s.dim, s.dim);
+    if (scaled) scale_to(mix.queries + r * s.dim, scale, mix.queries + r * s.dim, s.dim);
+  }
   for (int64_t r = 0; s.sinks != nullptr && r < all; r++) mix.top[r] = s.sinks[head(r)], mix.total[r] = 1.0f;  // a weight without a value
   for (int64_t start = whole.begin / kKeys * kKeys; start < whole.end; start += kKeys) {
     const Range keys = whole.within(start, kKeys);
@@ -305,8 +315,13 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
     for (int64_t r = 0; r < all; r++) mix.weigh(r, keys.first_lane(), keys.last_lane(), sees(r), value_dim);
     blend_few(s, mix, piece.groups, rows, share, sees, slots);
   }
-  for (int64_t r = 0; r < all; r++)
-    scale_to(mix.mixed + r * value_dim, 1.0f / std::max(mix.total[r], 1e-30f), out + (token(r) * s.heads + head(r)) * value_dim, value_dim);
+  for (int64_t r = 0; r < all; r++) {
+    const float factor = 1.0f / std::max(mix.total[r], 1e-30f);
+    const bool scaled = s.kv_scales.values != 1.0f;
+    float* mixed = mix.mixed + r * value_dim;
+    if (scaled) scale_to(mixed, factor, mixed, value_dim);
+    scale_to(mixed, scaled ? s.kv_scales.values : factor, out + (token(r) * s.heads + head(r)) * value_dim, value_dim);
+  }
 }
 
 template <class Q, class T>

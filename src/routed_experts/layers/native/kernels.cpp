@@ -71,14 +71,18 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer num
   return dispatch_rows(x.element_type(), numbers.element_type(), [&](auto row, auto type) { return run(row, weights.plain<decltype(type)>()); });
 }
 
-// `cache` is returned as `written`, the same memory.
+// `cache` is returned as `written`, the same memory; `kv_scales` [2]: of keys and values of a layer of codes.
 ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
                        ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
                        ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> valid,
-                       ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> written,
-                       float eps) {
+                       ffi::Buffer<ffi::S32> page_table, std::optional<ffi::Buffer<ffi::F32>> kv_scales, ffi::Result<ffi::AnyBuffer> queries,
+                       ffi::Result<ffi::AnyBuffer> written, float eps) {
   const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions(), norms = q_norm.dimensions();
-  const QkNormRopeShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps, q[2]};
+  QkNormRopeShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps, q[2]};
+  if (kv_scales.has_value()) {
+    if (kv_scales->element_count() != 2 || cache.element_type() != ffi::U8) return mismatch("scales of keys and values are [2], of a pool of codes");
+    shape.kv_scales = {kv_scales->typed_data()[0], kv_scales->typed_data()[1]};
+  }
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
   if (kv[3] != q[2]) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
   if (k_norm.element_type() != q_norm.element_type() || queries->element_type() != qkv.element_type() || norms[1] != q[2] || k_norm.dimensions()[1] != q[2] ||
@@ -239,6 +243,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexQkNormRope, rex::run_qk_norm_rope,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .OptionalArg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));

@@ -67,6 +67,8 @@ struct StackStep {
   const float *cos, *sin;
   const int32_t *positions, *token_rows, *query_starts, *page_table;
   const bool* valid;
+  const float* kv_scales;  // [L, 2], of keys and values of the layers of a pool of codes, or null
+  KvScales scales_of(int64_t layer) const { return kv_scales == nullptr ? KvScales{} : KvScales{kv_scales[2 * layer], kv_scales[2 * layer + 1]}; }
 };
 
 // Arrays one after another in the caller's memory, each aligned to a cache line; over nullptr it measures how much they take.
@@ -159,9 +161,10 @@ void stack_attention(Team& team, const StackShape& s, const LayerTraits& traits,
                      const StackStep& in, const StackScratch& a, P* cache) {
   const int64_t first_page = (s.first_layer + layer) * s.layer_pages, projected = s.projected(traits.qk.gated);
   const bool whole = traits.qk.norm == QkNorm::kWhole;
+  const KvScales scales = in.scales_of(s.first_layer + layer);
   const AttentionShape shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim,
-                             0, traits.window, traits.chunk, traits.scale, of_repeat(w.sinks, repeat, s.heads)};
-  const QkNormRopeShape prepared{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, 0, s.eps, s.angles};
+                             0, traits.window, traits.chunk, traits.scale, of_repeat(w.sinks, repeat, s.heads), scales};
+  const QkNormRopeShape prepared{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, 0, s.eps, s.angles, scales};
   const QkArrays<T> arrays{of_repeat(w.q_norm, repeat, (whole ? s.heads : 1) * s.dim), of_repeat(w.k_norm, repeat, (whole ? s.groups : 1) * s.dim),
                            of_repeat(w.qkv_bias, repeat, projected)};
   const QkNormRopeInputs<float, T> rows{a.qkv, nullptr, nullptr, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};

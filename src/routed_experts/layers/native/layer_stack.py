@@ -68,6 +68,7 @@ def native_layer_stack(
         results.append(jax.ShapeDtypeStruct(array.shape, array.dtype))
     positions = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     replay = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
+    assert len(attend.kv_scales) < 2, "the rows of a stack have one shape"
     stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", results, input_output_aliases=aliases)(
         x,
         first.next_norm,
@@ -80,6 +81,7 @@ def native_layer_stack(
         *layers,
         *blocks,
         *replay,
+        *attend.kv_scales,
         pattern=np.int64(len(pattern)),
         first_layer=np.int64(offsets.first_layer),
         first_column=np.int64(offsets.first_moe_layer),

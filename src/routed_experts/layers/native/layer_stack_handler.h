@@ -13,7 +13,8 @@
 namespace rex {
 
 // Arguments and results in order: those of the step, those of each layer of the pattern, and where rows are recorded a block of ids and
-// perhaps one of combine weights, which are last on both sides; rows to replay come after them. An array that the layers do not have is [0].
+// perhaps one of combine weights, which are last on both sides; rows to replay come after them, two arrays, and then the scales of a pool of
+// codes [L, 2], of the keys and values of all layers of the pool. An array that the layers do not have is [0].
 // Scales of the matrices that may be codes are last in a layer, in the order of kMatrices; their groups are last among its traits.
 enum StackArg { kX, kNextNorm, kCos, kSin, kPositions, kTokenRows, kValid, kQueryStarts, kPageTable, kTraits, kNumbers, kCache, kLayers };
 enum LayerArg { kInputNorm, kPostNorm, kQNorm, kKNorm, kQkv, kQkvBias, kOut, kOutBias, kSinks, kRouter, kRouterBias, kSelectionBias, kGateUp,
@@ -57,7 +58,10 @@ struct StackBuffers {
   bool records() const { return rets.size() > kIdsWritten; }
   bool records_weights() const { return rets.size() > kWeightsWritten; }
   int64_t replay_ids() const { return block() + int64_t(rets.size()) - kIdsWritten; }
-  bool replays() const { return int64_t(args.size()) > replay_ids() + 1; }
+  int64_t num_after_blocks() const { return int64_t(args.size()) - replay_ids(); }
+  bool replays() const { return num_after_blocks() >= 2; }
+  bool has_kv_scales() const { return num_after_blocks() % 2 == 1; }
+  int64_t kv_scales() const { return int64_t(args.size()) - 1; }  // the last argument, where it is there
   ReplayRows replay() { return replays() ? ReplayRows{in<int32_t>(replay_ids()), in<bool>(replay_ids() + 1)} : ReplayRows{}; }
   // Null where nothing is recorded.
   StackRecord record() {
@@ -216,6 +220,9 @@ struct StackBuffers {
     if (records_weights() && !(is(block() + 1, {dim(block(), 0), n}) && args[block() + 1].element_type() == ffi::F32))
       return "the block of combine weights has the shape of that of the ids, and is float32";
     if (replays() && !(is(replay_ids(), {s.sparse * s.repeats(), n, s.top_k}) && is(replay_ids() + 1, {n}))) return "rows to replay are [M, N, K], and [N]";
+    if (has_kv_scales() && !(is(kv_scales(), {dim(kv_scales(), 0), 2}) && args[kv_scales()].element_type() == ffi::F32 &&
+                             dim(kv_scales(), 0) >= s.first_layer + s.layers && args[kCache].element_type() == ffi::U8))
+      return "scales of keys and values are float32 [L, 2], of a pool of codes";
     if (replays() && (args[replay_ids()].element_type() != ffi::S32 || args[replay_ids() + 1].element_type() != ffi::PRED))
       return "rows to replay are int32, and their flags bool";
     return "";
@@ -279,7 +286,8 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
   if (b.in<void>(kX) != b.out<void>(kStream) || b.in<void>(kCache) != b.out<void>(kWritten)) return ffi::Error::Internal("the KV pool was copied");
   if (!b.records_in_place()) return ffi::Error::Internal("a block of what is recorded was copied");
   const StackStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
-                     b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
+                     b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid),
+                     b.has_kv_scales() ? b.in<float>(b.kv_scales()) : nullptr};
   const ReplayRows replay = b.replay();
   if (!replay_ids_valid(s, replay)) return ffi::Error::InvalidArgument("a row to replay names an expert that does not exist");
   const int64_t padded = s.tokens;

@@ -140,7 +140,7 @@ def native_write(
 def native_qk_norm_rope(
     projected: FusedQKV, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Norms, rotary positions and the write of keys and values, as one kernel."""
+    """Norms, rotary positions and the write of keys and values, by their scales where there are some, as one kernel."""
     assert register_ffi_targets()
     qkv, groups, dim = projected.qkv, pool.shape[2] // 2, pool.shape[3]
     queries = jax.ShapeDtypeStruct((qkv.shape[0], qkv.shape[1] // dim - 2 * groups, dim), qkv.dtype)
@@ -149,7 +149,8 @@ def native_qk_norm_rope(
     layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
     norms, cos_sin = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
     locations = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
-    rotated, pool = run(qkv, *norms, layer, *cos_sin, pool, first, *locations, eps=np.float32(projected.eps))
+    scales = [] if projected.kv_scales is None else [jnp.stack(projected.kv_scales.of_layer())]
+    rotated, pool = run(qkv, *norms, layer, *cos_sin, pool, first, *locations, *scales, eps=np.float32(projected.eps))
     return rotated, pool
 
 
@@ -159,7 +160,9 @@ def native_fused_attention(
     """From a projection to mixed values: prepare, then attend."""
     first_page = layer * num_pages
     queries, pool = native_qk_norm_rope(projected, pool, first_page, batch)
-    return native_attention(queries, pool, first_page, batch), pool
+    if projected.kv_scales is None:
+        return native_attention(queries, pool, first_page, batch), pool
+    return projected.kv_scales.around(lambda rows: native_attention(rows, pool, first_page, batch), queries), pool
 
 
 def native_latent(
@@ -355,4 +358,5 @@ NATIVE_ATTENTION = AttentionBackend(
     recur=native_delta,
     batch_invariant=True,
     kv_formats=frozenset({E4M3}),
+    fused_takes_kv_scales=True,
 )

@@ -15,6 +15,7 @@ struct QkNormRopeShape {
   int64_t tokens, heads, groups, dim, pages, page, first_page, layer;
   float eps;
   int64_t angles;  // numbers of a row of cosines: C, or C / 2 where the second half would repeat the first
+  KvScales kv_scales{};
   int64_t second() const { return angles == dim ? dim / 2 : 0; }
 };
 
@@ -35,9 +36,16 @@ inline vf rounded(vf v) {
   return load(narrow);
 }
 
-// Norm and rotary of one head.
+// What is stored as a code: a number divided by the scale of its layer. Other pools have no scales.
+template <class Out>
+inline vf unscaled(vf v, float kv_scale) {
+  if constexpr (std::is_same_v<Out, kv8>) return kv_scale == 1.0f ? v : v / kv_scale;
+  return v;
+}
+
+// Norm and rotary of one head, divided by `kv_scale` where codes are stored.
 template <class X, class T, class Out>
-void norm_and_rotate(const QkNormRopeShape& s, const X* head, const T* scale, const float* cos, const float* sin, Out* out) {
+void norm_and_rotate(const QkNormRopeShape& s, const X* head, const T* scale, const float* cos, const float* sin, Out* out, float kv_scale = 1) {
   vf squares = {};
   for (int64_t c = 0; c < s.dim; c += kLanes) {
     const vf part = load_upto(head + c, s.dim - c);
@@ -48,7 +56,7 @@ void norm_and_rotate(const QkNormRopeShape& s, const X* head, const T* scale, co
   for (int64_t c = 0; c < half; c += kLanes) {
     const int64_t left = half - c;
     auto normed = [&](int64_t at) { return rounded<X>(rounded<X>(load_upto(head + at, left) * inverse) * load_upto(scale + at, left)); };
-    auto rotated = [&](vf a, vf b) { return rounded<X>(a + b); };
+    auto rotated = [&](vf a, vf b) { return unscaled<Out>(rounded<X>(a + b), kv_scale); };
     const vf low = normed(c), high = normed(c + half);
     store_upto(out + c, rotated(low * load_upto(cos + c, left), -(high * load_upto(sin + c, left))), left);
     store_upto(out + c + half, rotated(high * load_upto(cos + c + s.second(), left), low * load_upto(sin + c + s.second(), left)), left);
@@ -65,9 +73,10 @@ void qk_norm_rope_token(const QkNormRopeShape& s, const QkNormRopeInputs<X, T>& 
   const int64_t at = in.positions[n], page = s.first_page + in.page_table[in.token_rows[n] * s.pages + at / s.page];
   P* slot = pool + (page * s.page + at % s.page) * 2 * s.groups * s.dim;
   for (int64_t g = 0; g < s.groups; g++) {
-    norm_and_rotate(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, slot + 2 * g * s.dim);
+    norm_and_rotate(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, slot + 2 * g * s.dim, s.kv_scales.keys);
     const X* values = row + (s.heads + s.groups + g) * s.dim;
-    for (int64_t c = 0; c < s.dim; c += kLanes) store_upto(slot + (2 * g + 1) * s.dim + c, load_upto(values + c, s.dim - c), s.dim - c);
+    for (int64_t c = 0; c < s.dim; c += kLanes)
+      store_upto(slot + (2 * g + 1) * s.dim + c, unscaled<P>(load_upto(values + c, s.dim - c), s.kv_scales.values), s.dim - c);
   }
 }
 

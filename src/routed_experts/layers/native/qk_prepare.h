@@ -79,13 +79,16 @@ void qk_prepare_token(const QkNormRopeShape& s, const QkTraits& traits, const Qk
   P* slot = pool + (page * s.page + at % s.page) * 2 * s.groups * s.dim;
   const T* bias = arrays.bias;
   prepare_heads(s, traits, row + keys, s.groups, s.dim, bias == nullptr ? nullptr : bias + keys, arrays.k_norm, cos, sin,
-                [&](int64_t g, const float* head) { convert(head, slot + 2 * g * s.dim, s.dim); });
+                [&](int64_t g, const float* head) {
+                  for (int64_t c = 0; c < s.dim; c += kLanes)
+                    store_upto(slot + 2 * g * s.dim + c, unscaled<P>(load_upto(head + c, s.dim - c), s.kv_scales.keys), s.dim - c);
+                });
   for (int64_t g = 0; g < s.groups; g++)
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int64_t at_row = values + g * s.dim + c, left = s.dim - c;
       vf part = load_upto(row + at_row, left);
       if (bias != nullptr) part += load_upto(bias + at_row, left);
-      store_upto(slot + (2 * g + 1) * s.dim + c, part, left);
+      store_upto(slot + (2 * g + 1) * s.dim + c, unscaled<P>(part, s.kv_scales.values), left);
     }
 }
 

@@ -80,13 +80,14 @@ class StorageGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationConfig:
-    """The quantisation of one checkpoint; `path` names its config.json in errors."""
+    """The quantisation of one checkpoint; `path` names its config.json in errors. `kv_cache_scheme`: how keys and
+    values are to be stored; None where config.json does not say."""
 
     path: Path
     method: str
     groups: tuple[StorageGroup, ...]
     ignored: tuple[str, ...] = ()
-    has_kv_scales: bool = False
+    kv_cache_scheme: ConfigReader | None = None
 
     @staticmethod
     def read(folder: Path | str, values: Mapping[str, object]) -> "QuantizationConfig | None":
@@ -101,6 +102,19 @@ class QuantizationConfig:
             if method == COMPRESSED:
                 return _read_compressed(reader, path)
         return None
+
+    def check_kv_codes(self) -> None:
+        """Raise CheckpointError, naming the key, where keys and values are to be stored as other codes than e4m3 with a
+        scale a layer that the checkpoint holds."""
+        scheme = self.kv_cache_scheme
+        if scheme is None:
+            return
+        what = "scales of e4m3 codes, one a layer, or kv_cache_dtype left out"
+        scheme.require(scheme.int("num_bits", default=8) == 8, "num_bits", f"8: {what}")
+        scheme.require(scheme.str("type", default="int") == "float", "type", f"'float': {what}")
+        scheme.require(scheme.str("strategy", default="tensor") == "tensor", "strategy", f"'tensor': {what}")
+        scheme.require(scheme.bool("symmetric", default=True), "symmetric", f"true: {what}")
+        scheme.require(scheme.values.get("dynamic") in (None, False), "dynamic", f"false: {what}")
 
     def is_ignored(self, module: str) -> bool:
         """Whether the config leaves the module out."""
@@ -160,13 +174,14 @@ def _read_compressed(reader: ConfigReader, path: Path) -> QuantizationConfig:
             )
         storage = _read_weights(group.section("weights"), fmt)
         groups.append(StorageGroup(name=name, targets=_words(group, "targets"), storage=storage))
-    reader.require(bool(groups), "config_groups", "at least one group")
+    scheme = reader.section("kv_cache_scheme")
+    reader.require(bool(groups or scheme.values), "config_groups", "at least one group")
     return QuantizationConfig(
         path=path,
         method=COMPRESSED,
         groups=tuple(groups),
         ignored=_words(reader, "ignore"),
-        has_kv_scales=reader.has("kv_cache_scheme"),
+        kv_cache_scheme=scheme if scheme.values else None,
     )
 
 

@@ -2,6 +2,7 @@
 its cache are arguments. A block of layers runs in one kernel where there is one that can (fused_path.py), else layer by
 layer. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern, M MoE layers, K experts per token."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.cache_layout import GroupedPages
 from routed_experts.layers.kernels import Kernels, RowKernels
 from routed_experts.layers.lm_head import REFERENCE_HEAD, HeadProduct, LmHead
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
@@ -247,7 +249,8 @@ def run_mixer(
     """Run a mixer on the pages whose rows have its shape. `layer`: its number among the layers of that shape."""
     if not isinstance(cache, GroupedPages):
         return mixer.run(x, params, step, cache, layer)
-    group = config.cache_group(mixer)
+    group, attend = config.cache_group(mixer), step.attend
+    step = dataclasses.replace(step, attend=attend.of_group(group)) if isinstance(attend, PagedAttend) else step
     mixed, pages = mixer.run(x, params, step, cache.arrays[group], layer)
     return mixed, cache.replace(group, pages)
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
+from routed_experts.models.loading.kv_scales import is_kv_scale
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import (
     CodedTensor,
@@ -40,7 +41,6 @@ _ACTIVATIONS = (  # of products with quantised activations
 )
 GROUP_SCALES = ".group_scales"  # behind the name of a matrix
 NONE_RETAINED: Mapping[str, "RetainedCodes"] = MappingProxyType({})
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class RetainedCodes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCheckpoint:
-    """A checkpoint, and its quantised matrices by their plain names. Tensors of `hidden` have no use here."""
+    """A checkpoint, and its quantised matrices by their plain names. Tensors of `hidden` are not in the model's table:
+    scales of keys and values (kv_scales.py)."""
 
     stored: Checkpoint
     matrices: Mapping[str, QuantizedMatrix]
@@ -82,10 +83,12 @@ def open_quantized(checkpoint: Checkpoint, config: QuantizationConfig) -> Quanti
     dtype, or not as config.json says."""
     reader = _Reader(checkpoint, config, checkpoint.names())
     matrices = reader.matrices()
-    hidden = tuple(name for name in reader.headers if config.has_kv_scales and name.endswith(_KV_SCALES))
-    unused = sum(len(matrix.unused) for matrix in matrices.values()) + len(hidden)
+    hidden = tuple(name for name in reader.headers if is_kv_scale(name))
+    unused = {name for matrix in matrices.values() for name in matrix.unused}.difference(hidden)
     if unused:
-        logger.info("%d scales of activations are not read: activations are not quantised", unused)
+        logger.info("%d scales of activations are not read: activations are not quantised", len(unused))
+    if hidden:
+        logger.info("%d scales of keys and values are read with kv_cache_dtype='fp8_e4m3' alone", len(hidden))
     return QuantizedCheckpoint(stored=checkpoint, matrices=matrices, hidden=hidden)
 
 
@@ -109,7 +112,7 @@ class _Reader:
                 raise self._error(name, f"and {found[matrix.name].scales} both scale {matrix.name}", "one of them")
             found[matrix.name] = matrix
         self._check_scaled({matrix.codes for matrix in found.values()})
-        if not found:
+        if not found and (self.config.groups or not any(is_kv_scale(name) for name in self.headers)):
             raise CheckpointError(
                 f"{self.config.path} has quantization_config of quant_method={self.config.method!r}, but no tensor of "
                 "the checkpoint is quantised; expected codes and scales; remove the key, or copy the checkpoint again"
