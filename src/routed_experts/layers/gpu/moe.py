@@ -110,8 +110,8 @@ CODE_TILES = (
     MoeTiles(rows=96, gate_up=_tile(64, 64, 128, 4, 4), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=CODE_ROWS),
 )
-# For codes of 4 bits, in groups of 32. Measured on an H100 with 128 experts of 2048 x 768, top-8, and 32 of 2880 x 2880,
-# top-4, for 1, 4, 16, 64, 256 and 1024 tokens.
+# For codes of 4 bits, in groups of 32. Measured on an H100 with 128 experts of 2048 x 768, top-8, and 32 of 2880 x
+# 2880, top-4, for 1, 4, 16, 64, 256 and 1024 tokens, one product at a time.
 _UNSORTED_PACKED = MoeTiles(
     rows=0,
     gate_up=_tile(1, 16, 1024, 4, 1),
