@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall
-from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks, through_grid
+from routed_experts.layers.quantized import QuantizedWeight, pack_runs, packed_run, quantize_blocks, through_grid
 
 LINEAR = jax.jit(reference_linear, static_argnums=3)
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -96,6 +96,36 @@ def test_numbers_of_4_bits_are_codes_times_scales(form, outputs_first, inputs, g
     exact = x.astype(np.float64) @ numbers[1]
     bound = inputs * 2**-24 * (np.abs(x.astype(np.float64)) @ np.abs(numbers[1])).max()
     assert np.abs(LINEAR(x, stack, 1, jnp.float32) - exact).max() <= bound
+
+
+@pytest.mark.parametrize("run", [2, 16, 64])
+@pytest.mark.parametrize("form", HALVES)
+def test_codes_in_runs_have_the_numbers_of_neighbours(form, run):
+    """Packed by `pack_runs`, and byte by byte by a loop."""
+    rng, inputs, group = np.random.default_rng(run), 256, 64
+    codes, scales, numbers = drawn_halves(rng, form, 3, inputs, 5, group)
+    stored = np.ascontiguousarray(codes.swapaxes(1, 2))  # [R, O, bytes]
+    nibbles = np.stack([stored.view(np.uint8) % 16, stored.view(np.uint8) // 16], axis=-1).reshape(3, 5, inputs)
+    expected = np.empty_like(stored.view(np.uint8))
+    for byte in range(inputs // 2):
+        first = byte // run * 2 * run + byte % run
+        expected[..., byte] = nibbles[..., first] + 16 * nibbles[..., first + run]
+    packed = pack_runs(stored, run)
+    np.testing.assert_array_equal(packed.view(np.uint8), expected)
+    assert packed.dtype == stored.dtype
+    stack = QuantizedWeight.create(jnp.asarray(packed), jnp.asarray(scales), outputs_first=True, runs=(run,))
+    assert stack.run == run and stack.shape == (3, inputs, 5)
+    np.testing.assert_array_equal(jax.jit(lambda w: w.dequantize())(stack), numbers.astype(np.float32))
+
+
+def test_the_longest_run_that_a_group_and_the_inputs_hold_is_chosen():
+    runs = (64, 32, 16)
+    assert [packed_run(inputs, group, runs) for inputs, group in ((256, 128), (192, 128), (256, 32), (2880, 32))] == [
+        *(64, 32, 32, 32)
+    ]
+    assert packed_run(160, 32, runs) == 16, "160 is no multiple of two runs of 32"
+    assert packed_run(48, 16, runs) is None and packed_run(48, 16, (1,)) == 1
+    assert packed_run(128, 16, runs) == 16, "a run is within a group"
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])

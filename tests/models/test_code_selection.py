@@ -1,16 +1,22 @@
 """Which matrices are codes: by the kernels' formats, the checkpoint's scales, cuts between devices, and stacks."""
 
+import dataclasses
 import json
 import logging
+import math
 
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from routed_experts.layers.quantized import E4M3
+from oracles.families import Oracle
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, QuantizedWeight
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, without_codes
+from routed_experts.models.decoder.layer_regrouping import regroup
 from routed_experts.models.model_folder import ModelFolder
-from support.quantized_families import write
+from support.quantized_checkpoints import forms, quantize_folder
+from support.quantized_families import FAMILIES, sized_case, write
 
 DENSE = ("qkv", "out", "dense_gate_up", "dense_down")
 SPARSE = ("qkv", "out", "gate_up", "down")
@@ -20,6 +26,11 @@ ALL = [*(f"blocks.0.0.{name}" for name in DENSE), *(f"blocks.1.0.{name}" for nam
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return write(tmp_path_factory.mktemp("qwen"), "Qwen3-MoE", "fp8 blocks")
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("int4"), "Qwen3-MoE", "int4")
 
 
 def support(**options):
@@ -86,6 +97,71 @@ def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
     assert "['down', 'gate_up'] of layers 1 to 1 are dequantised" in caplog.text
     halved = support(stack_fits=lambda count: count != codes, parallel=ParallelConfig(2, expert_parallel=True))
     assert "blocks.1.0.down" in ModelFolder.open(qwen.quantized).with_codes(halved).config.coded_arrays
+
+
+def test_a_block_is_cut_where_its_stacks_are_too_large_together(tmp_path):
+    """Into the fewest blocks; a load fills all of them, and so does a push of a module that has one block."""
+    name, sizes, _ = FAMILIES["Qwen3-MoE"]
+    case = dataclasses.replace(sized_case(name, sizes | {"num_hidden_layers": 6}), layer_ids=(1, 2, 3, 4, 5))
+    oracle = Oracle(case, tmp_path / "plain")
+    quantize_folder(oracle.folder, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
+    folder = ModelFolder.open(tmp_path / "small")
+    _, sparse = folder.config.blocks
+    assert sparse.repeats == 5
+    codes = 2 * sparse.pattern[0].feed.width * folder.config.hidden_size * 16  # of gate and up of a layer
+    cut, whole = (
+        folder.with_codes(support(stack_fits=lambda size, most=most: size <= most * codes)) for most in (2, 5)
+    )
+    assert [(run.first, run.repeats) for run in cut.config.blocks] == [(0, 1), (1, 2), (3, 2), (5, 1)]
+    assert [run.repeats for run in whole.config.blocks] == [1, 5]
+    assert all(len(layer.coded) == 4 for layer in cut.config.layers)
+    assert without_codes(cut.config) == folder.config, "a trainer's module has them in one block"
+    parts, stacks = (
+        {
+            ".".join(map(str, path)): leaf[...]
+            for path, leaf in nnx.to_flat_state(nnx.state(one.load(jnp.dtype("float32"))))
+        }
+        for one in (cut, whole)
+    )
+    regrouped = regroup(stacks, whole.config, cut.config)
+    assert regrouped.keys() == parts.keys() and len(parts) > len(stacks)
+    for path, array in parts.items():
+        assert (array.astype(jnp.float32) == regrouped[path].astype(jnp.float32)).all(), path
+
+
+RUNS = dict(formats=frozenset(CODE_DTYPES), outputs_first=True, runs=(64, 32, 16))
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(1), ParallelConfig(2), ParallelConfig(4)], ids=["1", "2", "4"])
+def test_runs_of_codes_of_4_bits_are_whole_on_each_device(int4, parallel):
+    """The longest that the inputs of a device, or the group, hold; where none is, numbers."""
+    folder = ModelFolder.open(int4.quantized).with_codes(CodeSupport(**RUNS, parallel=parallel))
+    layer = folder.config.layers[1]
+    runs = {array.name: (array.group, array.run) for array in layer.coded}
+    width, heads = layer.feed.width, layer.mixer.num_heads * layer.mixer.head_dim
+    for name, inputs in (
+        ("qkv", folder.config.hidden_size),
+        ("gate_up", folder.config.hidden_size),
+        ("out", heads // parallel.tensor),
+        ("down", width // parallel.tensor),
+    ):
+        group = math.gcd(32, inputs)
+        fits = [run for run in (64, 32, 16) if group % run == 0 and inputs % (2 * run) == 0] if group >= 16 else []
+        if name in ("gate_up", "down") and not {"gate_up", "down"} <= runs.keys():
+            assert name not in runs, "experts are codes together"
+            continue
+        assert runs.get(name) == ((group, fits[0]) if fits else None), (name, inputs)
+
+
+def test_codes_in_runs_are_loaded_as_the_same_numbers(int4):
+    folders = [ModelFolder.open(int4.quantized).with_codes(CodeSupport(**RUNS)), ModelFolder.open(int4.copy)]
+    coded, plain = (folder.load(jnp.dtype("float32")) for folder in folders)
+    for array in folders[0].config.layers[1].coded:
+        arrays = {name: coded.blocks[1][0][name][...] for name in (array.name, f"{array.name}_scale")}
+        weight = QuantizedWeight.create(*arrays.values(), outputs_first=True, runs=RUNS["runs"])
+        assert weight.run == array.run > 1
+        numbers = plain.blocks[1][0][array.name][...]
+        assert (weight.dequantize() == numbers.reshape(weight.shape)).all(), array.name
 
 
 def test_experts_are_codes_together_or_not_at_all(qwen, tmp_path):

@@ -14,7 +14,13 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from oracles.families import CASES, Oracle
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.virtual_tensors import Mxfp4, Strided, VirtualCheckpoint, dequantize_mxfp4
+from routed_experts.models.loading.virtual_tensors import (
+    Mxfp4,
+    PackedRuns,
+    Strided,
+    VirtualCheckpoint,
+    dequantize_mxfp4,
+)
 from routed_experts.models.model_folder import ModelFolder
 
 
@@ -44,6 +50,26 @@ def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):
         box = (slice(1, 3), slice(1, 4), slice(20, 45) if name in ("all", "odd") else slice(1, 4))
         assert np.array_equal(checkpoint.read(name, box).astype(np.float32), whole[box])
     assert set(checkpoint.names()) == set(virtual)
+
+
+@pytest.mark.parametrize("run", [16, 32])
+def test_any_part_of_codes_in_runs_is_that_part_of_the_whole(tmp_path, run):
+    """Also one that begins or ends inside of a run; against a loop over inputs."""
+    blocks, scales = packed(np.random.default_rng(2), 2, 3, 4, 16)
+    save_file({"b": blocks, "s": scales}, tmp_path / "model.safetensors")
+    codes = PackedRuns(Mxfp4("b", "s").as_codes(), run)
+    checkpoint = VirtualCheckpoint(Checkpoint(tmp_path), {"codes": codes})
+    assert checkpoint.names()["codes"] == ((2, 3, 64), "uint8")
+    stored = blocks.reshape(2, 3, 64)
+    whole = np.zeros_like(stored)
+    for number in range(128):
+        code = stored[..., number // 2] // 16 if number % 2 else stored[..., number // 2] % 16
+        pair, rest = divmod(number, 2 * run)
+        whole[..., pair * run + rest % run] += code << (4 * (rest // run))
+    assert np.array_equal(checkpoint.read("codes"), whole)
+    for columns in (slice(0, 32), slice(5, 40), slice(33, 34), slice(63, 64)):
+        box = (slice(1, 2), slice(0, 2), columns)
+        assert np.array_equal(checkpoint.read("codes", box), whole[box])
 
 
 def load_state(folder):
