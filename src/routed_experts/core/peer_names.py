@@ -425,7 +425,8 @@ REFUSED: tuple[NameGroup, ...] = (
             speculative_draft_model_quantization torchao_config""",
     ),
     NameGroup(
-        reason="keys of 8 bits have the scales of the checkpoint, or 1, and kernels choose the precision of attention; leave it out",
+        reason="keys of 8 bits have the scales of the checkpoint, or 1, and kernels choose the precision of attention; "
+        "leave it out",
         own=("auto",),
         switches="calculate_kv_scales",
         values="override_attention_dtype",

@@ -154,7 +154,7 @@ def test_products_with_codes_equal_float64(case, dtype):
 HALVES = {
     "group 128, runs of 64": (16, 256, 64, 128, 64, SCALED),
     "group 128, runs of 16": (16, 288, 33, 128, 16, SCALED),
-    "group 32, the last step short": (5, 320, 50, 32, 32, dataclasses.replace(SCALED, inner=128)),
+    "group 32, steps shorter than asked": (5, 320, 50, 32, 32, dataclasses.replace(SCALED, inner=128)),
     "group 16": (7, 160, 40, 16, 16, SMALL),
     "group 64, scaled inside": (9, 384, 40, 64, 64, INSIDE),
     "group 32, scaled inside, parts": (19, 256, 40, 32, 32, dataclasses.replace(INSIDE, rows=8, splits=4)),

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two
 from routed_experts.layers.gpu.operands import (
@@ -107,28 +107,20 @@ def _sum_packed(
     is_inside: bool,
     interpret: bool,
 ) -> list[Float[Array, "T C"]]:
-    """The same with codes of 4 bits. A step is some pairs of runs; one that begins behind the inputs has scales and
-    rows of zeros. Codes that are not read are finite, whatever their bits are."""
+    """The same with codes of 4 bits. A step is as many pairs of runs, up to the size that is asked for, as make steps
+    of one length: masks would cost more than short steps."""
     run, unit = weights.run, UNITS[weights.format]
     pair = 2 * run
-    size = math.gcd(inputs.length, max(inputs.size, pair))  # powers of two; a step that is short needs masks
-    steps, is_short = pl.cdiv(inputs.length, size), inputs.length % size != 0
+    size = math.gcd(inputs.length, max(inputs.size, pair))  # all but the length are powers of two
+    steps = inputs.length // size
     starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
-    end = inputs.length if inputs.first is None else inputs.first + inputs.length
     column = None if real is None else real.T
-
-    def exists(first: Array, shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
-        """Whether the inputs from there on exist."""
-        return jnp.broadcast_to(first < end, shape) if is_short else None
 
     def load_scales(index: Any) -> tuple[Array, ...]:
         """Those of a step: pair by pair, group by group, and for each set of columns."""
         first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
         return tuple(
-            load_or_zero(
-                weights.scales.at[matrix, (first + offset + start) // weights.group, part[:, None]],
-                combine_masks(column, exists(first + offset, (part.shape[0], 1))),
-            )
+            load_or_zero(weights.scales.at[matrix, (first + offset + start) // weights.group, part[:, None]], column)
             for offset in range(0, size, pair)
             for start in starts
             for part in columns
@@ -140,11 +132,10 @@ def _sum_packed(
         for offset in range(0, size, pair):
             first = begin + offset
             runs = [
-                load_rows(x, rows, depth, row_mask, exists(first, (run,)), is_inside=is_inside)
+                load_rows(x, rows, depth, row_mask, None, is_inside=is_inside)
                 for depth in (first + jnp.arange(run), first + run + jnp.arange(run))
             ]
-            mask = combine_masks(column, exists(first, (columns[0].shape[0], 1)))
-            stored = [load_codes(weights, matrix, first // 2 + jnp.arange(run), part, mask) for part in columns]
+            stored = [load_codes(weights, matrix, first // 2 + jnp.arange(run), part, column) for part in columns]
             halves = [unpack_halves(codes, weights.format, interpret=interpret) for codes in stored]
             products = [
                 [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, both, strict=True)]
