@@ -1,8 +1,8 @@
 """Pushes of plain weights to engines whose matrices are codes: names, shapes and dtypes are compared before anything is
 quantised, and a refused push changes nothing.
 
-Two engines of the tiny MoE: all matrices are codes; and one of three equal layers is plain, so that the trainer's
-blocks are others than those that are served."""
+Three engines of the tiny MoE: all matrices are codes; one of three equal layers is plain, and the kernels read no stack
+of more than two layers, so that the trainer's blocks are others than those that are served."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,11 @@ import pytest
 from flax import nnx
 
 from routed_experts import Engine, WeightsMismatchError
+from routed_experts.engine.build.backends import BackendEntry, BackendRegistry
 from routed_experts.engine.control.weights import to_state
 from routed_experts.execution.compile_count import CompileCount
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.models.decoder.coded_arrays import CodedArray
 from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.model_folder import ModelFolder
@@ -42,15 +45,25 @@ def plain(folder):
     return {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-@pytest.fixture(scope="module", params=["all layers", "all but one"])
+def two_layers():
+    """Kernels that read the experts of two layers in one stack."""
+    kernels = Kernels(moe=MOE_BACKENDS["tiled"], code_formats=frozenset({"e4m3"}))
+    return dataclasses.replace(kernels, code_stack_fits=lambda num_bytes: num_bytes <= 2 * 16 * 64 * 64)
+
+
+@pytest.fixture(scope="module", params=["all layers", "all but one", "two layers a block"])
 def engine(request, folder, tmp_path_factory):
     served, options = folder, dict(quantization="fp8_block")
+    if request.param == "two layers a block":
+        options["registry"] = BackendRegistry(moe={"tiled": BackendEntry(load=two_layers)})
     if request.param == "all but one":
         root, form = tmp_path_factory.mktemp("mixed"), forms()["fp8 blocks"]
         form.config["modules_to_not_convert"] = ["model.layers.2"]
         served, options = root / "small", {}
         quantize_folder(folder, served, root / "copy", form, chosen=_is_coded)
     with Engine(str(served), **options, **ARRAY_CODE) as engine:
+        blocks = [run.repeats for run in engine.components.served.coded_config.blocks]
+        assert blocks == {"all layers": [1, 3], "all but one": [1, 1, 1, 1]}.get(request.param, [1, 2, 1])
         yield engine
         assert_idle(engine)
 
@@ -128,7 +141,7 @@ def test_plain_weights_for_codes_of_4_bits_in_other_blocks_are_refused(folder, p
 
 def test_matrices_may_be_pushed_in_half_precision_where_all_their_layers_are_codes(engine, plain):
     """They are quantised from float32, so both dtypes of the same numbers are the same codes."""
-    is_mixed = len(engine.components.served.config.blocks) > 2
+    is_mixed = not all(layer.coded for layer in engine.components.served.config.layers)
     matrices = {name for name, array in plain.items() if array.ndim == 3 and "router" not in name}
     assert {"blocks.0.0.qkv", CODED} < matrices
     halves = {name: plain[name].astype(jnp.bfloat16) for name in matrices}
