@@ -231,4 +231,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
-TestPrefixCacheMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPrefixCacheMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
