@@ -23,6 +23,7 @@ from support.devices import DevicesPlugin, add_options
 from support.network_namespaces import can_make_namespaces
 from support.tiny_checkpoint import write_tiny_checkpoint
 
+LONG_FILES = {Path(__file__).with_name(name) for name in ("test_benchmarks.py", "test_docs.py")}
 HAS_TUNIX = importlib.util.find_spec("tunix") is not None
 
 # A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
@@ -62,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # of every operation: a twentieth of tracing and lowering
     config.pluginmanager.register(DevicesPlugin(config), "devices")
     config.pluginmanager.register(engines, "shared_engines")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
@@ -107,7 +109,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU the tests marked `gpu` are deselected, and the summary reports it; so are those marked `thorough`
-    without the option."""
+    without the option. Long files that would be last are first: at the end of a run all processes have work."""
+    items.sort(key=lambda item: item.path not in LONG_FILES)  # a stable sort
     if on_gpu():
         return
     left_out = {"gpu"} if config.getoption("thorough") else {"gpu", "thorough"}

@@ -49,9 +49,18 @@ SMALLEST = {
     "structured": ["--small"],
 }
 LONG = {  # 10 s or more, also in their smallest form
-    *("capture", "cpu_parts", "draft_models", "expert_offload", "host_work", "launches"),
+    *(
+        "capture",
+        "cpu_parts",
+        "draft_models",
+        "expert_offload",
+        "families_gpu",
+        "host_work",
+        "http_overhead",
+        "launches",
+    ),
     *("quantized_layers", "quantized_rollouts", "quantized_step"),
-    *("residency", "selection", "speculative", "step"),
+    *("replay", "residency", "selection", "speculative", "step"),
 }
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",

@@ -64,10 +64,38 @@ def qwen(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def codes(qwen):
-    """What an engine with the codes of the checkpoint answers."""
+def engine_of_codes(qwen):
     with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
-        return answers(engine)
+        yield engine
+
+
+@pytest.fixture
+def served(engine_of_codes):
+    """An engine with the codes of the checkpoint, and no cached prefix. A test that changes its weights brings the
+    codes back."""
+    engine_of_codes.flush_cache()
+    return engine_of_codes
+
+
+@pytest.fixture(scope="module")
+def codes(engine_of_codes):
+    """What it answers."""
+    engine_of_codes.flush_cache()
+    return answers(engine_of_codes)
+
+
+@pytest.fixture(scope="module")
+def engine_that_quantises(qwen):
+    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        yield engine
+
+
+@pytest.fixture
+def quantised(engine_that_quantises):
+    """An engine that quantises the plain checkpoint as it loads it, without a cached prefix. A test that pushes weights
+    brings these back."""
+    engine_that_quantises.flush_cache()
+    return engine_that_quantises
 
 
 def assert_near(own, expected):
@@ -138,60 +166,55 @@ def test_a_layer_of_plain_matrices_stays_plain(qwen, tmp_path):
         assert_near(answers(engine), expected)
 
 
-def test_updates_from_disk_of_codes_and_of_numbers_serve_their_own(qwen, codes, tmp_path):
+def test_updates_from_disk_of_codes_and_of_numbers_serve_their_own(qwen, served, codes, tmp_path):
     """New codes as they are; plain numbers are quantised as an engine with quantization="fp8_block" does it."""
     quantize_folder(qwen.copy, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
-    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
-        engine.update_weights_from_disk(qwen.oracle.folder)  # of which qwen.quantized was made
-        assert answers(engine) == codes
-        engine.update_weights_from_disk(tmp_path / "small")
-        expected = answers(engine)
-        engine.update_weights_from_disk(qwen.quantized)
-        assert answers(engine) == codes
+    served.update_weights_from_disk(qwen.oracle.folder)  # of which qwen.quantized was made
+    assert answers(served) == codes
+    served.update_weights_from_disk(tmp_path / "small")
+    expected = answers(served)
+    served.update_weights_from_disk(qwen.quantized)
+    assert answers(served) == codes
     with Engine(str(tmp_path / "small"), **ARRAY_CODE) as engine:
         assert answers(engine) == expected
 
 
-def test_plain_weights_are_quantised_as_the_script_does(qwen, codes):
-    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
-        assert len(of_codes(engine)) == 8
-        assert answers(engine) == codes
+def test_plain_weights_are_quantised_as_the_script_does(quantised, codes):
+    assert len(of_codes(quantised)) == 8
+    assert answers(quantised) == codes
 
 
-def test_pushes_are_quantised_compile_nothing_and_free_what_is_donated(qwen, codes):
-    folder = ModelFolder.open(qwen.oracle.folder)
-    plain = nnx.state(folder.load(jnp.dtype("float32")))
+def test_pushes_are_quantised_compile_nothing_and_free_what_is_donated(qwen, quantised, codes):
+    plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
     other = jax.tree.map(lambda leaf: leaf * 1.25, plain)
-    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
-        engine.update_weights(other)
-        assert answers(engine) != codes
-        engine.update_weights(plain, copy=True)
-        assert answers(engine) == codes
-        with contextlib.closing(CompileCount()) as count:
-            for push in range(10):
-                engine.update_weights(other if push % 2 == 0 else plain)
-            assert count.startup == 0 and count.is_complete
-        assert answers(engine) == codes
-        given = jax.tree.map(jnp.copy, plain)
-        engine.update_weights(given, donate=True)
-        leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(given)}
-        assert all(leaves[name].get_raw_value().is_deleted() for name in of_codes(engine))
-        assert answers(engine) == codes
+    quantised.update_weights(other)
+    assert answers(quantised) != codes
+    quantised.update_weights(plain, copy=True)
+    assert answers(quantised) == codes
+    with contextlib.closing(CompileCount()) as count:
+        for push in range(10):
+            quantised.update_weights(other if push % 2 == 0 else plain)
+        assert count.startup == 0 and count.is_complete
+    assert answers(quantised) == codes
+    given = jax.tree.map(jnp.copy, plain)
+    quantised.update_weights(given, donate=True)
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(given)}
+    assert all(leaves[name].get_raw_value().is_deleted() for name in of_codes(quantised))
+    assert answers(quantised) == codes
 
 
-def test_a_push_of_nan_changes_nothing(qwen, codes):
+def test_a_push_of_nan_changes_nothing(qwen, served, codes):
     plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
     broken = dict(nnx.to_pure_dict(plain))
     broken = jax.tree.map(lambda leaf: leaf, broken)
     experts = broken["blocks"][1][0]
     experts["gate_up"] = experts["gate_up"].at[3, 5, 7].set(jnp.nan)
-    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
-        with pytest.raises(WeightsMismatchError, match=r"hold NaN or infinity: blocks\.1\.0\.gate_up"):
-            engine.update_weights(broken)
-        wrong = dict(broken, embed=broken["embed"][:-1])
-        with pytest.raises(WeightsMismatchError, match="embed"):
-            engine.update_weights(wrong)
-        assert answers(engine) == codes
+    with pytest.raises(WeightsMismatchError, match=r"hold NaN or infinity: blocks\.1\.0\.gate_up"):
+        served.update_weights(broken)
+    wrong = dict(broken, embed=broken["embed"][:-1])
+    with pytest.raises(WeightsMismatchError, match="embed"):
+        served.update_weights(wrong)
+    assert answers(served) == codes
 
 
 def test_a_given_module_is_quantised(qwen, codes):
@@ -236,7 +259,7 @@ def test_shards_of_codes_answer_as_shards_of_numbers(tmp_path, tp_size, ep_size)
         assert answers(engine) == of_checkpoint
 
 
-@pytest.mark.devices(2)
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("ep_size", [rarely(1), 2])
 def test_scores_of_shards_of_codes_are_those_of_a_sharded_trainer(qwen, ep_size):
     """On rows of their own and on others, which a forward pass plays back with the float32 numbers, cut as the engine's
@@ -272,7 +295,7 @@ def test_scores_of_shards_of_codes_are_those_of_a_sharded_trainer(qwen, ep_size)
         assert np.abs(results[0].logprobs - results[1].logprobs).max() > 1e-3, "other rows are other experts"
 
 
-@pytest.mark.devices(2)
+@pytest.mark.devices(4)
 def test_placed_experts_of_codes_move_and_change_no_value(qwen, codes):
     identity = ExpertPlacement.identity(1, 16, 2)
     moved = rebalance(np.random.default_rng(5).gamma(0.5, size=(1, 16)), num_instances=16, num_devices=2)
@@ -425,7 +448,7 @@ def test_updates_from_disk_of_codes_of_4_bits(halves, tmp_path):
         assert answers(engine) == expected
 
 
-@pytest.mark.devices(2)
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("ep_size", [1, rarely(2)])
 def test_shards_of_codes_of_4_bits_answer_as_one_device(halves, ep_size):
     """Width 160 over 2 devices is 80 each, in groups of 16."""

@@ -238,7 +238,7 @@ def test_several_devices_record_them(tmp_path, mesh):
             np.testing.assert_array_equal(out.routed_experts.weights[:-1], record.weights)
 
 
-@pytest.mark.devices(2)
+@pytest.mark.devices(4)
 def test_capacities_that_move_slots_record_the_weights_that_ran(tmp_path):
     write_tiny_checkpoint(tmp_path)
     plan = ExpertPlacement.identity(len(ORACLE.moe_layers), 16, 2)

@@ -221,7 +221,7 @@ def happen(ranks, kind, pick):
         core.resume()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(life=lives())
 def test_every_answer_follows_from_its_text_whatever_the_other_ranks_do(life):
     ranks = Ranks(

@@ -162,14 +162,31 @@ def test_sixteen_sequences_in_each_of_twenty_four_cells_equal_bitwise_those_run_
     assert_equal_to_alone(testbed, SAMPLE[part::4], SIXTEEN, sixteen_alone)
 
 
+def half_of(cell):
+    """0 or 1; cells of one half differ in two axes at least."""
+    axes = dict(batch=BATCHES, chunk=CHUNKS, radix=RADIX, preempt=PREEMPT, n=CHOICES)
+    return sum(values.index(vars(cell)[axis]) for axis, values in axes.items()) % 2
+
+
 @pytest.mark.parametrize("radix", RADIX)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_every_cell_of_the_grid_equals_bitwise_each_sequence_run_alone(testbed, eight_alone, chunk, radix):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_every_cell_of_the_grid_equals_bitwise_each_sequence_run_alone(testbed, eight_alone, half, chunk, radix):
     """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test
-    of their own."""
+    of their own. Every run has one half of the grid, in which three axes have each of their values together."""
     cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix) and cell.batch != 32]
     assert len(cells) == 14
-    assert_equal_to_alone(testbed, cells, EIGHT, eight_alone)
+    assert_equal_to_alone(testbed, [cell for cell in cells if half_of(cell) == half], EIGHT, eight_alone)
+
+
+def test_three_axes_have_each_of_their_values_together_in_one_half_of_the_grid():
+    axes = ("batch", "chunk", "radix", "preempt", "n")
+    for three in itertools.combinations(axes, 3):
+        found = [
+            {tuple(vars(cell)[axis] for axis in three) for cell in cells}
+            for cells in (GRID, [cell for cell in GRID if half_of(cell) == 0])
+        ]
+        assert found[0] == found[1], three
 
 
 @pytest.mark.parametrize("radix", RADIX)

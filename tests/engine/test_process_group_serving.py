@@ -20,7 +20,11 @@ ROWS = {"return_routed_experts": True}
 TAPPED, BITWISE, PLACED = "2x1 by width, tapped", "2x2 whole experts, deterministic", "2x1 placed experts, drafts"
 MESHES = {
     # devices a process, engine: by width; each bit, of whole experts and codes; placed experts that move, with drafts
-    TAPPED: (1, {"enable_return_routed_experts": True, "moe_backend": "reference"}, {"lazy": True, "fast": True}),
+    TAPPED: (
+        1,
+        {"enable_return_routed_experts": True, "moe_backend": "reference", "precompile_bs_paddings": [4]},
+        {"lazy": True, "fast": True},
+    ),
     BITWISE: (
         2,
         {
@@ -33,8 +37,14 @@ MESHES = {
     ),
     "2x2 data ranks, codes, deterministic": (
         2,
-        {"enable_return_routed_experts": True, "dp_size": 2, "deterministic": True, "quantization": "fp8_block"},
-        {"lazy": True},
+        {
+            "enable_return_routed_experts": True,
+            "dp_size": 2,
+            "deterministic": True,
+            "quantization": "fp8_block",
+            "precompile_bs_paddings": [4],
+        },
+        {"lazy": True, "fast": True},  # the mesh of whole experts has the bits of programs as they are shipped
     ),
     PLACED: (
         1,

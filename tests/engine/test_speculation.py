@@ -6,6 +6,7 @@ default mode the tokens, and the rows are those of the passes that fed them (the
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, conte
 from support.tiny_checkpoint import VOCAB_SIZE
 
 DRAFTS, NEW = (1, 3, 7), 24
+MODES = ("deterministic", "default")
 SIZES = dict(page_size=8, context_length=64, precompile_bs_paddings=(16,), precompile_token_paddings=(64,))
 SAMPLING = (
     dict(),
@@ -50,6 +52,16 @@ CELLS = [
 ]
 
 
+def by_turns(*grids):
+    """A grid of the modes and of `grids`, for scripts/thorough. Every run has those cases whose indices have an even
+    sum: of three grids each pair of two values, of two each value once."""
+    return [
+        pytest.param(*values, marks=[] if sum(indices) % 2 == 0 else pytest.mark.thorough)
+        for case in itertools.product(enumerate(MODES), *map(enumerate, grids))
+        for indices, values in [zip(*case, strict=True)]
+    ]
+
+
 def make_prompts():
     rng = np.random.default_rng(11)
     prompts = [random_prompt(rng, length) for length in (26, 17, 12, 1, 40, 33, 9, 5, 20, 14)]
@@ -69,7 +81,7 @@ def requests(**options):
     ]
 
 
-@pytest.fixture(scope="module", params=["deterministic", "default"])
+@pytest.fixture(scope="module", params=MODES)
 def mode(request):
     return request.param
 
@@ -178,16 +190,18 @@ def run_cell(testbed, cell, drafting):
 
 # Wrong drafts are those of oracle 0; the policy of random lengths has some right and some wrong ones. Where drafts come
 # from does not depend on the mode: the deterministic one, which is compared to the last bit, meets more drafters.
-IN_EVERY_RUN = {"deterministic": ("ngram", "rollouts", "oracle 0", "oracle 1"), "default": ("ngram", "oracle 0")}
+DRAFTERS = ("ngram", "rollouts", "oracle 0", "oracle 1", "oracle 0.5", "adversary")
+IN_EVERY_RUN = {
+    *itertools.product(["deterministic"], DRAFTERS[:4], DRAFTS),
+    *(("default", "ngram", 1), ("default", "oracle 0", 3), ("default", "ngram", 7)),
+}
 
 
-@pytest.mark.parametrize("num_drafts", DRAFTS)
 @pytest.mark.parametrize(
-    ("mode", "name"),
+    ("mode", "name", "num_drafts"),
     [
-        pytest.param(mode, name, marks=[] if name in IN_EVERY_RUN[mode] else pytest.mark.thorough)
-        for mode in IN_EVERY_RUN
-        for name in ("ngram", "rollouts", "oracle 0", "oracle 1", "oracle 0.5", "adversary")
+        pytest.param(*case, marks=[] if case in IN_EVERY_RUN else pytest.mark.thorough)
+        for case in itertools.product(MODES, DRAFTERS, DRAFTS)
     ],
     indirect=["mode"],
 )
@@ -205,8 +219,8 @@ def test_every_drafter_gives_what_each_request_gets_alone(testbed, alone, mode, 
             assert drafting.totals.requests.accepted == 0
 
 
-def test_a_policy_of_random_lengths_changes_nothing_but_the_steps(testbed, alone, mode):
-    for seed, cell in enumerate(CELLS):
+def test_a_policy_of_random_lengths_changes_nothing_but_the_steps(testbed, alone, mode, is_thorough):
+    for seed, cell in enumerate(CELLS if is_thorough else CELLS[MODES.index(mode) :: 2]):
         drafter = OracleDrafter(answers(alone), 0.7, vocab_size=VOCAB_SIZE, seed=seed)
         drive = run_cell(testbed, cell, speculation(drafter, RandomPolicy(seed)))
         assert_same(drive, alone, bitwise=mode == "deterministic")
@@ -215,7 +229,9 @@ def test_a_policy_of_random_lengths_changes_nothing_but_the_steps(testbed, alone
 
 
 @pytest.mark.parametrize(
-    "failure", ["raises", "ids above the vocabulary", "negative ids", "more than most", "floats", "two dims"]
+    ("mode", "failure"),
+    by_turns(("raises", "ids above the vocabulary", "negative ids", "more than most", "floats", "two dims")),
+    indirect=["mode"],
 )
 def test_a_drafter_that_fails_costs_its_drafts_alone(testbed, alone, mode, failure, caplog):
     drafter = BrokenDrafter(answers(alone), failure, vocab_size=VOCAB_SIZE)
@@ -243,9 +259,10 @@ def test_no_row_of_a_rejected_draft_is_ever_filed(testbed, alone):
     assert drive.core.speculation.totals.requests.proposed > drive.core.speculation.totals.requests.accepted > 0
 
 
-@pytest.mark.parametrize("preempt", [False, True])
-@pytest.mark.parametrize("name", ["ngram", "oracle 0.5", "adversary"])
-def test_counts_of_a_slot_are_those_of_its_accepted_tokens_after_every_step(testbed, alone, name, preempt):
+@pytest.mark.parametrize(
+    ("mode", "name", "preempt"), by_turns(("ngram", "oracle 0.5", "adversary"), (False, True)), indirect=["mode"]
+)
+def test_counts_of_a_slot_are_those_of_its_accepted_tokens_after_every_step(testbed, alone, mode, name, preempt):
     """The device may be one step ahead of the host, so tables are compared with what the request has in the end: by
     their sums, which lie between what the host has read and what it has dispatched."""
     drive = testbed.drive(max_running_requests=4, speculation=speculation(make_drafter(name, alone, 0)))
@@ -287,8 +304,9 @@ def test_the_sums_over_requests_are_the_totals(testbed, alone):
     assert len(penalised) == 6 and all(req.speculative.accepted > 0 for req in penalised)
 
 
-@pytest.mark.parametrize("kind", ["stop id", "length", "min_tokens"])
-@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "kind", "include_last"), by_turns(("stop id", "length", "min_tokens"), (False, True)), indirect=["mode"]
+)
 def test_a_request_ends_at_the_same_token_at_every_offset_of_a_run(testbed, alone, mode, kind, include_last):
     prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
     plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
@@ -333,7 +351,7 @@ class StopAfter:
         return dataclasses.replace(self, seen=list(self.seen))
 
 
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize(("mode", "width"), by_turns((1, 2, 3)), indirect=["mode"])
 def test_a_stop_string_ends_a_request_inside_of_a_run_and_across_its_border(testbed, alone, mode, width):
     prompt, answer = PROMPTS[0].tolist(), alone["p0c0"][0]
     plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)

@@ -13,6 +13,7 @@ from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE
 from routed_experts.models.drafts.vocabularies import check_vocabularies
 from support.family_folders import write_family
+from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
 from support.small_qwen3_moe import CONTEXT, V, write_target
 
@@ -131,7 +132,8 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
 def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
     """Pages of two shapes, and latent rows."""
     folder = write_family(tmp_path, family)
-    with lazy_compilation(), Engine(str(folder), **SIZES, deterministic=True, speculative=standalone(folder)) as engine:
+    options = SIZES | dict(deterministic=True, speculative=standalone(folder))
+    with fast_compilation(), lazy_compilation(), Engine(str(folder), **options) as engine:
         _, metas = answers_without_rows(engine, temperature=1.0, seed=3, top_p=0.9)
     assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
 
@@ -297,7 +299,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 def test_random_weights_of_the_target_mean_random_weights_of_the_draft(target, tmp_path):
     (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
     options = SIZES | dict(load_format="dummy", speculative=standalone(tmp_path))
-    with lazy_compilation(), Engine(str(tmp_path), **options) as engine:
+    with fast_compilation(), lazy_compilation(), Engine(str(tmp_path), **options) as engine:
         _, metas = answers_without_rows(engine)
     assert all(meta["spec_accept_rate"] > 0.9 for meta in metas), "the same random weights"
 

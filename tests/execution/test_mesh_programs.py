@@ -91,9 +91,21 @@ def meetings(program):
     return Counter(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text() or ""))
 
 
+def rarely(*values):
+    """A case of scripts/thorough: each of its values is also in a case that runs always."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["forward decode", "forward extend"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("width", "forward decode"),
+        ("experts", "forward decode"),
+        ("width", "forward extend"),
+        rarely("experts", "forward extend"),
+    ],
+)
 def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer_and_one_behind_them(chip, kind, name):
     program = compiled(chip, kind, name)
     assert_in_place(program, POOL.abstract, max_temp_bytes=MAX_TEMP_BYTES)
@@ -122,20 +134,27 @@ def test_a_token_is_chosen_on_every_chip_by_itself(name):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_meet_around_the_experts_and_behind_the_layers_alone(chip, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("width", "forward decode"),
+        ("experts", "forward extend"),
+        rarely("width", "forward extend"),
+        rarely("experts", "forward decode"),
+    ],
+)
+def test_ranks_meet_around_the_experts_and_behind_the_layers_alone(chip, kind, name):
     """Pages are in place in each rank. A layer with experts has one gather and one sum of the ranks; then the rows that
     the host reads are gathered."""
-    for name in ("forward decode", "forward extend"):
-        program = compiled(chip, kind, name, 2)
-        assert_in_place(program, POOLS[2].abstract, max_temp_bytes=MAX_TEMP_BYTES)
-        assert whole_pool_operations(program, POOLS[2].abstract) == []
-        met = meetings(program)
-        parts = met.pop("all-gather")
-        assert met == {"all-reduce": 2 * len(SMALL.config.blocks) + 1, "reduce-scatter": 1}, "of ranks: one in a layer"
-        assert parts == 3 or (parts == 5 and name == "forward extend"), (
-            "embeddings, the rows of a layer, and those that the host reads; a layer's may be gathered in three parts"
-        )
+    program = compiled(chip, kind, name, 2)
+    assert_in_place(program, POOLS[2].abstract, max_temp_bytes=MAX_TEMP_BYTES)
+    assert whole_pool_operations(program, POOLS[2].abstract) == []
+    met = meetings(program)
+    parts = met.pop("all-gather")
+    assert met == {"all-reduce": 2 * len(SMALL.config.blocks) + 1, "reduce-scatter": 1}, "of ranks: one in a layer"
+    assert parts == 3 or (parts == 5 and name == "forward extend"), (
+        "embeddings, the rows of a layer, and those that the host reads; a layer's may be gathered in three parts"
+    )
 
 
 @pytest.mark.parametrize("name", ["sample greedy", "sample full", "count extend", "score"])

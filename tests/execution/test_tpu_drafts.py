@@ -29,7 +29,7 @@ from support.tpu_programs import PAGE_SIZE, build_world, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
-DRAFTS, MIB = 3, 1 << 20
+DRAFTS, MIB = 2, 1 << 20
 CONFIG = read_glm4_moe(
     ConfigReader(
         {
@@ -60,7 +60,7 @@ CONFIG = read_glm4_moe(
         "CONFIG",
     )
 )
-BASE = build_world(CONFIG, num_pages=3072, decode=16, extend=384, num_request_slots=17)
+BASE = build_world(CONFIG, num_pages=3072, decode=16, extend=64, num_request_slots=17)
 VERIFY = dataclasses.replace(BASE.runner.shapes[0], mode=ForwardMode.TARGET_VERIFY, num_tokens=16 * (DRAFTS + 1))
 RUNNER = dataclasses.replace(BASE.runner, shapes=(*BASE.runner.shapes, VERIFY))
 

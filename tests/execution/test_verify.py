@@ -59,17 +59,19 @@ def assert_equal_rows(rows, expected, *, bitwise):
     np.testing.assert_allclose(rows, expected, rtol=0 if bitwise else 1e-5, atol=0)
 
 
-@pytest.mark.parametrize("block", [VERIFY.num_tokens, VERIFY.num_requests], ids=["at_once", "in_blocks"])
-@pytest.mark.parametrize("mode", list(SamplingMode))
-def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
+STARTS = (5, 3, 8)  # positions of the first tokens of the requests
+
+
+@functools.cache
+def sampled_one_by_one(mode):
+    """Logits and counts, the tokens of each request, and what steps of one token sample from each row in turn."""
     rng = np.random.default_rng(int(mode))
-    starts, num_rows = (5, 3, 8), VERIFY.num_requests
     logits = jnp.asarray(rng.normal(size=(VERIFY.num_tokens, VOCAB_SIZE)) * 3, jnp.float32)
     generated = jnp.asarray(rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)), jnp.int32)
     counts = TokenCounts(generated, jnp.asarray(rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.2))
 
     def sampled_alone(row, request, fed):
-        part = fed_tokens(mode, request, [0], starts[request] + len(fed) - 1)
+        part = fed_tokens(mode, request, [0], STARTS[request] + len(fed) - 1)
         batch = build_step(part, mode=ForwardMode.DECODE, sampling_mode=mode)
         rows = batch.request_slots.size
         words = jnp.asarray(pack(batch))[: num_sampler_words(rows)]
@@ -87,9 +89,15 @@ def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
             expected.append(sampled_alone(len(expected), request, ids[request]))
             ids[request].append((int(expected[-1][0]) + (request == 0 and place == 2)) % VOCAB_SIZE)
         del ids[request][-1]  # no row feeds the token that is sampled last
-    expected = np.stack(expected)
+    return logits, counts, ids, np.stack(expected)
+
+
+@pytest.mark.parametrize("block", [VERIFY.num_tokens, VERIFY.num_requests], ids=["at_once", "in_blocks"])
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_every_row_is_sampled_as_a_step_of_one_token_samples_it(mode, block):
+    num_rows, (logits, counts, ids, expected) = VERIFY.num_requests, sampled_one_by_one(mode)
     sampled = expected[:, 0]
-    parts = [fed_tokens(mode, request, ids[request], starts[request]) for request in range(len(COUNTS))]
+    parts = [fed_tokens(mode, request, ids[request], STARTS[request]) for request in range(len(COUNTS))]
     batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=mode)
     shape = to_batch_shape(batch)
     assert shape == VERIFY
@@ -299,6 +307,12 @@ def allowed(probabilities, how, fed):
     return left / left.sum()
 
 
+@functools.cache
+def jitted_step_of_many():
+    spec = VerifySpec(sampler=sampler_spec(SamplingMode.FULL, SEEDS), shape=MANY, num_drafts=2, block=MANY.num_tokens)
+    return jax.jit(functools.partial(accept_tokens, spec=spec))
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -316,9 +330,7 @@ def test_tokens_that_follow_accepted_drafts_have_the_models_distribution(how):
     """Against an adversary that drafts the likeliest tokens: the tokens of each index of a run, accepted or not, and
     those that are emitted. With penalties all requests have the same drafts, the likeliest token twice."""
     critical = 40.0  # of chi-square with at most 8 degrees of freedom: chance 3e-6
-    spec = VerifySpec(sampler=sampler_spec(SamplingMode.FULL, SEEDS), shape=MANY, num_drafts=2, block=MANY.num_tokens)
-    run = jax.jit(functools.partial(accept_tokens, spec=spec))
-    rng = np.random.default_rng(len(how) + int(10 * sum(how.values())))
+    run, rng = jitted_step_of_many(), np.random.default_rng(len(how) + int(10 * sum(how.values())))
     none = PenaltyInputs(
         TokenCounts(jnp.zeros((SEEDS, VOCAB_SIZE), jnp.int32), jnp.zeros((SEEDS, VOCAB_SIZE), bool)),
         jnp.full((SEEDS, 1), VOCAB_SIZE, jnp.int32),

@@ -1,5 +1,6 @@
 """Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -80,9 +81,11 @@ def run_steps(
     capture: bool,
     routed: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     pool_dtype: str = "float32",
+    prefill: tuple[Kernels, Any] | None = None,
 ):
     """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps.
-    `routed`: ids and flags of the first tokens of each step, which may be more than it has."""
+    `routed`: ids and flags of the first tokens of each step, which may be more than it has. `prefill`: other kernels
+    and another attention for the first step."""
     graphdef, state = nnx.split(model)
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -92,6 +95,7 @@ def run_steps(
         num_pages=PAGES,
         raw_logprobs=False,
     )
+    first_spec = spec if prefill is None else dataclasses.replace(spec, kernels=prefill[0], attention=prefill[1])
     pool = empty_pool(model.config.cache, pool_dtype)
     last, table = jnp.zeros(4, jnp.int32), [[3, 5, 7], [2, 9, 4]]
     extend = BatchShape(mode=ForwardMode.EXTEND, num_tokens=16, num_requests=3, table_width=WIDTH)
@@ -106,8 +110,8 @@ def run_steps(
     again = {"token_ids": [11, 12], "positions": [5, 6], "token_rows": [0, 1, 2], "query_starts": [0, 1, 2, 3]}
     second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], **slots)
     outs = []
-    steps = (extend, first, 11), (decode, second, 2)
-    for (shape, words, real), given in itertools.zip_longest(steps, routed):
+    steps = (first_spec, extend, first, 11), (spec, decode, second, 2)
+    for (spec, shape, words, real), given in itertools.zip_longest(steps, routed):
         rows = given and TokenRouting(*(jnp.asarray(part[: shape.num_tokens]) for part in given))
         pool, out = jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words, routed=rows)
         outs.append((np.asarray(out.hidden)[:real], None if out.rows is None else np.asarray(out.rows)[:real]))
