@@ -127,6 +127,21 @@ def test_a_wrong_push_is_refused_before_anything_is_quantised(engine, plain):
     assert answers(engine) != expected
 
 
+def test_a_module_is_quantised_into_blocks_that_are_cut(folder):
+    """An engine over a decoder answers as one that quantises the folder."""
+    with Engine(str(folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        expected = answers(engine)
+    registry = BackendRegistry(moe={"tiled": BackendEntry(load=two_layers)})
+    model = ModelFolder.open(folder).load(jnp.dtype("float32"))
+    with Engine(model=model, quantization="fp8_block", registry=registry, **ARRAY_CODE) as engine:
+        assert [run.repeats for run in engine.components.served.coded_config.blocks] == [1, 2, 1]
+        own = answers(engine)
+    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
+        assert tokens == other_tokens and rows == other_rows
+        pairs = zip(logprobs, other_logprobs, strict=True)
+        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < 2e-5, "the order of sums"
+
+
 def test_plain_weights_for_codes_of_4_bits_in_other_blocks_are_refused(folder, plain):
     """Of experts that are int4 in the last two layers; an engine needs no such checkpoint to refuse it."""
     config = ModelFolder.open(folder).config

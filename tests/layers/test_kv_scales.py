@@ -15,7 +15,7 @@ from routed_experts.layers.attention import FusedQKV
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.gpu.attention import gpu_attention_backend
-from routed_experts.layers.kv_format import KV_CODES, from_stored
+from routed_experts.layers.kv_format import KV_CODES, KVScales, from_stored
 from routed_experts.layers.native.ops import NATIVE_ATTENTION
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import RotarySpec
@@ -114,6 +114,16 @@ def test_new_keys_and_values_are_stored_divided_by_their_scales(name):
             np.testing.assert_array_equal(stored[part::2].astype(np.float64), e4m3(numbers[n] / scale))
 
 
+@pytest.mark.parametrize("scale", [0.3, 1.1, 0.7])
+def test_quotients_are_rounded_once(scale):
+    """Of all numbers of bfloat16 that are not too large: some quotients are halfway between two codes."""
+    numbers = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    numbers = numbers[(np.abs(numbers) < 1e4) & ((np.abs(numbers) > 1e-30) | (numbers == 0))].reshape(-1, 1, 1)
+    scales = KVScales(jnp.full((2, 2), scale, jnp.float32), jnp.int32(1))
+    for quotients in jax.jit(scales.divide)(jnp.asarray(numbers), jnp.asarray(numbers)):
+        np.testing.assert_array_equal(quotients, numbers / np.float32(scale))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_scales_of_one_change_no_bit(name):
     step, codes = scaled_step([(0, 20), (45, 1), (9, 3)], scales=np.ones(2, np.float32))
@@ -122,7 +132,7 @@ def test_scales_of_one_change_no_bit(name):
     np.testing.assert_array_equal(plain[0], ones[0])
 
 
-def test_the_loop_feels_a_wrong_scale():
+def test_a_wrong_scale_is_far_from_the_loop():
     """Else the tests above prove nothing."""
     step, codes = scaled_step([(40, 5)])
     for wrong in (SCALES[[0, 0, 0]], np.roll(SCALES, 1, axis=0), SCALES[:, ::-1], np.ones_like(SCALES)):
@@ -183,7 +193,7 @@ def stack_case(scales, **sizes):
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_native_run_takes_powers_of_two_into_its_weights_by_the_bit(dim, biased):
     """Keys of 2^-a times the norm of keys, and values, queries and outputs accordingly: the codes and the sums are the
-    same numbers, and the scales give back what the weights took. With biases keys and values are written elsewhere."""
+    same numbers, and the scales undo it. With biases keys and values are written elsewhere."""
     scales = np.exp2([[2.0, -3.0], [-1.0, 4.0]]).astype(np.float32)
     scaled = stack_case(scales, dim=dim)
     groups, heads = 2, 4

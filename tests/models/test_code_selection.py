@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from oracles.families import Oracle
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, QuantizedWeight
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, QuantizedWeight, packed_run
 from routed_experts.models.base.partitioning import ParallelConfig
-from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, without_codes
+from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, fit_stacks, without_codes
 from routed_experts.models.decoder.layer_regrouping import regroup
 from routed_experts.models.model_folder import ModelFolder
 from support.quantized_checkpoints import forms, quantize_folder
@@ -100,7 +100,7 @@ def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
 
 
 def test_a_block_is_cut_where_its_stacks_are_too_large_together(tmp_path):
-    """Into the fewest blocks; a load fills all of them, and so does a push of a module that has one block."""
+    """A load fills all of them with what is in one block otherwise."""
     name, sizes, _ = FAMILIES["Qwen3-MoE"]
     case = dataclasses.replace(sized_case(name, sizes | {"num_hidden_layers": 6}), layer_ids=(1, 2, 3, 4, 5))
     oracle = Oracle(case, tmp_path / "plain")
@@ -134,7 +134,7 @@ RUNS = dict(formats=frozenset(CODE_DTYPES), outputs_first=True, runs=(64, 32, 16
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(1), ParallelConfig(2), ParallelConfig(4)], ids=["1", "2", "4"])
 def test_runs_of_codes_of_4_bits_are_whole_on_each_device(int4, parallel):
-    """The longest that the inputs of a device, or the group, hold; where none is, numbers."""
+    """The longest that the inputs of a device, and the group, hold; where none is, numbers."""
     folder = ModelFolder.open(int4.quantized).with_codes(CodeSupport(**RUNS, parallel=parallel))
     layer = folder.config.layers[1]
     runs = {array.name: (array.group, array.run) for array in layer.coded}
@@ -151,6 +151,38 @@ def test_runs_of_codes_of_4_bits_are_whole_on_each_device(int4, parallel):
             assert name not in runs, "experts are codes together"
             continue
         assert runs.get(name) == ((group, fits[0]) if fits else None), (name, inputs)
+
+
+def test_a_large_stack_is_cut_beside_experts_that_no_cut_helps(qwen):
+    """Experts are dequantised where one layer is too large, and `fit_stacks` then looks again at all other stacks."""
+    config = dataclasses.replace(ModelFolder.open(qwen.quantized).with_codes(support()).config)
+    sparse = config.layers[1]
+    config = dataclasses.replace(config, layers=(sparse,) * 6)
+    own = {spec.name: math.prod(spec.shape) for spec in sparse.weights(config)}
+    qkv, experts = own["qkv"], own["gate_up"]
+    sizes = {count * qkv for count in range(3, 7)} | {count * experts for count in range(1, 7)}
+    assert sizes.isdisjoint(count * own[name] for count in (1, 2) for name in ("qkv", "out"))
+    cut = fit_stacks(config, support(stack_fits=lambda size: size not in sizes))
+    assert [run.repeats for run in cut.blocks] == [2, 2, 2]
+    names = {array.name for layer in cut.layers for array in layer.coded}
+    assert "qkv" in names and not names & {"gate_up", "down"}
+    assert fit_stacks(cut, support()) == cut, "a limit that is set stays"
+
+
+@pytest.mark.parametrize("group", [128, 64, 32, 16])
+def test_a_kernel_finds_the_run_that_the_loader_chose(group):
+    """From the shapes of a device's arrays alone, for all inputs and numbers of devices."""
+    runs = (64, 32, 16)
+    for inputs in range(group, 1600, 16):
+        for devices in (1, 2, 3, 4, 8):
+            own = inputs // devices
+            if inputs % devices or own % 2 or (common := math.gcd(group, own) if devices > 1 else group) < 16:
+                continue
+            chosen = packed_run(math.gcd(inputs, own), common, runs)
+            if chosen is None:
+                continue
+            codes, scales = jnp.zeros((1, 1, own // 2), jnp.int8), jnp.zeros((1, math.ceil(own / common), 1))
+            assert QuantizedWeight.create(codes, scales, outputs_first=True, runs=runs).run == chosen, (inputs, devices)
 
 
 def test_codes_in_runs_are_loaded_as_the_same_numbers(int4):

@@ -150,9 +150,9 @@ class Kernels:
     devices that share the layers' work; `ranks`: the data ranks that share the experts.
 
     `code_formats`: of the weights that all of its matrix kernels take as codes and scales, in the order of
-    `outputs_first`; others are dequantised when they are loaded, and so are stacks of codes that `code_stack_fits`
-    does not hold for: of so many bytes of codes on one device. `code_runs`: codes of 4 bits are packed in the first run
-    of these that `packed_run` allows, and dequantised where it allows none.
+    `outputs_first`; others are dequantised when they are loaded. `code_stack_fits`: whether they read a stack of so
+    many bytes of codes on one device; larger ones are cut (models/decoder/code_selection.py). `code_runs`: codes of 4
+    bits are packed in the first run of these that `packed_run` allows, and dequantised where it allows none.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
     dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers

@@ -55,11 +55,17 @@ class KVScales:
     ) -> tuple[Float[Array, "N G C"], Float[Array, "N G C"]]:
         """What codes are made of, float32."""
         of_keys, of_values = self.of_layer()
-        return keys.astype(jnp.float32) / of_keys, values.astype(jnp.float32) / of_values
+        return _quotient(keys.astype(jnp.float32), of_keys), _quotient(values.astype(jnp.float32), of_values)
 
     def around(
         self, run: Callable[[Float[Array, "N H C"]], Float[Array, "N H C"]], queries: Float[Array, "N H C"]
     ) -> Float[Array, "N H C"]:
-        """Attention over codes by `run`, which knows no scales and takes queries of float32."""
+        """Attention over codes by `run`, which takes queries of float32 and applies no scales."""
         of_keys, of_values = self.of_layer()
         return (run(queries.astype(jnp.float32) * of_keys) * of_values).astype(queries.dtype)
+
+
+def _quotient(x: Float[Array, "..."], divisor: Float[Array, ""]) -> Float[Array, "..."]:
+    """Rounded once. XLA multiplies by the inverse of a divisor that is alike for many numbers, which rounds twice; so
+    the divisor depends on the number."""
+    return x / jnp.where(x == 0, 1.0, divisor)

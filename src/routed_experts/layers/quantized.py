@@ -45,7 +45,7 @@ CODE_VALUES: Mapping[str, tuple[float, ...]] = MappingProxyType(  # of the codes
 
 
 def inputs_of_byte(format: str) -> int:
-    """Neighbouring inputs that a byte of codes holds."""
+    """Inputs that a byte of codes holds."""
     return 2 if format in CODE_VALUES else 1
 
 

@@ -176,9 +176,9 @@ class ModelFolder:
         return self.coded_as(select_codes(self.config, self.quantized_tensors, names, support))
 
     def coded_as(self, config: FamilyConfig) -> "ModelFolder":
-        """The same model with the codes of `config`, which differs in these alone. For codes of e4m3, tensors that are
-        stored as other codes, or as plain numbers, are quantised when they are loaded; for codes of 4 bits they raise
-        WeightsMismatchError. `self` has no codes."""
+        """The same model with the codes of `config`, which differs in these and in its blocks alone. For codes of e4m3,
+        tensors that are stored as other codes, or as plain numbers, are quantised when they are loaded; for codes of 4
+        bits they raise WeightsMismatchError. `self` has no codes."""
         coded = config.coded_arrays
         if not coded or self.checkpoint is None or self.stored is None:
             return dataclasses.replace(self, config=config)

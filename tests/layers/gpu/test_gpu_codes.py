@@ -26,7 +26,7 @@ from routed_experts.layers.gpu.moe import (
     slot_outputs,
     tiles_for,
 )
-from routed_experts.layers.gpu.operands import Form, addressable_matrices
+from routed_experts.layers.gpu.operands import MatrixKind, addressable_matrices
 from routed_experts.layers.gpu.scaled_rows import RowScaling, scale_rows
 from routed_experts.layers.gpu.sums import part_unit
 from routed_experts.layers.kernels import RouterBiases, SharedExperts, SlotOutputs, StreamNorm
@@ -618,8 +618,8 @@ ON_GPU = {
 }
 ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
 EVERY_TILE = [
-    choose_tiles(1, 128, Form.CODES),
-    choose_tiles(1, 128, Form.PACKED_CODES),
+    choose_tiles(1, 128, MatrixKind.CODES),
+    choose_tiles(1, 128, MatrixKind.PACKED_CODES),
     *CODE_TILES,
     *PACKED_TILES,
     MoeTiles(rows=1, gate_up=ONE_WHOLE_ROW, down=dataclasses.replace(ONE_WHOLE_ROW, inner=256), sorted_slots=False),
@@ -689,7 +689,7 @@ def test_compiled_products_with_codes_of_4_bits(rows, inputs, outputs, group, ru
     keys = jax.random.split(jax.random.key(rows), 2)
     x = jax.random.normal(keys[0], (rows, inputs), HALF)
     weight = random_halves(keys[1], 3, inputs, outputs, group, form=form, run=run, real=slice(1, 2))
-    tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, part_unit(weight)), scaled=scaled)
+    tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, part_unit(weight), packed=True), scaled=scaled)
     actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
     assert (
         distance(wide(actual), wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))) < 2e-6

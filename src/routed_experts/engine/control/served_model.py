@@ -23,6 +23,7 @@ from routed_experts.models.decoder.code_selection import NO_CODES, CodeSupport, 
 from routed_experts.models.decoder.coded_arrays import quantized_arrays
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.layer_regrouping import regroup
 from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
@@ -192,7 +193,8 @@ def load_model(
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
         if isinstance(config, FamilyConfig) and config != source.config:
-            graphdef, state = _quantized(config, state)
+            assert isinstance(source.config, FamilyConfig), source.config
+            graphdef, state = _quantized(source.config, config, state)
         served = ServedModel.create(config, graphdef, abstract_state(state), shards)
         return served, jax.tree.map(placed, state) if shards is None else served.device_put(state)
     computed = source.dtype(dtype)
@@ -202,12 +204,15 @@ def load_model(
     return ServedModel.create(config, graphdef, arrays, shards), state
 
 
-def _quantized(config: FamilyConfig, state: nnx.State[Any, Any]) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
-    """A plain decoder with the codes of `config`."""
+def _quantized(
+    plain: FamilyConfig, config: FamilyConfig, state: nnx.State[Any, Any]
+) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
+    """A decoder of the config `plain` with the codes and blocks of `config`."""
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     dtype = leaves["embed"].dtype
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-    arrays = quantized_arrays({name: leaf.get_raw_value() for name, leaf in leaves.items()}, config.coded_arrays)
+    numbers = regroup({name: leaf.get_raw_value() for name, leaf in leaves.items()}, plain, config)
+    arrays = quantized_arrays(numbers, config.coded_arrays)
     flat = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(shapes)]
     return graphdef, nnx.from_flat_state(flat)
 

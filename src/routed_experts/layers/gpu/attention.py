@@ -86,16 +86,16 @@ def _load_keys(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Extra:
-    """Inside a kernel: references to the arrays of `_extra_arrays`."""
+class _SinksAndScales:
+    """Inside a kernel: references to the arrays of `_sinks_and_scales`."""
 
     sinks: list[Any]
     kv_scales: list[Any]
 
     @staticmethod
-    def of(refs: Sequence[Any], *, scaled: bool) -> "_Extra":
+    def of(refs: Sequence[Any], *, scaled: bool) -> "_SinksAndScales":
         split = len(refs) - 2 * scaled
-        return _Extra(list(refs[:split]), list(refs[split:]))
+        return _SinksAndScales(list(refs[:split]), list(refs[split:]))
 
     def score_scale(self, features: AttentionFeatures, dim: int) -> float | Array:
         """What products of queries and keys are multiplied by."""
@@ -137,7 +137,7 @@ def _decode(
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all heads of the group."""
     num_outs = 1 if splits == 1 else 3
-    extra, outs = _Extra.of(rest[:-num_outs], scaled=scaled), rest[-num_outs:]
+    extra, outs = _SinksAndScales.of(rest[:-num_outs], scaled=scaled), rest[-num_outs:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim = pool.shape[3]
     lanes, head = jnp.arange(power_of_two(dim)), jnp.arange(rows)
@@ -172,7 +172,7 @@ def _decode(
     plgpu.store(outs[2].at[request, split, heads], total, mask=head < share)
 
 
-def _extra_arrays(features: AttentionFeatures, sinks: Sinks | None) -> list[Array]:
+def _sinks_and_scales(features: AttentionFeatures, sinks: Sinks | None) -> list[Array]:
     """The kernels' inputs for the sinks of a layer, whether they are its own or in a stack, and for the scales of a
     pool of codes; two arrays each, or none."""
     arrays: list[Array] = []
@@ -184,7 +184,7 @@ def _extra_arrays(features: AttentionFeatures, sinks: Sinks | None) -> list[Arra
 
 
 def _static(features: AttentionFeatures) -> dict[str, Any]:
-    """What kernels are told of the features beside arrays."""
+    """The features of a kernel that are no arrays."""
     plain = dataclasses.replace(features, sinks=None, kv_scales=None)
     return {"features": plain, "scaled": features.kv_scales is not None}
 
@@ -203,7 +203,7 @@ def decode_attention(
 ) -> Float[Array, "B H C"]:
     """One query token a request. `sinks`: in a stack; else those of `features`."""
     (num_rows, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, extra = heads // groups, _extra_arrays(features, sinks)
+    share, extra = heads // groups, _sinks_and_scales(features, sinks)
     splits = splits or choose_splits(num_rows, groups, most_visible(batch, pool.shape[1], features))
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
@@ -244,7 +244,7 @@ def _extend(
     scaled: bool,
 ) -> None:
     """Block (group, tile): Q tokens of one request times the heads of the group."""
-    extra, out = _Extra.of(rest[:-1], scaled=scaled), rest[-1]
+    extra, out = _SinksAndScales.of(rest[:-1], scaled=scaled), rest[-1]
     group, index = pl.program_id(0), pl.program_id(1)
     dim, num_tokens, num_requests = pool.shape[3], queries.shape[0], table.shape[0]
     padded = power_of_two(share)
@@ -293,7 +293,7 @@ def extend_attention(
     """Any number of query tokens a request. Rows of padding are not written. `sinks`: in a stack; else those of
     `features`."""
     (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, extra = heads // groups, _extra_arrays(features, sinks)
+    share, extra = heads // groups, _sinks_and_scales(features, sinks)
     rows, keys, warps, stages = next(row[1:] for row in EXTEND_STEPS if dim <= row[0])
     tile = max(1, rows // power_of_two(share))
     kernel = functools.partial(
@@ -340,7 +340,7 @@ def _verify(
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all tokens of the request, at most Q, times the
     heads of the group."""
-    extra, (parts, tops, totals) = _Extra.of(rest[:-3], scaled=scaled), rest[-3:]
+    extra, (parts, tops, totals) = _SinksAndScales.of(rest[:-3], scaled=scaled), rest[-3:]
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     dim, num_tokens, padded = pool.shape[3], queries.shape[0], power_of_two(share)
     token, last = starts[request], starts[request + 1]
@@ -391,7 +391,7 @@ def verify_attention(
     """At most `batch.max_queries` tokens a request: the keys of a request are split as in decode, and read once for all
     of its tokens. Rows of padding are not defined. `sinks`: in a stack; else those of `features`."""
     (num_tokens, heads, dim), groups = queries.shape, pool.shape[2] // 2
-    share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _extra_arrays(features, sinks)
+    share, num_requests, extra = heads // groups, batch.seq_lens.shape[0], _sinks_and_scales(features, sinks)
     splits = splits or choose_splits(num_requests, groups, most_visible(batch, pool.shape[1], features))
     tile = power_of_two(max(batch.max_queries, MIN_ROWS // power_of_two(share)))
     keys, warps, stages = VERIFY_STEP

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
-from routed_experts.layers.gpu.operands import Form, Inputs, check_weights, shared_form
+from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
 from routed_experts.layers.kernels import SharedExperts
@@ -130,9 +130,9 @@ PACKED_TILES = (
 )
 # Tiles of few slots, up to how many, and those of more
 _TABLES = {
-    Form.NUMBERS: (_UNSORTED, FEW_SLOTS, TILES),
-    Form.CODES: (_UNSORTED_CODES, FEW_CODED_SLOTS, CODE_TILES),
-    Form.PACKED_CODES: (_UNSORTED_PACKED, FEW_CODED_SLOTS, PACKED_TILES),
+    MatrixKind.NUMBERS: (_UNSORTED, FEW_SLOTS, TILES),
+    MatrixKind.CODES: (_UNSORTED_CODES, FEW_CODED_SLOTS, CODE_TILES),
+    MatrixKind.PACKED_CODES: (_UNSORTED_PACKED, FEW_CODED_SLOTS, PACKED_TILES),
 }
 
 
@@ -346,16 +346,16 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     _with_shared_tile(static, shared_body)
 
 
-def choose_tiles(slots: int, num_experts: int, form: Form = Form.NUMBERS) -> MoeTiles:
-    """The tiles for this many slots of so many experts, whose matrices have that form."""
-    unsorted, few, table = _TABLES[form]
+def choose_tiles(slots: int, num_experts: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
+    """The tiles for this many slots of so many experts, whose matrices are of that kind."""
+    unsorted, few, table = _TABLES[kind]
     return unsorted if slots <= few else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
 
 
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
     """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
-    return choose_tiles(call.ids.size, call.num_experts, shared_form(*matrices))
+    return choose_tiles(call.ids.size, call.num_experts, shared_kind(*matrices))
 
 
 def slot_outputs(
@@ -375,7 +375,7 @@ def slot_outputs(
     first = call.first_expert.reshape(1)
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
     check_weights(*matrices)
-    scaled = None if shared_form(*matrices) is Form.NUMBERS else tiles.scaled
+    scaled = None if shared_kind(*matrices) is MatrixKind.NUMBERS else tiles.scaled
 
     def prepared(rows: Float[Array, "N D"], tile: Tile) -> Rows:
         return rows_for_codes(rows, scaled if tile.rows >= FEWEST_ROWS else None, interpret=interpret)

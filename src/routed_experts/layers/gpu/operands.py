@@ -67,7 +67,7 @@ def is_packed(weights: Any) -> bool:
     return isinstance(weights, QuantizedWeight) and weights.format in CODE_VALUES
 
 
-class Form(enum.Enum):
+class MatrixKind(enum.Enum):
     """What the matrices of a product are."""
 
     NUMBERS = enum.auto()
@@ -75,12 +75,12 @@ class Form(enum.Enum):
     PACKED_CODES = enum.auto()  # of 4 bits
 
 
-def shared_form(*weights: Weight | None) -> Form:
+def shared_kind(*weights: Weight | None) -> MatrixKind:
     """That of all matrices that exist: numbers where one is."""
     own = [weight for weight in weights if weight is not None]
     if not all(isinstance(weight, QuantizedWeight) for weight in own):
-        return Form.NUMBERS
-    return Form.PACKED_CODES if all(is_packed(weight) for weight in own) else Form.CODES
+        return MatrixKind.NUMBERS
+    return MatrixKind.PACKED_CODES if all(is_packed(weight) for weight in own) else MatrixKind.CODES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,13 +60,23 @@ def select_codes(
 
 
 def fit_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyConfig:
-    """The config in the fewest blocks whose stacks of codes the kernels read on one device; where one layer is too
-    large, or blocks of any size are, without the codes that they cannot read."""
+    """The config in blocks whose stacks of codes the kernels read on one device: with the largest limit of repeats, of
+    all blocks alike, under which they do. Codes that are too large where a block is one repeat of its pattern are left
+    out first; where no limit serves all blocks, so are those that are too large without one."""
+    config = _without_large(dataclasses.replace(config, most_repeats=1), support, most_repeats=config.most_repeats)
     longest = max(run.repeats for run in config.blocks)
-    for most in (None, *dict.fromkeys(math.ceil(longest / parts) for parts in range(2, longest + 1))):
+    for most in (config.most_repeats, *dict.fromkeys(math.ceil(longest / parts) for parts in range(2, longest + 1))):
         cut = dataclasses.replace(config, most_repeats=most)
-        if not any(_large_stacks(cut, run, layer, support) for run in cut.blocks for layer in run.pattern):
-            return cut
+        if any(_large_stacks(cut, run, layer, support) for run in cut.blocks for layer in run.pattern):
+            continue
+        if most != config.most_repeats:
+            logger.info("blocks of layers are cut after %d repeats, so that kernels can read their codes", most)
+        return cut
+    return fit_stacks(_without_large(config, support, most_repeats=config.most_repeats), support)
+
+
+def _without_large(config: FamilyConfig, support: CodeSupport, *, most_repeats: int | None) -> FamilyConfig:
+    """The config with another limit, without the codes whose stacks are too large in its blocks as they are."""
     layers = list(config.layers)
     for run in config.blocks:
         for kind, layer in enumerate(run.pattern):
@@ -80,7 +90,7 @@ def fit_stacks(config: FamilyConfig, support: CodeSupport) -> FamilyConfig:
             retained = tuple(array for array in layer.coded if array.name not in large)
             for index in range(run.first + kind, last + 1, len(run.pattern)):
                 layers[index] = dataclasses.replace(layer, coded=retained)
-    return dataclasses.replace(config, layers=tuple(layers))
+    return dataclasses.replace(config, layers=tuple(layers), most_repeats=most_repeats)
 
 
 def _large_stacks(config: FamilyConfig, run: LayerBlock, layer: LayerSpec, support: CodeSupport) -> dict[str, int]:

@@ -3,7 +3,8 @@ fill them.
 
 An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
 and `name_scale` [..., J, O], float32. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers
-were: outputs as they are, inputs in whole groups. Dims: I inputs, O outputs, J groups of inputs."""
+were: outputs as they are, inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O
+outputs, J groups of inputs."""
 
 import dataclasses
 import itertools

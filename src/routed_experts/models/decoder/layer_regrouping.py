@@ -1,5 +1,6 @@
 """Arrays of a model whose layers are in blocks of one config, in the blocks of another config of the same layers. Where
-a checkpoint leaves some layers plain, those of codes are blocks of their own; a trainer's module has them together."""
+a checkpoint leaves some layers plain, those of codes are blocks of their own, and a block whose stack kernels cannot
+read is cut; a trainer's module has them together."""
 
 import itertools
 from collections import defaultdict

@@ -28,6 +28,11 @@ def is_kv_scale(name: str) -> bool:
     return name.endswith((*_NAMES, *_UNREAD))
 
 
+def is_read(name: str) -> bool:
+    """Whether it is one that `read_kv_scales` reads."""
+    return name.endswith(_NAMES)
+
+
 def read_kv_scales(checkpoint: Checkpoint, modules: Sequence[str]) -> dict[str, tuple[float, float]]:
     """The scales of keys and of values of each of the attention modules, as float32 holds them; 1 for modules without
     any. Raises CheckpointError for one that is alone, has another name beside it, is no single number of a float dtype,

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.quantization_config import FP8, Codes, QuantizationConfig, StorageFormat
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.kv_scales import is_kv_scale
+from routed_experts.models.loading.kv_scales import is_kv_scale, is_read
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
 from routed_experts.models.loading.virtual_tensors import (
     CodedTensor,
@@ -87,8 +87,8 @@ def open_quantized(checkpoint: Checkpoint, config: QuantizationConfig) -> Quanti
     unused = {name for matrix in matrices.values() for name in matrix.unused}.difference(hidden)
     if unused:
         logger.info("%d scales of activations are not read: activations are not quantised", len(unused))
-    if hidden:
-        logger.info("%d scales of keys and values are read with kv_cache_dtype='fp8_e4m3' alone", len(hidden))
+    if readable := sum(map(is_read, hidden)):
+        logger.info("%d scales of keys and values are read where kv_cache_dtype='fp8_e4m3'", readable)
     return QuantizedCheckpoint(stored=checkpoint, matrices=matrices, hidden=hidden)
 
 
