@@ -425,8 +425,7 @@ REFUSED: tuple[NameGroup, ...] = (
             speculative_draft_model_quantization torchao_config""",
     ),
     NameGroup(
-        reason="keys of 8 bits have the scales of the checkpoint, or 1, and kernels choose the precision of attention; "
-        "leave it out",
+        reason="scales of keys are the checkpoint's, or 1, and kernels choose the precision of attention; leave it out",
         own=("auto",),
         switches="calculate_kv_scales",
         values="override_attention_dtype",
