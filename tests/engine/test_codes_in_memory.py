@@ -168,15 +168,18 @@ def test_a_layer_of_plain_matrices_stays_plain(qwen, tmp_path):
 
 def test_updates_from_disk_of_codes_and_of_numbers_serve_their_own(qwen, served, codes, tmp_path):
     """New codes as they are; plain numbers are quantised as an engine with quantization="fp8_block" does it."""
-    quantize_folder(qwen.copy, tmp_path / "small", tmp_path / "copy", forms()["fp8 blocks"])
-    served.update_weights_from_disk(qwen.oracle.folder)  # of which qwen.quantized was made
-    assert answers(served) == codes
-    served.update_weights_from_disk(tmp_path / "small")
-    expected = answers(served)
-    served.update_weights_from_disk(qwen.quantized)
-    assert answers(served) == codes
-    with Engine(str(tmp_path / "small"), **ARRAY_CODE) as engine:
-        assert answers(engine) == expected
+    other = write(tmp_path, "Qwen3-MoE", "fp8 blocks", seed=3)
+    with Engine(str(other.quantized), **ARRAY_CODE) as engine:
+        expected = answers(engine)
+    assert expected != codes
+    for folder, wanted in (
+        (other.quantized, expected),
+        (qwen.oracle.folder, codes),  # of which qwen.quantized was made
+        (other.oracle.folder, expected),
+        (qwen.quantized, codes),
+    ):
+        served.update_weights_from_disk(folder)
+        assert answers(served) == wanted, folder
 
 
 def test_plain_weights_are_quantised_as_the_script_does(quantised, codes):
