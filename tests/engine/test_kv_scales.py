@@ -25,6 +25,7 @@ from support.family_folders import VOCAB_SIZE as FAMILY_VOCAB_SIZE
 from support.family_folders import write_family
 from support.process_groups import group, one_process
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, rewrite_folder
+from support.quantized_families import ENGINE as SMALL_ENGINE
 from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("lazy_compilation")
@@ -34,15 +35,7 @@ AT = "model.layers.{}.self_attn.{}"
 SCALES = np.array([[0.011, 0.0021], [0.9, 0.004], [0.023, 1.1], [0.006, 0.0013]], np.float32)
 POWERS = np.array([[-6, -9], [-1, -8], [-5, 1], [-7, -10]])
 CODES = dict(kv_cache_dtype="fp8_e4m3")
-ENGINE = dict(
-    skip_tokenizer_init=True,
-    precompile_bs_paddings=(4,),
-    precompile_token_paddings=(32,),
-    page_size=8,
-    max_total_tokens=512,
-    context_length=96,
-    enable_return_routed_experts=True,
-)
+ENGINE = SMALL_ENGINE | dict(max_total_tokens=512, context_length=96)
 ARRAY_CODE = dict(moe_backend="tiled", attention_backend="paged")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 40), (1, 7))]
@@ -113,19 +106,9 @@ class RoundedSequence(FullSequence):
         super().__init__(config, tensors)
         self.scales = scales.astype(np.float64)
 
-    def _attention(self, layer, x):
-        config, prefix = self.config, f"model.layers.{layer}.self_attn"
-        heads, groups, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        q, k, v = (x @ self.tensors[f"{prefix}.{part}_proj.weight"].T for part in "qkv")
-        q, k, v = (part.reshape(len(x), -1, width) for part in (q, k, v))
-        q, k = self._rotate(self._norm(q, f"{prefix}.q_norm")), self._rotate(self._norm(k, f"{prefix}.k_norm"))
-        k, v = (self._rounded(part, scale) for part, scale in zip((k, v), self.scales[layer], strict=True))
-        k, v = np.repeat(k, heads // groups, axis=1), np.repeat(v, heads // groups, axis=1)
-        scores = np.einsum("shc,thc->hst", q, k) * width**-0.5
-        scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("hst,thc->shc", weights, v).reshape(len(x), -1) @ self.tensors[f"{prefix}.o_proj.weight"].T
+    def _stored(self, layer, k, v):
+        of_keys, of_values = self.scales[layer]
+        return self._rounded(k, of_keys), self._rounded(v, of_values)
 
     @staticmethod
     def _rounded(numbers, scale):

@@ -155,7 +155,7 @@ def test_runs_of_codes_of_4_bits_are_whole_on_each_device(int4, parallel):
 
 def test_a_large_stack_is_cut_beside_experts_that_no_cut_helps(qwen):
     """Experts are dequantised where one layer is too large, and `fit_stacks` then looks again at all other stacks."""
-    config = dataclasses.replace(ModelFolder.open(qwen.quantized).with_codes(support()).config)
+    config = ModelFolder.open(qwen.quantized).with_codes(support()).config
     sparse = config.layers[1]
     config = dataclasses.replace(config, layers=(sparse,) * 6)
     own = {spec.name: math.prod(spec.shape) for spec in sparse.weights(config)}

@@ -80,12 +80,17 @@ class FullSequence:
             np.add.at(mixed, rows, out * weights[rows, slots][:, None])
         return mixed
 
+    def _stored(self, layer, k, v):
+        """Keys and values as a pool has them: as they are."""
+        return k, v
+
     def _attention(self, layer, x):
         config, prefix = self.config, f"model.layers.{layer}.self_attn"
         heads, groups, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
         q, k, v = (x @ self.tensors[f"{prefix}.{part}_proj.weight"].T for part in "qkv")
         q, k, v = (part.reshape(len(x), -1, width) for part in (q, k, v))
         q, k = self._rotate(self._norm(q, f"{prefix}.q_norm")), self._rotate(self._norm(k, f"{prefix}.k_norm"))
+        k, v = self._stored(layer, k, v)
         k, v = np.repeat(k, heads // groups, axis=1), np.repeat(v, heads // groups, axis=1)
         scores = np.einsum("shc,thc->hst", q, k) * width**-0.5
         scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)

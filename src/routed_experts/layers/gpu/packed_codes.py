@@ -7,7 +7,7 @@ in a unit that the scale is multiplied by:
     int4    the code's bits behind the exponent of 1024, or 64 in the upper half, less 1032 or 72; unit 1
     e2m1    sign, exponent and mantissa moved to those of float16, whose exponents are 14 less; unit 2^14
 
-The compiler would move each code apart, with twice the instructions. Dims: C columns, B bytes."""
+By assembly, because array code of the same works on one code at a time. Dims: C columns, B bytes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -6,6 +6,7 @@ float32, and so is the scale that it is multiplied by.
 
 Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a block, R matrices of the stack."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -36,6 +37,20 @@ FEWEST_ROWS = 8  # of a product on the tensor cores
 _UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of x times one matrix of codes, for each of some sets of columns, as `sum_products` takes them."""
+
+    x: Any
+    weights: QuantizedWeight
+    matrix: Array
+    rows: Array
+    row_mask: Array | None
+    columns: tuple[Array, ...]
+    real: Array | None
+    interpret: bool
+
+
 def part_unit(weights: Weight) -> int:
     """Inputs of which a part of a sum has a multiple."""
     if not isinstance(weights, QuantizedWeight):
@@ -58,16 +73,12 @@ def sum_products(
 ) -> list[Float[Array, "T C"]]:
     """Rows of x times one matrix, for each of some sets of columns; float32. `row_mask` [T, 1], `real` [1, C]. Fewer
     rows than a side of the tensor cores' product, which is 8, are multiplied without them."""
+    block = _Block(x, weights, matrix, rows, row_mask, columns, real, interpret)
     if rows.shape[0] < FEWEST_ROWS:
-        is_scaled = scaled is not None
-        return _sum_few_rows(
-            x, weights, matrix, rows, row_mask, columns, real, inputs, is_scaled=is_scaled, interpret=interpret
-        )
+        return _sum_few_rows(block, inputs, is_scaled=scaled is not None)
     is_inside = scaled is RowScaling.INSIDE and isinstance(weights, QuantizedWeight)
     if is_packed(weights):
-        return _sum_packed(
-            x, weights, matrix, rows, row_mask, columns, real, inputs, is_inside=is_inside, interpret=interpret
-        )
+        return _sum_packed(block, inputs, is_inside=is_inside)
     size = min(inputs.size, weights.group) if isinstance(weights, QuantizedWeight) else inputs.size
     steps = pl.cdiv(inputs.length, size)
 
@@ -85,7 +96,7 @@ def sum_products(
         following, (_, depth, deep) = load_scales(index + 1), inputs.step(index, size)
         own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
         blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
-        products = [block_product(own, *block) for block in itertools.zip_longest(blocks, scales)]
+        products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, scales)]
         return tuple(total + part for total, part in zip(sums, products, strict=True)), following
 
     shape = (rows.shape[0], columns[0].shape[0])
@@ -94,33 +105,23 @@ def sum_products(
     return [end_sums(total, x, weights, rows, row_mask) for total in sums]
 
 
-def _sum_packed(
-    x: Any,
-    weights: QuantizedWeight,
-    matrix: Array,
-    rows: Array,
-    row_mask: Array | None,
-    columns: tuple[Array, ...],
-    real: Array | None,
-    inputs: Inputs,
-    *,
-    is_inside: bool,
-    interpret: bool,
-) -> list[Float[Array, "T C"]]:
+def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float[Array, "T C"]]:
     """The same with codes of 4 bits. A step is as many pairs of runs, up to the size that is asked for, as make steps
-    of one length: masks would cost more than short steps."""
-    run, unit = weights.run, UNITS[weights.format]
+    of one length, so that no load needs a mask."""
+    weights, columns, run, unit = block.weights, block.columns, block.weights.run, UNITS[block.weights.format]
     pair = 2 * run
     size = math.gcd(inputs.length, max(inputs.size, pair))  # all but the length are powers of two
     steps = inputs.length // size
     starts = (0,) if weights.group >= pair else (0, run)  # in a pair, of groups
-    column = None if real is None else real.T
+    column = None if block.real is None else block.real.T
 
     def load_scales(index: Any) -> tuple[Array, ...]:
         """Those of a step: pair by pair, group by group, and for each set of columns."""
         first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
         return tuple(
-            load_or_zero(weights.scales.at[matrix, (first + offset + start) // weights.group, part[:, None]], column)
+            load_or_zero(
+                weights.scales.at[block.matrix, (first + offset + start) // weights.group, part[:, None]], column
+            )
             for offset in range(0, size, pair)
             for start in starts
             for part in columns
@@ -132,11 +133,11 @@ def _sum_packed(
         for offset in range(0, size, pair):
             first = begin + offset
             runs = [
-                load_rows(x, rows, depth, row_mask, None, is_inside=is_inside)
+                load_rows(block.x, block.rows, depth, block.row_mask, None, is_inside=is_inside)
                 for depth in (first + jnp.arange(run), first + run + jnp.arange(run))
             ]
-            stored = [load_codes(weights, matrix, first // 2 + jnp.arange(run), part, column) for part in columns]
-            halves = [unpack_halves(codes, weights.format, interpret=interpret) for codes in stored]
+            stored = [load_codes(weights, block.matrix, first // 2 + jnp.arange(run), part, column) for part in columns]
+            halves = [unpack_halves(codes, weights.format, interpret=block.interpret) for codes in stored]
             products = [
                 [codes_product(own, half.astype(own.numbers.dtype)) for own, half in zip(runs, both, strict=True)]
                 for both in halves
@@ -149,36 +150,25 @@ def _sum_packed(
                     sums[part] += products[part][group] * (scale if unit == 1 else scale * unit)
         return tuple(sums), following
 
-    zeros = jnp.zeros((columns[0].shape[0], rows.shape[0]), jnp.float32)
+    zeros = jnp.zeros((columns[0].shape[0], block.rows.shape[0]), jnp.float32)
     sums, _ = lax.fori_loop(0, steps, step, ((zeros,) * len(columns), load_scales(0)))
-    return [end_sums(total, x, weights, rows, row_mask) for total in sums]
+    return [end_sums(total, block.x, weights, block.rows, block.row_mask) for total in sums]
 
 
-def _sum_few_rows(
-    x: Any,
-    weights: QuantizedWeight,
-    matrix: Array,
-    rows: Array,
-    row_mask: Array | None,
-    columns: tuple[Array, ...],
-    real: Array | None,
-    inputs: Inputs,
-    *,
-    is_scaled: bool,
-    interpret: bool,
-) -> list[Float[Array, "T C"]]:
+def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Float[Array, "T C"]]:
     """The same of few rows, number by number in float32, whose products are exact. Every code is decoded once. If
     `is_scaled`, rows of bfloat16 are scaled so that a step neither overflows nor underflows, in float32 too. A step may
     be all inputs: Triton overlaps no loads of steps without a product on the tensor cores, so all that a block has in
     flight is one step, or the steps of an unrolled loop."""
+    weights, columns, x, row_mask = block.weights, block.columns, block.x, block.row_mask
     assert isinstance(weights, QuantizedWeight) and not isinstance(x, ScaledRows), "few rows are multiplied by codes"
     size = min(inputs.size, power_of_two(inputs.length))
     size = max(size, 2 * weights.run) if is_packed(weights) else size
     unit = UNITS.get(weights.format, 1.0)
-    is_row = [jnp.arange(rows.shape[0]) == index for index in range(rows.shape[0])]
-    row_ids = [jnp.sum(jnp.where(own, rows, 0)) for own in is_row]
+    is_row = [jnp.arange(block.rows.shape[0]) == index for index in range(block.rows.shape[0])]
+    row_ids = [jnp.sum(jnp.where(own, block.rows, 0)) for own in is_row]
     exists = [None if row_mask is None else jnp.sum((own & row_mask[:, 0]).astype(jnp.int32)) > 0 for own in is_row]
-    real_column = None if real is None else real.T
+    real_column = None if block.real is None else block.real.T
     end = inputs.length if inputs.first is None else inputs.first + inputs.length
     num_sums = len(_sums_of_step(weights, size)[0][1])
 
@@ -196,17 +186,17 @@ def _sum_few_rows(
             code_depth = first // 2 + jnp.arange(size // 2)
             code_deep = None if deep is None else (code_depth < end // 2)[None, :]
         mask = combine_masks(code_deep, real_column)
-        stored = [load_codes(weights, matrix, code_depth, part, mask) for part in columns]  # C bytes
+        stored = [load_codes(weights, block.matrix, code_depth, part, mask) for part in columns]  # C bytes
         # All loads before the first conversion.
         parts = []
         for offsets, group_offsets in _sums_of_step(weights, size):
             groups = (first + group_offsets) // weights.group
             is_group = None if deep is None else (first + group_offsets < end)[None, :]
-            at = [weights.scales.at[matrix, groups[None, :], part[:, None]] for part in columns]
+            at = [weights.scales.at[block.matrix, groups[None, :], part[:, None]] for part in columns]
             scales = [load_or_zero(own, combine_masks(is_group, real_column)) for own in at]  # C J
             parts.append((first + offsets, None if deep is None else first + offsets < end, scales))
         if is_packed(weights):
-            codes = [unpack_halves(own, weights.format, interpret=interpret) for own in stored]
+            codes = [unpack_halves(own, weights.format, interpret=block.interpret) for own in stored]
             codes = [[half.astype(jnp.float32) for half in own] for own in codes]
         else:
             codes = [[decode(own, mask, jnp.float32)] for own in stored]
@@ -223,7 +213,7 @@ def _sum_few_rows(
         return tuple(total + part for total, part in zip(totals, sums, strict=True))
 
     zeros, steps = jnp.zeros((columns[0].shape[0], num_sums), jnp.float32), pl.cdiv(inputs.length, size)
-    totals = (zeros,) * (rows.shape[0] * len(columns))
+    totals = (zeros,) * (block.rows.shape[0] * len(columns))
     if steps <= _UNROLLED_STEPS:
         totals = functools.reduce(lambda sums, index: step(index, sums), range(steps), totals)
     else:
