@@ -169,7 +169,7 @@ def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Pa
         return "--small: no result is written"
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    arguments = [re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]]  # without folders of this machine
+    arguments = [re.sub(r"[^\s=]*/", "", argument) for argument in sys.argv[1:]]  # without folders of this machine
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     file.write_text(json.dumps({"command": command, "machine": machine(), **more, "rows": rows}, indent=1) + "\n")
     return file
