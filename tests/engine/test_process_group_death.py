@@ -180,7 +180,7 @@ def test_strangers_change_nothing_and_one_flipped_word_in_one_followers_order_en
             assert "the group of 2 processes is complete and runs" in late.log()
         assert answer(leader, SHORT)["tokens"] == first["tokens"]
         assert leader.call("resident_bytes") < resident + (64 << 20)
-        leader.begin("generate", prompts=[PROMPT] * 6, params=LONG)
+        leader.begin("generate", prompts=[PROMPT] * 64, params=LONG)  # it must not end before the leader has compared
         text = assert_lost(leader, "process_mismatch", "ProcessMismatchError")
         assert "process 1 of 2 at" in text and "in steps 193 to 256" in text
         assert_all_exit([leader, follower], [3, 3])

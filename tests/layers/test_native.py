@@ -2,7 +2,6 @@
 size against float64 loops, batch-invariant rows, weights that are read in place, and the error on a machine without a
 compiler."""
 
-import ctypes
 import dataclasses
 import re
 import sys
@@ -32,11 +31,15 @@ from routed_experts.layers.native.ops import (
     native_router,
     native_variant,
 )
+from routed_experts.layers.native.toolchain import Bf16Gains
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
 from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock, replay_topk
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+HAS_TILES = "amx_bf16" in toolchain._processor()
+FIRST, SECOND = Bf16Gains(0.45, 2.5), Bf16Gains(1.7, 0.0)
 
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
@@ -93,47 +96,50 @@ def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
 
 
 @pytest.fixture
-def use_pairs():
-    """Switches products in pairs of bfloat16 off or on, and back afterwards."""
+def use_gains():
+    """Multiplies rows by weights of bfloat16 as if these gains had been measured, and as before afterwards."""
     library = toolchain.library()
-    yield lambda use: library.RexUsePairs(ctypes.c_bool(use))
+    yield lambda pairs, tiles: toolchain.use_bf16(library, Bf16Gains(pairs, tiles))
     file = toolchain.library_file(toolchain.compiler())
-    library.RexUsePairs(ctypes.c_bool(toolchain.pairs_gain(file, library.RexPairsGain) > 1.0))
+    toolchain.use_bf16(library, toolchain.bf16_gains(file, lambda: pytest.fail("the loaded library has none")))
 
 
-def test_experts_round_to_bfloat16_between_products_in_pairs_alone(use_pairs):
+def test_experts_round_to_bfloat16_between_products_in_pairs_and_in_tiles_alone(use_gains):
     call = random_call(7, (40, 4, 8, 64, 32))
     halves = {name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")}
     call = dataclasses.replace(call, **halves)
     expected = np.asarray(jnp.asarray(oracle(call), jnp.bfloat16))
 
-    def share_of_equal(use):
-        use_pairs(use)
+    def share_of_equal(pairs, tiles):
+        use_gains(pairs, tiles)
         got = np.asarray(EXPERTS(call))
         np.testing.assert_allclose(got.astype(np.float64), oracle(call), atol=BOUNDS[jnp.bfloat16])
         return np.mean(got == expected)
 
-    in_pairs, in_floats = share_of_equal(True), share_of_equal(False)
+    in_floats, in_pairs = share_of_equal(0.9, 0.8), share_of_equal(1.1, 1.05)
     assert in_floats > 0.99 > in_pairs
+    # without tiles, products are in floats
+    in_tiles = share_of_equal(0.9, 1.1)
+    assert in_tiles < 0.99 if HAS_TILES else in_tiles == in_floats
 
 
-def test_the_gain_of_pairs_is_measured_once_for_a_processor(tmp_path, monkeypatch):
-    gains = iter([0.45, 1.7])
+def test_the_gains_of_bfloat16_are_measured_once_for_a_processor(tmp_path, monkeypatch):
+    gains = iter([FIRST, SECOND])
     library, measure = tmp_path / "made.so", lambda: next(gains)
-    assert [toolchain.pairs_gain(library, measure) for _ in range(2)] == [0.45, 0.45]
+    assert [toolchain.bf16_gains(library, measure) for _ in range(2)] == [FIRST, FIRST]
     assert len(list(tmp_path.iterdir())) == 1
 
     def measured_second():
         """Another process keeps its figure while this one measures."""
         monkeypatch.setattr(toolchain, "_processor_name", lambda: "two at once")
-        assert toolchain.pairs_gain(library, measure) == 1.7
-        return 0.9
+        assert toolchain.bf16_gains(library, measure) == SECOND
+        return FIRST
 
     monkeypatch.setattr(toolchain, "_processor_name", lambda: "two at once")
-    assert toolchain.pairs_gain(library, measured_second) == 1.7
+    assert toolchain.bf16_gains(library, measured_second) == SECOND
     monkeypatch.setattr(toolchain, "_processor_name", lambda: "another")
     with pytest.raises(StopIteration):
-        toolchain.pairs_gain(library, measure)
+        toolchain.bf16_gains(library, measure)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

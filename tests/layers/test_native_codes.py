@@ -462,7 +462,7 @@ def test_a_run_whose_codes_do_not_fit_is_an_error(changes, message):
 
 
 GEMM_ALONE = """
-#include "gemm.h"
+#include "bf16_gemm.h"
 #define PRODUCT(name, Row)                                                                              \\
   extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, const Row* x,          \\
                        rex::Format format, const uint8_t* codes, const float* scales, float* out) {     \\

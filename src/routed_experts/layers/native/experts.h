@@ -194,8 +194,8 @@ void run_pieces(Team& team, Run run, const std::vector<Piece>& pieces, int64_t s
   });
 }
 
-// T: the dtype of the model, which weights have that are not codes. In bfloat16 rows and hidden values are rounded to that and multiplied as
-// pairs, where they fit.
+// T: the dtype of the model, which weights have that are not codes. In bfloat16 rows and hidden values are rounded to that where that is
+// faster and they fit.
 template <class X, class Stack, class Y, class T>
 bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
              Stack gate_up, Stack down, Y* y, ExpertBiases<T> biases) {
@@ -209,12 +209,12 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   auto run = [&](auto kind) {
     run_pieces(team, ExpertRun<decltype(kind), X, Stack, T>{s, x, gate_up, down, biases, order.data(), outputs, nullptr}, pieces, order.size());
   };
-  bool pairs = false;
+  bool rounded = false;
   if constexpr (std::is_same_v<T, bf16>) {
-    pairs = pairs_fit(s.hidden, s.width) && pairs_fit(s.width, s.hidden);
-    if (pairs) run(bf16{});
+    rounded = fits_bf16(gate_up, s.hidden, s.width) && fits_bf16(down, s.width, s.hidden);
+    if (rounded) run(bf16{});
   }
-  if (!pairs) run(float{});
+  if (!rounded) run(float{});
   each_block(team, s.tokens, kCombineRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) combine(s, n, slot_row.data(), ids, weights, valid[n], outputs, biases.down, y);
   });

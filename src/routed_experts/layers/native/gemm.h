@@ -515,19 +515,4 @@ inline void gemm(int64_t rows, const float* x, int64_t ldx, Codes w, int64_t ldw
   });
 }
 
-// Whether this processor multiplies pairs faster than floats. Set once, before the first product (pairs_gain.h).
-inline bool pairs_are_faster = true;
-
-// Whether rows are multiplied with a matrix of bfloat16, or of codes, as pairs: where no row or column is left over. The matrix alone decides: a row's sums
-// must not depend on how many rows there are, nor on which part of the columns is requested.
-inline bool pairs_fit(int64_t depth, int64_t cols) { return pairs_are_faster && depth % 2 == 0 && cols % kLanes == 0; }
-
-// The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
-inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
-}
-inline void gemm(int64_t rows, const bf16* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  w.with([&](auto own) { gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, own, ldw, depth / 2, cols, out, ldo, fresh); });
-}
-
 }  // namespace rex

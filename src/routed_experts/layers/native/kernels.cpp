@@ -7,7 +7,7 @@
 #include "host_expert_handlers.h"
 #include "linear.h"
 #include "qk_norm_rope.h"
-#include "pairs_gain.h"
+#include "bf16_gains.h"
 #include "router_handlers.h"
 #include "row_handlers.h"
 #include "layer_stack_handler.h"
@@ -130,8 +130,11 @@ ffi::Error run_select(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::B
 extern "C" int64_t RexScratchBytes() { return rex::LentScratch::bytes(); }
 
 // Called by toolchain.py when the library is loaded.
-extern "C" double RexPairsGain() { return rex::measure_pairs_gain(); }
-extern "C" void RexUsePairs(bool use) { rex::pairs_are_faster = use; }
+extern "C" void RexBf16Gains(double* pairs, double* tiles) {
+  const rex::Bf16Gains gains = rex::measure_bf16_gains();
+  *pairs = gains.pairs, *tiles = gains.tiles;
+}
+extern "C" void RexUseBf16(bool pairs, bool tiles) { rex::use_bf16(pairs, tiles); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
                               ffi::Ffi::Bind()

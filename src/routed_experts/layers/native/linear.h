@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "parallel.h"
-#include "gemm.h"
+#include "bf16_gemm.h"
 
 namespace rex {
 
@@ -49,7 +49,7 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
-// With weights of bfloat16, or codes, x is rounded to bfloat16 and multiplied as pairs, where they fit, unless it is to be `exact`.
+// With weights of bfloat16, or codes, x is rounded to bfloat16 where that is faster and they fit, unless it is to be `exact`.
 template <class X, class Matrix, class Out>
 void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, Matrix weights, Out* y, bool exact = false) {
   thread_local Scratch scratch;
@@ -63,7 +63,7 @@ void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, M
     });
   };
   if constexpr (std::is_same_v<Matrix, const bf16*> || std::is_same_v<Matrix, Codes>) {
-    if (!exact && pairs_fit(depth, cols)) return run(as_halves(team, scratch, x, rows, depth));
+    if (!exact && fits_bf16(weights, depth, cols)) return run(as_halves(team, scratch, x, rows, depth));
   }
   run(as_floats(scratch, x, rows * depth));
 }

@@ -4,7 +4,7 @@
 #pragma once
 #include <algorithm>
 
-#include "gemm.h"
+#include "bf16_gemm.h"
 #include "linear.h"
 #include "parallel.h"
 #include "vec.h"
@@ -78,7 +78,7 @@ void tied_piece(int64_t rows, const U* x, const W* w, int64_t depth, int64_t beg
   }
 }
 
-// As in `linear`: rows meet bfloat16 as pairs where pairs are faster and none is left over.
+// As in `linear`: rows meet bfloat16 as pairs where pairs are faster than floats and none is left over.
 template <class T>
 void tied_linear(Team& team, int64_t rows, int64_t depth, int64_t lines, const T* x, const T* w, float* y) {
   thread_local Scratch scratch;

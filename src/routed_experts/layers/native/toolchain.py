@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -72,8 +73,7 @@ def library() -> ctypes.CDLL:
     """The compiled library, made if it is not there. Raises OSError where it cannot be made or loaded."""
     file = _compiled_file(KERNELS)
     loaded = ctypes.CDLL(str(file))
-    loaded.RexPairsGain.restype = ctypes.c_double
-    loaded.RexUsePairs(ctypes.c_bool(pairs_gain(file, loaded.RexPairsGain) > 1.0))
+    use_bf16(loaded, bf16_gains(file, lambda: _measured_gains(loaded)))
     return loaded
 
 
@@ -84,18 +84,36 @@ def text_drafts_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(_compiled_file(TEXT_DRAFTS)))
 
 
-def pairs_gain(file: Path, measure: Callable[[], float]) -> float:
-    """What products in pairs of bfloat16 gain over products of floats on this processor. It is measured once and stored
-    beside the library `file` under the processor's name. All processes read what the first one stored, and so round
-    alike."""
-    gain_file = file.with_name(f"{file.stem}-{hashlib.sha256(_processor_name().encode()).hexdigest()[:8]}.pairs")
-    if not gain_file.exists():
+class Bf16Gains(NamedTuple):
+    """What products of rows that are rounded to bfloat16 gain over products of floats: in pairs of neighbours, and in
+    tiles (0 where there are none)."""
+
+    pairs: float
+    tiles: float
+
+
+def _measured_gains(loaded: ctypes.CDLL) -> Bf16Gains:
+    pairs, tiles = ctypes.c_double(), ctypes.c_double()
+    loaded.RexBf16Gains(ctypes.byref(pairs), ctypes.byref(tiles))
+    return Bf16Gains(pairs.value, tiles.value)
+
+
+def use_bf16(loaded: ctypes.CDLL, gains: Bf16Gains) -> None:
+    """Multiply rows by weights of bfloat16, and by codes, the way that gains most."""
+    loaded.RexUseBf16(ctypes.c_bool(gains.pairs > 1.0), ctypes.c_bool(gains.tiles > max(1.0, gains.pairs)))
+
+
+def bf16_gains(file: Path, measure: Callable[[], Bf16Gains]) -> Bf16Gains:
+    """The gains on this processor. They are measured once and stored beside the library `file` under the processor's
+    name. All processes read what the first one stored, and so round alike."""
+    gains_file = file.with_name(f"{file.stem}-{hashlib.sha256(_processor_name().encode()).hexdigest()[:8]}.gains")
+    if not gains_file.exists():
         with tempfile.NamedTemporaryFile("w", dir=file.parent) as fresh:
-            fresh.write(f"{measure():.3f}")
+            fresh.write(" ".join(f"{gain:.3f}" for gain in measure()))
             fresh.flush()
             with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(fresh.name, gain_file)
-    return float(gain_file.read_text())
+                os.link(fresh.name, gains_file)
+    return Bf16Gains(*map(float, gains_file.read_text().split()))
 
 
 def _compiled_file(source: Path) -> Path:

@@ -1,0 +1,309 @@
+// out[rows, cols] += x[rows, depth] * w[depth, cols], or = where `fresh`, in tiles (tiles.h), of rows of bfloat16 and a matrix of bfloat16 or
+// codes whose columns are whole tiles. x is copied to blocks of 32 columns, and w to tiles of 32 rows by 16 columns, decoded where it is
+// codes; where depth ends within a block, zeros fill it up.
+// Few rows walk w along its rows, and copy as much of it as one line of the cache holds. Many rows are multiplied with a panel of w
+// that stays in the second cache. Sums of a block are added to out in its order along depth, or to the sums of their group, in both: a row's
+// result is bitwise independent of the other rows of the call.
+// depth, ldx and steps of x count pairs.
+#pragma once
+#include <algorithm>
+
+#include "gemm.h"
+#include "tiles.h"
+
+namespace rex {
+
+constexpr int64_t kFewTileRows = 2 * kTileSide;
+constexpr int64_t kVectorRows = 2;
+constexpr int64_t kPanelBlocks = 16;   // a panel's depth
+constexpr int64_t kPanelTiles = 8;     // and width: 128 KiB
+constexpr int64_t kMostGroup = 512;    // inputs: what a panel is deep
+static_assert(kMostGroup == 2 * kTileSide * kPanelBlocks);
+
+// Whether a matrix is multiplied in tiles where the processor is faster with them: groups are whole blocks, and panels whole groups.
+inline bool groups_fit_tiles(const bf16*) { return true; }
+inline bool groups_fit_tiles(const Codes& w) { return w.group % (2 * kTileSide) == 0 && kMostGroup % w.group == 0; }
+
+// The tiles of this thread, while a product runs.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  ~Tiles() { release_tiles(); }
+  // For so many rows: one tile of them, or two.
+  void set_rows(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    configure_tiles(std::min(rows, kTileSide), std::max<int64_t>(rows - kTileSide, 0));
+  }
+
+ private:
+  int64_t rows_ = 0;
+};
+
+// [ceil(depth / 16), rows, 16] pairs.
+inline const pair* blocks_of(Scratch& scratch, int64_t rows, const pair* x, int64_t ldx, int64_t depth) {
+  const int64_t blocks = (depth + kTileSide - 1) / kTileSide, rest = depth % kTileSide;
+  pair* const to = scratch.take<pair>(blocks * rows * kTileSide);
+  if (rest != 0) std::memset(to + (blocks - 1) * rows * kTileSide, 0, rows * kTileSide * sizeof(pair));
+  block_rows(rows, x, ldx, depth, kTileSide, to);
+  return to;
+}
+
+// Calls body(c, vectors) for the columns, of which `vectors` begin at c: a line of the cache, or a tile where fewer are left.
+template <class W, class Body>
+[[gnu::always_inline]] inline void each_line(int64_t cols, const Body& body) {
+  constexpr int64_t kLine = 64 / sizeof(W);
+  int64_t c = 0;
+  for (; c + kLine <= cols; c += kLine) body(c, std::integral_constant<int, kLine / kLanes>{});
+  for (; c < cols; c += kTileSide) body(c, std::integral_constant<int, kTileSide / kLanes>{});
+}
+
+// `depth` lines of pairs of w and `cols` columns, to tiles [blocks, cols / 16]; memory `ahead` of it is prefetched.
+template <class W>
+void copy_panel(const W* w, int64_t ldw, int64_t depth, int64_t cols, int64_t ahead, pair* panel) {
+  constexpr int64_t kRows = kRowsOf<pair, W>;
+  for (int64_t d = 0; d < depth; d += kTileSide, w += kTileSide * kRows * ldw, panel += cols * kTileSide) {
+    const int64_t lines = std::min(kTileSide, depth - d);
+    each_line<W>(cols, [&](int64_t c, auto vectors) {
+      constexpr int kVectors = decltype(vectors)::value;
+      pair* const tiles = panel + c * kTileSide;
+      const W* from = w + c;
+      for (int64_t line = 0; line < lines; line++, from += kRows * ldw) {
+        for (int64_t row = 0; row < kRows; row++) prefetch<2>(from + row * ldw + ahead, kVectors * kLanes);
+        vu pairs[kVectors];
+        take<pair>(from, ldw, pairs);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) store(tiles + v * kLanes / kTileSide * kTileSize + line * kTileSide + v * kLanes % kTileSide, pairs[v]);
+      }
+      for (int64_t tile = 0; lines < kTileSide && tile < kVectors * kLanes / kTileSide; tile++)
+        std::memset(tiles + tile * kTileSize + lines * kTileSide, 0, (kTileSide - lines) * kTileSide * sizeof(pair));
+    });
+  }
+}
+
+// out[.., 16 * Across] += Down tiles of rows times `blocks` of w, or = where `fresh`. The tiles of a block of x are `x_step` apart from those
+// of the next one, those of w `w_step`.
+template <int Down, int Across>
+void add_tiles(int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out, int64_t ldo,
+               Prefetcher& prefetcher, int64_t prefetched) {
+  const int64_t step = ldo * sizeof(float);
+  float* const below = out + kTileSide * ldo;
+  if (fresh) {
+    tile_zero<0>();
+    if constexpr (Across == 2) tile_zero<1>();
+    if constexpr (Down == 2) tile_zero<2>();
+    if constexpr (Down == 2 && Across == 2) tile_zero<3>();
+  } else {
+    tile_load<0>(out, step);
+    if constexpr (Across == 2) tile_load<1>(out + kTileSide, step);
+    if constexpr (Down == 2) tile_load<2>(below, step);
+    if constexpr (Down == 2 && Across == 2) tile_load<3>(below + kTileSide, step);
+  }
+  for (int64_t b = 0; b < blocks; b++, x += x_step, w += w_step) {
+    for (int64_t i = 0; i < prefetched; i++) prefetcher.advance();
+    tile_load<4>(x, 64);
+    tile_load<6>(w, 64);
+    tile_dot<0, 4, 6>();
+    if constexpr (Across == 2) {
+      tile_load<7>(w + kTileSize, 64);
+      tile_dot<1, 4, 7>();
+    }
+    if constexpr (Down == 2) {
+      tile_load<5>(x + kTileSize, 64);
+      tile_dot<2, 5, 6>();
+    }
+    if constexpr (Down == 2 && Across == 2) tile_dot<3, 5, 7>();
+  }
+  tile_store<0>(out, step);
+  if constexpr (Across == 2) tile_store<1>(out + kTileSide, step);
+  if constexpr (Down == 2) tile_store<2>(below, step);
+  if constexpr (Down == 2 && Across == 2) tile_store<3>(below + kTileSide, step);
+}
+
+// The same group by group, whose sums are multiplied by their scales; `blocks` begin with a group.
+template <int Down, int Across>
+void add_groups(NoScales, int64_t, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out, int64_t ldo,
+                Prefetcher& prefetcher, int64_t prefetched) {
+  add_tiles<Down, Across>(blocks, x, x_step, w, w_step, fresh, out, ldo, prefetcher, prefetched);
+}
+template <int Down, int Across>
+void add_groups(const Scales& scales, int64_t rows, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out,
+                int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
+  alignas(64) float sums[2 * kTileSide * 2 * kTileSide];
+  constexpr int64_t kWidth = Across * kTileSide;
+  for (int64_t b = 0, count = 0; b < blocks; b += count) {
+    count = std::min(blocks - b, scales.group / kTileSide);
+    add_tiles<Down, Across>(count, x + b * x_step, x_step, w + b * w_step, w_step, true, sums, kWidth, prefetcher, prefetched);
+    for (int64_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int64_t c = 0; c < kWidth; c += kLanes) {
+        float* const to = out + r * ldo + c;
+        store(to, total(scales + c, b * kTileSide, 0, fresh, to, load(sums + r * kWidth + c)));
+      }
+  }
+}
+
+// Rows, at most two tiles of them, times tiles [blocks, cols / 16] of w.
+template <class ScalesOf>
+void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t cols,
+                    bool fresh, float* out, int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
+  tiles.set_rows(rows);
+  const int64_t w_step = cols / kTileSide * kTileSize;
+  for (int64_t c = 0; c < cols; c += 2 * kTileSide) {
+    auto add = [&](auto down, auto across) {
+      add_groups<decltype(down)::value, decltype(across)::value>(scales + c, rows, blocks, x, x_step, w + c / kTileSide * kTileSize, w_step, fresh, out + c,
+                                                                 ldo, prefetcher, prefetched);
+    };
+    constexpr std::integral_constant<int, 1> kOne;
+    constexpr std::integral_constant<int, 2> kTwo;
+    if (c + kTileSide == cols) rows > kTileSide ? add(kTwo, kOne) : add(kOne, kOne);
+    else rows > kTileSide ? add(kTwo, kTwo) : add(kOne, kTwo);
+  }
+}
+
+// Lines of pairs that few rows walk side by side: a group, or a block.
+inline int64_t stream_depth(NoScales) { return kTileSide; }
+inline int64_t stream_depth(const Scales& scales) { return scales.group; }
+
+// Calls body(d, deep, c, scales, vectors) for the columns and depth of what few rows walk.
+template <class Matrix, class Body>
+[[gnu::always_inline]] inline void each_stream(int64_t rows, Matrix w, int64_t ldw, int64_t depth, int64_t cols, const Body& body) {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
+  const int64_t part = stream_depth(scales_from<pair>(w, ldw, 0));
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, stream_columns_of(rows));
+    for (int64_t d = 0; d < depth; d += part)
+      each_line<W>(width, [&](int64_t i, auto vectors) { body(d, std::min(part, depth - d), c + i, scales_from<pair>(w + c + i, ldw, d), vectors); });
+  }
+}
+
+template <class Matrix>
+void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
+  thread_local Scratch scratch;
+  Tiles tiles;
+  Prefetcher none;
+  const int64_t step = kRowsOf<pair, W> * ldw;
+  pair* const copy = scratch.take<pair>((kMostGroup / 2 + kTileSide) * 64 / sizeof(W));
+  each_stream(rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
+    constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
+    copy_panel(numbers(w) + d * step + c, ldw, deep, kWidth, deep * step, copy);
+    multiply_tiles(tiles, scales, rows, (deep + kTileSide - 1) / kTileSide, x + d * rows, rows * kTileSide, copy, kWidth, false, out + c, ldo, none, 0);
+  });
+}
+
+// The first and the second numbers of lines of pairs, as floats.
+template <int Vectors, class W>
+[[gnu::always_inline]] inline void take_floats(const W* w, int64_t ldw, vf (&first)[Vectors], vf (&second)[Vectors]) {
+  if constexpr (std::is_same_v<W, bf16>) {
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) first[v] = load(w + v * kLanes), second[v] = load(w + ldw + v * kLanes);
+  } else {
+    vu pairs[Vectors];
+    take<pair>(w, ldw, pairs);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) first[v] = (vf)(pairs[v] << 16), second[v] = (vf)(pairs[v] & 0xffff0000u);
+  }
+}
+
+// A piece of few_rows_in_vectors.
+template <int Rows, int Vectors, class W, class ScalesOf>
+[[gnu::always_inline]] inline void add_vectors(const ScalesOf& scales, const pair* x, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
+  constexpr bool kHasScales = std::is_same_v<ScalesOf, Scales>;
+  constexpr int64_t kRows = kRowsOf<pair, W>;
+  const int64_t ahead = depth * kRows * ldw;
+  vf sums[Rows][Vectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) sums[r][v] = kHasScales ? vf{} : load(out + r * ldo + v * kLanes);
+  for (int64_t d = 0; d < depth; d += kTileSide, x += Rows * kTileSide) {
+    vf firsts[Rows][Vectors] = {}, seconds[Rows][Vectors] = {};
+    for (int64_t line = 0, lines = std::min(kTileSide, depth - d); line < lines; line++, w += kRows * ldw) {
+      for (int64_t row = 0; row < kRows; row++) prefetch<2>(w + row * ldw + ahead, Vectors * kLanes);
+      vf first[Vectors], second[Vectors];
+      take_floats(w, ldw, first, second);
+      for (int r = 0; r < Rows; r++) {
+        const vu both = vu{} + x[r * kTileSide + line].bits;
+        for (int v = 0; v < Vectors; v++) {
+          firsts[r][v] = add_products(firsts[r][v], (vf)(both << 16), first[v]);
+          seconds[r][v] = add_products(seconds[r][v], (vf)(both & 0xffff0000u), second[v]);
+        }
+      }
+    }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) sums[r][v] += firsts[r][v] + seconds[r][v];
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) {
+      float* const to = out + r * ldo + v * kLanes;
+      store(to, total(scales, 0, v, false, to, sums[r][v]));
+    }
+}
+
+// Rows so few that to copy w to tiles would take longer: vectors add the same products in the order of tiles.
+template <int Rows, class Matrix>
+void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  const int64_t step = kRowsOf<pair, std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>> * ldw;
+  each_stream(Rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
+    add_vectors<Rows, decltype(vectors)::value>(scales, x + d * Rows, numbers(w) + d * step + c, ldw, deep, out + c, ldo);
+  });
+}
+
+template <class Matrix>
+void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
+  thread_local Scratch scratch;
+  Tiles tiles;
+  constexpr int64_t kDepth = kPanelBlocks * kTileSide, kWidth = kPanelTiles * kTileSide;
+  pair* const panel = scratch.take<pair>(kPanelBlocks * kPanelTiles * kTileSize);
+  const int64_t step = kRowsOf<pair, W> * ldw, stops = (rows + kFewTileRows - 1) / kFewTileRows * (kPanelTiles / 2);
+  const int64_t prefetched = (2 * kTileSide + stops - 1) / stops;
+  for (int64_t d = 0; d < depth; d += kDepth) {
+    const int64_t deep = std::min(kDepth, depth - d), blocks = (deep + kTileSide - 1) / kTileSide;
+    const W* const from = numbers(w) + d * step;
+    for (int64_t c = 0, width = 0; c < cols; c += width) {
+      width = std::min(kWidth, cols - c);
+      copy_panel(from + c, ldw, deep, width, kPackAhead * ldw, panel);
+      const int64_t next = c + width;
+      Prefetcher prefetcher;
+      if (next < cols) {
+        const int64_t bytes = std::min(kWidth, cols - next) * sizeof(W);
+        prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<pair, W>, bytes};
+      }
+      const auto scales = scales_from<pair>(w + c, ldw, d);
+      for (int64_t r = 0; r < rows; r += kFewTileRows) {
+        multiply_tiles(tiles, scales, std::min(kFewTileRows, rows - r), blocks, x + d * rows + r * kTileSide, rows * kTileSide, panel, width,
+                       fresh && d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);
+      }
+    }
+  }
+}
+
+// Takes subnormal numbers for 0, as tiles do, while a product runs.
+class FlushSubnormal {
+ public:
+#if defined(__SSE__)
+  FlushSubnormal() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormal() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+  FlushSubnormal() {}
+#endif
+};
+
+template <class Matrix>
+void tile_gemm(int64_t rows, const pair* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  thread_local Scratch scratch;
+  const pair* const blocks = blocks_of(scratch, rows, x, ldx, depth);
+  const FlushSubnormal flush;
+  if (rows > kFewTileRows) return many_rows_in_tiles(rows, blocks, w, ldw, depth, cols, out, ldo, fresh);
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + cols, 0.0f);
+  static_assert(kVectorRows == 2);
+  if (rows == 1) return few_rows_in_vectors<1>(blocks, w, ldw, depth, cols, out, ldo);
+  if (rows == 2) return few_rows_in_vectors<2>(blocks, w, ldw, depth, cols, out, ldo);
+  few_rows_in_tiles(rows, blocks, w, ldw, depth, cols, out, ldo);
+}
+
+}  // namespace rex

@@ -1,0 +1,138 @@
+"""Products in tiles of bfloat16 (native/tiles.h): against loops in float64, with bits that do not depend on the other
+rows nor on the way of a number of rows. Tiles are emulated on every processor; one that has them gives those bits."""
+
+import ctypes
+import platform
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_native_batch_invariance import bits
+from layers.test_native_codes import FORMATS, ROUNDING, coded, looped
+from routed_experts.layers.native import toolchain
+
+SOURCE = """
+#include "bf16_gemm.h"
+using namespace rex;
+extern "C" bool start() {
+  tiles_are_faster = true, pairs_are_faster = false;
+  return request_tiles();
+}
+extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, const bf16* w, float* out, bool fresh) {
+  if (!fits_bf16(w, depth, cols)) return false;
+  gemm(rows, x, depth, w, cols, depth, cols, out, cols, fresh);
+  return true;
+}
+extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, const bf16* x,
+                      Format format, const uint8_t* codes, const float* scales, float* out, bool fresh) {
+  const Codes w{format, codes, scales, group};
+  if (!fits_bf16(w, depth, cols)) return false;
+  gemm(rows, x, depth, w, cols, depth, cols, out, cols, fresh);
+  return true;
+}
+"""
+HAS_TILES = "amx_bf16" in toolchain._processor()
+BUILDS = {"emulated": ("-DREX_EMULATED_TILES",), "emulated, short vectors": ("-DREX_EMULATED_TILES", "-mno-avx512f")}
+COUNTS = 1, 2, 3, 17, 32, 33  # one row and two in vectors; one tile of rows and two; panels
+SHAPES = [
+    (96, 48),
+    (1090, 144),
+    (34, 16),
+]  # depth, columns: whole blocks; panels and what is left over; a part of a block
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Libraries by build; "processor" where this one has tiles."""
+    folder, made = tmp_path_factory.mktemp("tiles"), {}
+    (folder / "tiles.cpp").write_text(SOURCE)
+    builds = BUILDS | ({"processor": ()} if HAS_TILES else {})
+    if platform.machine() != "x86_64":
+        del builds["emulated, short vectors"]
+    for build, flags in builds.items():
+        command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *flags]
+        file = folder / f"{len(made)}.so"
+        command += [f"-I{toolchain.HERE}", str(folder / "tiles.cpp"), "-o", str(file)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        made[build] = ctypes.CDLL(str(file))
+        made[build].start.restype = made[build].plain.restype = made[build].coded.restype = ctypes.c_bool
+        assert made[build].start()
+    return made
+
+
+def multiply(library, rows, x, weight, before=None):
+    """The product of the first rows, added to `before` if there is one; None where the matrix does not fit tiles."""
+    cols = weight.shape[-1]
+    out = np.full((rows, cols), np.nan, np.float32) if before is None else before[:rows].copy()
+    tail = (ctypes.c_void_p(out.ctypes.data), ctypes.c_bool(before is None))
+    sizes = (ctypes.c_int64(size) for size in (rows, x.shape[1], cols))
+    if isinstance(weight, np.ndarray):
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (x, weight))
+        fits = library.plain(*sizes, *pointers, *tail)
+    else:
+        codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (codes, scales))
+        form = ctypes.c_int(FORMATS.index(weight.format))
+        fits = library.coded(
+            *sizes, ctypes.c_int64(weight.group), ctypes.c_void_p(x.ctypes.data), form, *pointers, *tail
+        )
+    return out if fits else None
+
+
+def assert_products_are_alike(libraries, x, weight, expected, bound):
+    before = np.random.default_rng(4).standard_normal((len(x), weight.shape[-1])).astype(np.float32)
+    for start in (None, before):
+        products = {build: multiply(library, len(x), x, weight, start) for build, library in libraries.items()}
+        first = products["emulated"]
+        added = 0.0 if start is None else start
+        assert np.all(np.abs(first - (expected + added)) <= bound + 2.0**-22 * np.abs(added))
+        for build, library in libraries.items():
+            np.testing.assert_array_equal(bits(products[build]), bits(first), err_msg=build)
+            for rows in COUNTS:
+                np.testing.assert_array_equal(
+                    bits(multiply(library, rows, x, weight, start)), bits(first)[:rows], err_msg=f"{build}, {rows} rows"
+                )
+
+
+@pytest.mark.parametrize(("depth", "cols"), SHAPES)
+def test_products_of_bfloat16_do_not_depend_on_the_way_of_a_number_of_rows(libraries, depth, cols):
+    rng = np.random.default_rng(depth)
+    x = rng.standard_normal((70, depth)).astype(jnp.bfloat16)
+    weight = rng.standard_normal((depth, cols)).astype(jnp.bfloat16)
+    wide, matrix = x.astype(np.float64), weight.astype(np.float64)
+    assert_products_are_alike(libraries, x, weight, wide @ matrix, depth * 2.0**-24 * (np.abs(wide) @ np.abs(matrix)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("group", "depth", "cols"), [(32, 96, 48), (128, 1090, 144), (512, 1090, 16), (64, 34, 16)])
+def test_products_of_codes_do_not_depend_on_the_way_of_a_number_of_rows(libraries, form, group, depth, cols):
+    rng = np.random.default_rng(depth + group)
+    weight = coded(rng, 1, depth, cols, group, form=form)
+    x = rng.standard_normal((70, depth)).astype(jnp.bfloat16)
+    expected, size = looped(x.astype(np.float64), weight, 0)
+    assert_products_are_alike(libraries, x, weight, expected, ROUNDING["float32"] * size)
+
+
+def test_subnormal_numbers_and_sums_are_zero_in_every_way(libraries):
+    """Of x, of the matrix, of products and of sums; each row and column has its own size."""
+    rng, sizes = np.random.default_rng(5), 2.0 ** np.arange(-130.0, -60.0)
+    x = (rng.standard_normal((70, 96)) * sizes[:, None]).astype(jnp.bfloat16)
+    weight = (rng.standard_normal((96, 48)) * 2.0 ** rng.integers(-132, 0, (96, 48))).astype(jnp.bfloat16)
+    flushed = [
+        np.where(np.abs(array.astype(np.float64)) < 2.0**-126, 0, array.astype(np.float64)) for array in (x, weight)
+    ]
+    assert any(np.any(array != flush) for array, flush in zip((x, weight), flushed, strict=True))
+    bound = 96 * (2.0**-126 + 2.0**-24 * (np.abs(flushed[0]) @ np.abs(flushed[1])))
+    assert_products_are_alike(libraries, x, weight, flushed[0] @ flushed[1], bound)
+
+
+def test_a_matrix_whose_groups_or_columns_are_no_whole_tiles_takes_another_way(libraries):
+    rng = np.random.default_rng(6)
+    x = np.zeros((1, 1056), jnp.bfloat16)
+    for library in libraries.values():
+        for group in (16, 48, 96, 1024):
+            assert multiply(library, 1, x, coded(rng, 1, 1056, 64, group)) is None
+        assert multiply(library, 1, x, np.zeros((1056, 40), jnp.bfloat16)) is None
+        assert multiply(library, 1, x[:, :33].copy(), np.zeros((33, 64), jnp.bfloat16)) is None
