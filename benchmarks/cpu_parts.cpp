@@ -74,7 +74,23 @@ double best_seconds(int threads, int rounds, const Body& body) {
 
 }  // namespace rex
 
-// Operations a second of `threads` that multiply and add in registers, 12 chains each: of float32, or of bfloat16 as pairs of neighbours.
+// Operations a second of `threads` that multiply and add in tiles, 4 sums each; 0 where the processor or the system has none.
+extern "C" double rex_tile_rate(int threads, int rounds) {
+  double rate = 0;
+  if constexpr (rex::kHasTiles) {
+    if (!rex::request_tiles()) return 0;
+    constexpr int64_t kTurns = 1'000'000;
+    const double seconds = rex::best_seconds(threads, rounds, [&](int) {
+      rex::Tiles tiles;
+      tiles.set_rows(2 * rex::kTileSide);
+      for (int64_t i = 0; i < kTurns; i++) rex::tile_dot<0, 4, 6>(), rex::tile_dot<1, 4, 7>(), rex::tile_dot<2, 5, 6>(), rex::tile_dot<3, 5, 7>();
+    });
+    rate = 2.0 * threads * kTurns * 4 * rex::kTileSize * 2 * rex::kTileSide / seconds;
+  }
+  return rate;
+}
+
+// The same in registers, 12 chains each: of float32, or of bfloat16 as pairs of neighbours.
 extern "C" double rex_multiply_rate(int threads, int rounds, bool pairs) {
   constexpr int64_t kTurns = 20'000'000 / 12;
   constexpr int kChains = 12;

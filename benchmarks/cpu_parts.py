@@ -10,8 +10,8 @@ the host, without overlap; `overlapped` is a decode step with overlap.
 
 A part's floor is the longer of two times: its bytes (weights that are read, of the chosen experts only; keys and
 values) over this machine's memory bandwidth, and its operations over the rate at which the cores multiply and add in
-registers, in float32 or, with weights of bfloat16, in pairs of bfloat16. Both rates are measured first, beside a
-float32 product of NumPy. Data in the caches can be read faster than the floor.
+registers, in float32 or, with weights of bfloat16, the fastest way: in floats, in pairs of bfloat16, or in tiles. All
+rates are measured first, beside a float32 product of NumPy. Data in the caches can be read faster than the floor.
 
 Columns: `norms` is the rest of the layers' kernel; `programs` the rest between dispatch and read-back (packing,
 starting two programs, embedding, angles, gathering); `host` all other Python; `sum / step` the sum of the parts'
@@ -61,6 +61,8 @@ def clocked_library(*, optimized: bool) -> ctypes.CDLL:
         ctypes.c_double,
     )
     library.rex_multiply_rate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_bool)
+    library.rex_tile_rate.argtypes, library.rex_tile_rate.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_double
+    toolchain.use_bf16(library, toolchain.measured_bf16_gains(library))
     toolchain.library = lambda: library
     return library
 
@@ -225,15 +227,14 @@ def main() -> None:
     threads = os.cpu_count() or 1
     probes = 1 if args.small else 20
     rates = {"read": library.rex_read_rate(1 << 29, threads, min(6, probes))}
-    rates |= {
-        dtype: library.rex_multiply_rate(threads, probes, dtype == "bfloat16") for dtype in ("float32", "bfloat16")
-    }
+    ways = {way: library.rex_multiply_rate(threads, probes, way == "pairs") for way in ("floats", "pairs")}
+    ways["tiles"] = library.rex_tile_rate(threads, probes)
+    rates |= {"float32": ways["floats"], "bfloat16": max(ways.values())}
     probe = {
         "read GB/s": rates["read"] / 1e9,
-        "float32 Gop/s": rates["float32"] / 1e9,
-        "of them, NumPy's product": product_rate() / 1e9,
+        **{f"{way} Gop/s": rate / 1e9 for way, rate in ways.items()},
+        "NumPy's product of floats, Gop/s": product_rate() / 1e9,
     }
-    probe["bfloat16 Gop/s"] = rates["bfloat16"] / 1e9
     print(probe)
     seconds = np.ctypeslib.as_array(library.rex_part_seconds(), (len(PARTS),))
     table: list[dict[str, object]] = []

@@ -16,21 +16,25 @@ from routed_experts.layers.native import toolchain
 SOURCE = """
 #include "bf16_gemm.h"
 using namespace rex;
+template <class Matrix>
+bool multiply(int64_t rows, int64_t depth, int64_t cols, const bf16* x, Matrix w, float* out, bool fresh) {
+  if (!fits_bf16(w, depth, cols)) return false;
+  Scratch scratch;
+  const Rows<bf16> blocks{scratch.take<bf16>(rows * Rows<bf16>::step_of(depth, true)), rows, depth, true};
+  for (int64_t row = 0; row < rows; row++) blocks.set(row, x + row * depth);
+  gemm(blocks, w, cols, cols, out, cols, fresh);
+  return true;
+}
 extern "C" bool start() {
   tiles_are_faster = true, pairs_are_faster = false;
   return request_tiles();
 }
 extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, const bf16* w, float* out, bool fresh) {
-  if (!fits_bf16(w, depth, cols)) return false;
-  gemm(rows, x, depth, w, cols, depth, cols, out, cols, fresh);
-  return true;
+  return multiply(rows, depth, cols, x, w, out, fresh);
 }
 extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, const bf16* x,
                       Format format, const uint8_t* codes, const float* scales, float* out, bool fresh) {
-  const Codes w{format, codes, scales, group};
-  if (!fits_bf16(w, depth, cols)) return false;
-  gemm(rows, x, depth, w, cols, depth, cols, out, cols, fresh);
-  return true;
+  return multiply(rows, depth, cols, x, Codes{format, codes, scales, group}, out, fresh);
 }
 """
 HAS_TILES = "amx_bf16" in toolchain._processor()

@@ -17,22 +17,22 @@ struct Bf16Gains {
 inline void use_bf16(bool pairs, bool tiles) { pairs_are_faster = pairs, tiles_are_faster = tiles && request_tiles(); }
 
 // Times of a product of floats over those of the same product in pairs and in tiles, one thread, with a matrix that stays in the cache. Takes
-// some milliseconds. To be called before `use_bf16`.
+// some milliseconds.
 inline Bf16Gains measure_bf16_gains() {
   constexpr int64_t rows = 64, depth = 256, cols = 256, rounds = 15;
   enum Way { kFloats, kPairs, kTiles, kWays };
   std::vector<float> x(rows * depth, 1.0f), out(rows * (cols + kPad));
-  std::vector<bf16> halves(rows * depth), w(depth * cols);
-  convert(x.data(), halves.data(), rows * depth);
+  std::vector<bf16> rounded(rows * depth), w(depth * cols);
   convert(x.data(), w.data(), std::min(rows, cols) * depth);
   double best[kWays] = {1e9, 1e9, 1e9};
   const bool has_tiles = kHasTiles && request_tiles();
   for (int64_t round = 0; round < rounds; round++) {
     for (int way = kFloats; way < (has_tiles ? kWays : kTiles); way++) {
-      use_bf16(true, way == kTiles);
+      const Rows<bf16> halves{rounded.data(), rows, depth, way == kTiles};
+      for (int64_t row = 0; row < rows; row++) halves.set(row, x.data() + row * depth);
       const auto start = std::chrono::steady_clock::now();
       if (way == kFloats) gemm(rows, x.data(), depth, w.data(), cols, depth, cols, out.data(), cols + kPad, true);
-      else gemm(rows, halves.data(), depth, w.data(), cols, depth, cols, out.data(), cols + kPad, true);
+      else gemm(halves, w.data(), cols, cols, out.data(), cols + kPad, true);
       best[way] = std::min(best[way], std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }
   }

@@ -20,21 +20,63 @@ inline bool fits_bf16(const Matrix& w, int64_t depth, int64_t cols) {
   return (pairs_are_faster || fits_tiles(w)) && depth % 2 == 0 && cols % std::max<int64_t>(kLanes, fits_tiles(w) ? kTileSide : 0) == 0;
 }
 
-// With such a matrix, or whole vectors of its columns; `ldx` is even.
-inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  const pair* const pairs = reinterpret_cast<const pair*>(x);
-  if constexpr (kHasTiles) {
-    if (fits_tiles(w)) return tile_gemm(rows, pairs, ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
+// Rows that are multiplied, [count, width]: one after another, or of bfloat16 in the blocks that tiles read.
+template <class R>
+struct Rows {
+  R* data;
+  int64_t count, width;
+  bool in_blocks;
+
+  static int64_t step_of(int64_t width, bool in_blocks) { return in_blocks ? (width + kBlock - 1) / kBlock * kBlock : width; }
+  int64_t step() const { return step_of(width, in_blocks); }
+  operator Rows<const R>() const { return {data, count, width, in_blocks}; }
+  // The rows from one on, that a group begins with.
+  Rows from(int64_t row, int64_t rows) const { return {data + row * step(), rows, width, in_blocks}; }
+
+  // Calls body(c, end, to) for columns that have neighbouring addresses.
+  template <class Body>
+  void each_run(int64_t row, int64_t begin, int64_t end, const Body& body) const {
+    if (!in_blocks) return body(begin, end, data + row * width + begin);
+    const int64_t group = row / kGroupRows * kGroupRows, height = std::min(kGroupRows, count - group);
+    for (int64_t c = begin, last = 0; c < end; c = last) {
+      last = std::min(end, (c / kBlock + 1) * kBlock);
+      body(c, last, data + group * step() + (c / kBlock * height + row - group) * kBlock + c % kBlock);
+    }
   }
-  gemm_whole_vectors(rows, pairs, ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
+  template <class X>
+  void set(int64_t row, const X* x) const {
+    each_run(row, 0, width, [&](int64_t c, int64_t end, R* to) { convert(x + c, to, end - c); });
+    fill_up(row);
+  }
+  // Zeros behind the last column of a row.
+  void fill_up(int64_t row) const {
+    if (step() != width) Rows{data, count, step(), true}.each_run(row, width, step(), [](int64_t c, int64_t end, R* to) { std::fill(to, to + (end - c), R{}); });
+  }
+
+ private:
+  static constexpr int64_t kBlock = 2 * kTileSide;
+};
+
+// out[count, cols] += x times w, or = where `fresh`.
+template <class Matrix>
+void gemm(const Rows<const float>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  gemm(x.count, x.data, x.width, w, ldw, x.width, cols, out, ldo, fresh);
 }
-inline void gemm(int64_t rows, const bf16* x, int64_t ldx, Codes w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  const pair* const pairs = reinterpret_cast<const pair*>(x);
+// Of a matrix that fits, or whole vectors of its columns; in blocks where it fits tiles.
+inline void gemm(const Rows<const bf16>& x, const bf16* w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  const pair* const pairs = reinterpret_cast<const pair*>(x.data);
+  if constexpr (kHasTiles) {
+    if (x.in_blocks) return tile_gemm(x.count, pairs, w, ldw, x.width / 2, cols, out, ldo, fresh);
+  }
+  gemm_whole_vectors(x.count, pairs, x.width / 2, w, ldw, x.width / 2, cols, out, ldo, fresh);
+}
+inline void gemm(const Rows<const bf16>& x, Codes w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  const pair* const pairs = reinterpret_cast<const pair*>(x.data);
   w.with([&](auto own) {
     if constexpr (kHasTiles) {
-      if (fits_tiles(w)) return tile_gemm(rows, pairs, ldx / 2, own, ldw, depth / 2, cols, out, ldo, fresh);
+      if (x.in_blocks) return tile_gemm(x.count, pairs, own, ldw, x.width / 2, cols, out, ldo, fresh);
     }
-    gemm_whole_vectors(rows, pairs, ldx / 2, own, ldw, depth / 2, cols, out, ldo, fresh);
+    gemm_whole_vectors(x.count, pairs, x.width / 2, own, ldw, x.width / 2, cols, out, ldo, fresh);
   });
 }
 

@@ -96,30 +96,43 @@ struct ExpertRun {
   ExpertBiases<T> biases;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
-  R* hidden;       // [slots, F]; where experts are run in parts
+  R* hidden;       // [slots, hidden_step]; where experts are run in parts
 
-  const R* rows(const Piece& piece) const {
+  static bool in_blocks(const Stack& stack) {
+    if constexpr (std::is_same_v<R, bf16>) return fits_tiles(stack);
+    return false;
+  }
+  int64_t hidden_step() const { return Rows<R>::step_of(s.width, in_blocks(down)); }
+  Rows<R> hidden_rows(const Piece& piece, R* first) const { return {first, piece.end - piece.begin, s.width, in_blocks(down)}; }
+
+  Rows<const R> gathered(const Piece& piece) const {
     thread_local Scratch scratch;
-    R* gathered = scratch.take<R>((piece.end - piece.begin) * s.hidden);
-    for (int64_t i = piece.begin; i < piece.end; i++)
-      convert(x + order[i] / s.top_k * s.hidden, gathered + (i - piece.begin) * s.hidden, s.hidden);
-    return gathered;
+    const int64_t count = piece.end - piece.begin;
+    const Rows<R> rows{scratch.take<R>(count * Rows<R>::step_of(s.hidden, in_blocks(gate_up))), count, s.hidden, in_blocks(gate_up)};
+    for (int64_t i = 0; i < count; i++) rows.set(i, x + order[piece.begin + i] / s.top_k * s.hidden);
+    return rows;
   }
 
-  // Hidden values of a row from columns begin.. of its two products.
-  void activate(const Piece& piece, const float* gates, const float* ups, int64_t begin, int64_t count, R* to) const {
-    const T* bias = biases.gate_up == nullptr ? nullptr : biases.gate_up + (s.first + piece.expert) * 2 * s.width + begin;
-    gate(s.activation, gates, ups, bias, bias == nullptr ? nullptr : bias + s.width, count, to);
+  // Hidden values of columns begin..end-1 from rows of both products of these columns.
+  void activate(const Piece& piece, const float* gates, const float* ups, int64_t step, int64_t begin, int64_t end, const Rows<R>& to) const {
+    const T* bias = biases.gate_up == nullptr ? nullptr : biases.gate_up + (s.first + piece.expert) * 2 * s.width;
+    for (int64_t i = 0; i < to.count; i++, gates += step, ups += step) {
+      to.each_run(i, begin, end, [&](int64_t c, int64_t last, R* values) {
+        const T* own = bias == nullptr ? nullptr : bias + c;
+        gate(s.activation, gates + c - begin, ups + c - begin, own, own == nullptr ? nullptr : own + s.width, last - c, values);
+      });
+      if (end == s.width) to.fill_up(i);
+    }
   }
 
   // A whole expert: its hidden values stay in cache.
   void run_whole(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
-    R* inner = hidden_scratch.take<R>(count * s.width);
+    const Rows<R> inner = hidden_rows(piece, hidden_scratch.take<R>(count * hidden_step()));
     float* both = both_scratch.floats(count * step);
-    gemm(count, rows(piece), s.hidden, matrix_of(gate_up, s.first + piece.expert, s.hidden, wide), wide, s.hidden, wide, both, step, true);
-    for (int64_t i = 0; i < count; i++) activate(piece, both + i * step, both + i * step + s.width, 0, s.width, inner + i * s.width);
+    gemm(gathered(piece), matrix_of(gate_up, s.first + piece.expert, s.hidden, wide), wide, wide, both, step, true);
+    activate(piece, both, both + s.width, step, 0, s.width, inner);
     down_part(piece, inner, 0, s.hidden);
   }
 
@@ -128,20 +141,18 @@ struct ExpertRun {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
-    const R* from = rows(piece);
+    const Rows<const R> from = gathered(piece);
     const Stack weights = matrix_of(gate_up, s.first + piece.expert, s.hidden, wide) + begin;
-    gemm(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
-    gemm(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
-    for (int64_t i = 0; i < count; i++)
-      activate(piece, both + i * step, both + i * step + part, begin, part, hidden + (piece.begin + i) * s.width + begin);
+    gemm(from, weights, wide, part, both, step, true);
+    gemm(from, weights + s.width, wide, part, both + part, step, true);
+    activate(piece, both, both + part, step, begin, end, hidden_rows(piece, hidden + piece.begin * hidden_step()));
   }
 
   // Columns begin..end of the expert's output.
-  void down_part(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
-    const int64_t count = piece.end - piece.begin;
+  void down_part(const Piece& piece, const Rows<const R>& inner, int64_t begin, int64_t end) const {
     float* out = outputs + piece.begin * s.out_step() + begin;
     const Stack weights = matrix_of(down, s.first + piece.expert, s.width, s.hidden) + begin;
-    gemm(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step(), true);
+    gemm(inner, weights, s.hidden, end - begin, out, s.out_step(), true);
   }
 };
 
@@ -182,7 +193,7 @@ void run_pieces(Team& team, Run run, const std::vector<Piece>& pieces, int64_t s
   const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size());
   if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.run_whole(pieces[i]); });
   using R = std::remove_pointer_t<decltype(run.hidden)>;
-  run.hidden = scratch.take<R>(slots * run.s.width);
+  run.hidden = scratch.take<R>(slots * run.hidden_step());
   const int64_t items = pieces.size() * parts;
   team.each(items, [&](int64_t i) {
     run.gate_up_part(pieces[i / parts], part_start(run.s.width, i % parts, parts), part_start(run.s.width, i % parts + 1, parts));
@@ -190,7 +201,7 @@ void run_pieces(Team& team, Run run, const std::vector<Piece>& pieces, int64_t s
   team.each(items, [&](int64_t i) {
     const Piece& piece = pieces[i / parts];
     const int64_t begin = part_start(run.s.hidden, i % parts, parts), end = part_start(run.s.hidden, i % parts + 1, parts);
-    run.down_part(piece, run.hidden + piece.begin * run.s.width, begin, end);
+    run.down_part(piece, run.hidden_rows(piece, run.hidden + piece.begin * run.hidden_step()), begin, end);
   });
 }
 

@@ -8,7 +8,8 @@
 
 namespace rex {
 
-constexpr int64_t kHalvedRows = 64;
+constexpr int64_t kRoundedRows = 64;
+static_assert(kRoundedRows % kGroupRows == 0);
 constexpr int64_t kLinearRows = 512;  // of a piece at most
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
@@ -26,28 +27,35 @@ inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
   return wide;
 }
 
-// Rows as bfloat16: rounded by all cores where they are wider.
+// Rows as bfloat16, which all cores round or put in blocks; in place where that is not needed.
 template <class T>
-inline const bf16* as_halves(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width) {
-  if constexpr (std::is_same_v<T, bf16>) return x;
-  bf16* narrow = scratch.take<bf16>(rows * width);
-  each_block(team, rows, kHalvedRows, [&](int64_t begin, int64_t end) { convert(x + begin * width, narrow + begin * width, (end - begin) * width); });
-  return narrow;
+inline Rows<const bf16> as_bf16(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width, bool in_blocks) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (!in_blocks) return {x, rows, width, false};
+  }
+  const Rows<bf16> to{scratch.take<bf16>(rows * Rows<bf16>::step_of(width, in_blocks)), rows, width, in_blocks};
+  each_block(team, rows, kRoundedRows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) to.set(row, x + row * width);
+  });
+  return {to.data, rows, width, in_blocks};
 }
 
 // Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not push one
 // another out of the cache.
-template <class From, class Matrix, class Out>
-void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, Matrix weights, Out* y) {
+template <class R, class Matrix, class Out>
+void linear_piece(const Rows<R>& x, int64_t width, int64_t cols, Matrix weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (height > kStreamRows) return gemm(height, x, depth, weights, cols, depth, width, y, cols, true);
+    if (x.count > kStreamRows) return gemm(x, weights, cols, width, y, cols, true);
   }
   const int64_t step = width + kPad;
-  float* out = scratch.floats(height * step);
-  gemm(height, x, depth, weights, cols, depth, width, out, step, true);
-  for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
+  float* out = scratch.floats(x.count * step);
+  gemm(x, weights, cols, width, out, step, true);
+  for (int64_t i = 0; i < x.count; i++) convert(out + i * step, y + i * cols, width);
 }
+
+// The row that a part begins with: whole groups, as blocks have them.
+inline int64_t first_row(int64_t rows, int64_t part, int64_t parts) { return part == parts ? rows : rows * part / parts / kGroupRows * kGroupRows; }
 
 // With weights of bfloat16, or codes, x is rounded to bfloat16 where that is faster and they fit, unless it is to be `exact`.
 template <class X, class Matrix, class Out>
@@ -55,17 +63,16 @@ void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, M
   thread_local Scratch scratch;
   const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
-  auto run = [&](const auto* from) {
+  auto run = [&](const auto& from) {
     team.each(across * down, [&](int64_t item) {
-      const int64_t c = item % across * most, r = rows * (item / across) / down, end = rows * (item / across + 1) / down;
-      const int64_t width = std::min(most, cols - c);
-      linear_piece(end - r, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
+      const int64_t c = item % across * most, r = first_row(rows, item / across, down), end = first_row(rows, item / across + 1, down);
+      linear_piece(from.from(r, end - r), std::min(most, cols - c), cols, weights + c, y + r * cols + c);
     });
   };
   if constexpr (std::is_same_v<Matrix, const bf16*> || std::is_same_v<Matrix, Codes>) {
-    if (!exact && fits_bf16(weights, depth, cols)) return run(as_halves(team, scratch, x, rows, depth));
+    if (!exact && fits_bf16(weights, depth, cols)) return run(as_bf16(team, scratch, x, rows, depth, fits_tiles(weights)));
   }
-  run(as_floats(scratch, x, rows * depth));
+  run(Rows<const float>{as_floats(scratch, x, rows * depth), rows, depth, false});
 }
 
 }  // namespace rex

@@ -1,10 +1,12 @@
 // out[rows, cols] += x[rows, depth] * w[depth, cols], or = where `fresh`, in tiles (tiles.h), of rows of bfloat16 and a matrix of bfloat16 or
-// codes whose columns are whole tiles. x is copied to blocks of 32 columns, and w to tiles of 32 rows by 16 columns, decoded where it is
-// codes; where depth ends within a block, zeros fill it up.
+// codes whose columns are whole tiles.
+// Rows come in blocks of 32 columns: groups of 32 rows, of a group its blocks, of a block its rows. w is copied to tiles of 32 rows by 16
+// columns, decoded where it is codes: pairs of columns of tiles, of a pair its blocks, of a block its tiles. Where depth ends within a block, zeros
+// fill it up.
 // Few rows walk w along its rows, and copy as much of it as one line of the cache holds. Many rows are multiplied with a panel of w
-// that stays in the second cache. Sums of a block are added to out in its order along depth, or to the sums of their group, in both: a row's
-// result is bitwise independent of the other rows of the call.
-// depth, ldx and steps of x count pairs.
+// that stays in the second cache. Sums of a block are added to out in its order along depth, or to the sums of their group of inputs, in
+// both: a row's result is bitwise independent of the other rows of the call.
+// depth and steps of x count pairs.
 #pragma once
 #include <algorithm>
 
@@ -13,7 +15,7 @@
 
 namespace rex {
 
-constexpr int64_t kFewTileRows = 2 * kTileSide;
+constexpr int64_t kGroupRows = 2 * kTileSide, kPairColumns = 2 * kTileSide;
 constexpr int64_t kVectorRows = 2;
 constexpr int64_t kPanelBlocks = 16;   // a panel's depth
 constexpr int64_t kPanelTiles = 8;     // and width: 128 KiB
@@ -41,15 +43,6 @@ class Tiles {
   int64_t rows_ = 0;
 };
 
-// [ceil(depth / 16), rows, 16] pairs.
-inline const pair* blocks_of(Scratch& scratch, int64_t rows, const pair* x, int64_t ldx, int64_t depth) {
-  const int64_t blocks = (depth + kTileSide - 1) / kTileSide, rest = depth % kTileSide;
-  pair* const to = scratch.take<pair>(blocks * rows * kTileSide);
-  if (rest != 0) std::memset(to + (blocks - 1) * rows * kTileSide, 0, rows * kTileSide * sizeof(pair));
-  block_rows(rows, x, ldx, depth, kTileSide, to);
-  return to;
-}
-
 // Calls body(c, vectors) for the columns, of which `vectors` begin at c: a line of the cache, or a tile where fewer are left.
 template <class W, class Body>
 [[gnu::always_inline]] inline void each_line(int64_t cols, const Body& body) {
@@ -59,34 +52,38 @@ template <class W, class Body>
   for (; c < cols; c += kTileSide) body(c, std::integral_constant<int, kTileSide / kLanes>{});
 }
 
-// `depth` lines of pairs of w and `cols` columns, to tiles [blocks, cols / 16]; memory `ahead` of it is prefetched.
+// `depth` lines of pairs of w and `cols` columns, to tiles; memory `ahead` of it is prefetched.
 template <class W>
 void copy_panel(const W* w, int64_t ldw, int64_t depth, int64_t cols, int64_t ahead, pair* panel) {
   constexpr int64_t kRows = kRowsOf<pair, W>;
-  for (int64_t d = 0; d < depth; d += kTileSide, w += kTileSide * kRows * ldw, panel += cols * kTileSide) {
-    const int64_t lines = std::min(kTileSide, depth - d);
+  const int64_t blocks = (depth + kTileSide - 1) / kTileSide;
+  for (int64_t b = 0; b < blocks; b++, w += kTileSide * kRows * ldw) {
+    const int64_t lines = std::min(kTileSide, depth - b * kTileSide);
+    auto tile_at = [&](int64_t c) {
+      const int64_t first = c / kPairColumns * kPairColumns, across = std::min(kPairColumns, cols - first);
+      return panel + (first * blocks + b * across + c - first) * kTileSide;
+    };
     each_line<W>(cols, [&](int64_t c, auto vectors) {
       constexpr int kVectors = decltype(vectors)::value;
-      pair* const tiles = panel + c * kTileSide;
+      pair* to[kVectors];
+      for (int v = 0; v < kVectors; v++) to[v] = tile_at(c + v * kLanes / kTileSide * kTileSide) + v * kLanes % kTileSide;
       const W* from = w + c;
       for (int64_t line = 0; line < lines; line++, from += kRows * ldw) {
         for (int64_t row = 0; row < kRows; row++) prefetch<2>(from + row * ldw + ahead, kVectors * kLanes);
         vu pairs[kVectors];
         take<pair>(from, ldw, pairs);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) store(tiles + v * kLanes / kTileSide * kTileSize + line * kTileSide + v * kLanes % kTileSide, pairs[v]);
+        for (int v = 0; v < kVectors; v++) store(to[v] + line * kTileSide, pairs[v]);
       }
-      for (int64_t tile = 0; lines < kTileSide && tile < kVectors * kLanes / kTileSide; tile++)
-        std::memset(tiles + tile * kTileSize + lines * kTileSide, 0, (kTileSide - lines) * kTileSide * sizeof(pair));
+      for (int64_t line = lines; line < kTileSide; line++)
+        for (int v = 0; v < kVectors; v++) store(to[v] + line * kTileSide, vu{});
     });
   }
 }
 
-// out[.., 16 * Across] += Down tiles of rows times `blocks` of w, or = where `fresh`. The tiles of a block of x are `x_step` apart from those
-// of the next one, those of w `w_step`.
+// out[.., 16 * Across] += Down tiles of rows times `blocks` of w, or = where `fresh`; `x_step`: to the next block.
 template <int Down, int Across>
-void add_tiles(int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out, int64_t ldo,
-               Prefetcher& prefetcher, int64_t prefetched) {
+void add_tiles(int64_t blocks, const pair* x, int64_t x_step, const pair* w, bool fresh, float* out, int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
   const int64_t step = ldo * sizeof(float);
   float* const below = out + kTileSide * ldo;
   if (fresh) {
@@ -100,7 +97,7 @@ void add_tiles(int64_t blocks, const pair* x, int64_t x_step, const pair* w, int
     if constexpr (Down == 2) tile_load<2>(below, step);
     if constexpr (Down == 2 && Across == 2) tile_load<3>(below + kTileSide, step);
   }
-  for (int64_t b = 0; b < blocks; b++, x += x_step, w += w_step) {
+  for (int64_t b = 0; b < blocks; b++, x += x_step, w += Across * kTileSize) {
     for (int64_t i = 0; i < prefetched; i++) prefetcher.advance();
     tile_load<4>(x, 64);
     tile_load<6>(w, 64);
@@ -121,20 +118,21 @@ void add_tiles(int64_t blocks, const pair* x, int64_t x_step, const pair* w, int
   if constexpr (Down == 2 && Across == 2) tile_store<3>(below + kTileSide, step);
 }
 
-// The same group by group, whose sums are multiplied by their scales; `blocks` begin with a group.
+// The same group of inputs by group, whose sums are multiplied by their scales; `blocks` begin with a group.
 template <int Down, int Across>
-void add_groups(NoScales, int64_t, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out, int64_t ldo,
-                Prefetcher& prefetcher, int64_t prefetched) {
-  add_tiles<Down, Across>(blocks, x, x_step, w, w_step, fresh, out, ldo, prefetcher, prefetched);
+void add_groups(NoScales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo, Prefetcher& prefetcher,
+                int64_t prefetched) {
+  add_tiles<Down, Across>(blocks, x, rows * kTileSide, w, fresh, out, ldo, prefetcher, prefetched);
 }
 template <int Down, int Across>
-void add_groups(const Scales& scales, int64_t rows, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t w_step, bool fresh, float* out,
-                int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
-  alignas(64) float sums[2 * kTileSide * 2 * kTileSide];
+void add_groups(const Scales& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo,
+                Prefetcher& prefetcher, int64_t prefetched) {
+  alignas(64) float sums[kGroupRows * kPairColumns];
   constexpr int64_t kWidth = Across * kTileSide;
+  const int64_t x_step = rows * kTileSide;
   for (int64_t b = 0, count = 0; b < blocks; b += count) {
     count = std::min(blocks - b, scales.group / kTileSide);
-    add_tiles<Down, Across>(count, x + b * x_step, x_step, w + b * w_step, w_step, true, sums, kWidth, prefetcher, prefetched);
+    add_tiles<Down, Across>(count, x + b * x_step, x_step, w + b * Across * kTileSize, true, sums, kWidth, prefetcher, prefetched);
     for (int64_t r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int64_t c = 0; c < kWidth; c += kLanes) {
@@ -144,16 +142,14 @@ void add_groups(const Scales& scales, int64_t rows, int64_t blocks, const pair* 
   }
 }
 
-// Rows, at most two tiles of them, times tiles [blocks, cols / 16] of w.
+// A group of rows times tiles of `blocks` of w; x: the first of these blocks.
 template <class ScalesOf>
-void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t blocks, const pair* x, int64_t x_step, const pair* w, int64_t cols,
-                    bool fresh, float* out, int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
+void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, int64_t cols, bool fresh, float* out,
+                    int64_t ldo, Prefetcher& prefetcher, int64_t prefetched) {
   tiles.set_rows(rows);
-  const int64_t w_step = cols / kTileSide * kTileSize;
-  for (int64_t c = 0; c < cols; c += 2 * kTileSide) {
+  for (int64_t c = 0; c < cols; c += kPairColumns) {
     auto add = [&](auto down, auto across) {
-      add_groups<decltype(down)::value, decltype(across)::value>(scales + c, rows, blocks, x, x_step, w + c / kTileSide * kTileSize, w_step, fresh, out + c,
-                                                                 ldo, prefetcher, prefetched);
+      add_groups<decltype(down)::value, decltype(across)::value>(scales + c, rows, blocks, x, w + c * blocks * kTileSide, fresh, out + c, ldo, prefetcher, prefetched);
     };
     constexpr std::integral_constant<int, 1> kOne;
     constexpr std::integral_constant<int, 2> kTwo;
@@ -162,15 +158,16 @@ void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t 
   }
 }
 
-// Lines of pairs that few rows walk side by side: a group, or a block.
-inline int64_t stream_depth(NoScales) { return kTileSide; }
-inline int64_t stream_depth(const Scales& scales) { return scales.group; }
+// Lines of pairs that few rows walk side by side: a group of inputs; or a block, and the more rows, the more of them, as their sums are loaded
+// and stored for each walk.
+inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 8 : rows > kTileSide / 2 ? 2 : 1); }
+inline int64_t stream_depth(const Scales& scales, int64_t) { return scales.group; }
 
 // Calls body(d, deep, c, scales, vectors) for the columns and depth of what few rows walk.
 template <class Matrix, class Body>
 [[gnu::always_inline]] inline void each_stream(int64_t rows, Matrix w, int64_t ldw, int64_t depth, int64_t cols, const Body& body) {
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
-  const int64_t part = stream_depth(scales_from<pair>(w, ldw, 0));
+  const int64_t part = stream_depth(scales_from<pair>(w, ldw, 0), rows);
   for (int64_t c = 0, width = 0; c < cols; c += width) {
     width = std::min(cols - c, stream_columns_of(rows));
     for (int64_t d = 0; d < depth; d += part)
@@ -189,7 +186,7 @@ void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64
   each_stream(rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
     constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
     copy_panel(numbers(w) + d * step + c, ldw, deep, kWidth, deep * step, copy);
-    multiply_tiles(tiles, scales, rows, (deep + kTileSide - 1) / kTileSide, x + d * rows, rows * kTileSide, copy, kWidth, false, out + c, ldo, none, 0);
+    multiply_tiles(tiles, scales, rows, (deep + kTileSide - 1) / kTileSide, x + d * rows, copy, kWidth, false, out + c, ldo, none, 0);
   });
 }
 
@@ -254,9 +251,10 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
   thread_local Scratch scratch;
   Tiles tiles;
+  const int64_t row_pairs = (depth + kTileSide - 1) / kTileSide * kTileSide;
   constexpr int64_t kDepth = kPanelBlocks * kTileSide, kWidth = kPanelTiles * kTileSide;
   pair* const panel = scratch.take<pair>(kPanelBlocks * kPanelTiles * kTileSize);
-  const int64_t step = kRowsOf<pair, W> * ldw, stops = (rows + kFewTileRows - 1) / kFewTileRows * (kPanelTiles / 2);
+  const int64_t step = kRowsOf<pair, W> * ldw, stops = (rows + kGroupRows - 1) / kGroupRows * (kPanelTiles / 2);
   const int64_t prefetched = (2 * kTileSide + stops - 1) / stops;
   for (int64_t d = 0; d < depth; d += kDepth) {
     const int64_t deep = std::min(kDepth, depth - d), blocks = (deep + kTileSide - 1) / kTileSide;
@@ -271,9 +269,9 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
         prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<pair, W>, bytes};
       }
       const auto scales = scales_from<pair>(w + c, ldw, d);
-      for (int64_t r = 0; r < rows; r += kFewTileRows) {
-        multiply_tiles(tiles, scales, std::min(kFewTileRows, rows - r), blocks, x + d * rows + r * kTileSide, rows * kTileSide, panel, width,
-                       fresh && d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);
+      for (int64_t r = 0; r < rows; r += kGroupRows) {
+        const int64_t count = std::min(kGroupRows, rows - r);
+        multiply_tiles(tiles, scales, count, blocks, x + r * row_pairs + d * count, panel, width, fresh && d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);
       }
     }
   }
@@ -294,16 +292,14 @@ class FlushSubnormal {
 };
 
 template <class Matrix>
-void tile_gemm(int64_t rows, const pair* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  thread_local Scratch scratch;
-  const pair* const blocks = blocks_of(scratch, rows, x, ldx, depth);
+void tile_gemm(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
   const FlushSubnormal flush;
-  if (rows > kFewTileRows) return many_rows_in_tiles(rows, blocks, w, ldw, depth, cols, out, ldo, fresh);
+  if (rows > kGroupRows) return many_rows_in_tiles(rows, x, w, ldw, depth, cols, out, ldo, fresh);
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + cols, 0.0f);
   static_assert(kVectorRows == 2);
-  if (rows == 1) return few_rows_in_vectors<1>(blocks, w, ldw, depth, cols, out, ldo);
-  if (rows == 2) return few_rows_in_vectors<2>(blocks, w, ldw, depth, cols, out, ldo);
-  few_rows_in_tiles(rows, blocks, w, ldw, depth, cols, out, ldo);
+  if (rows == 1) return few_rows_in_vectors<1>(x, w, ldw, depth, cols, out, ldo);
+  if (rows == 2) return few_rows_in_vectors<2>(x, w, ldw, depth, cols, out, ldo);
+  few_rows_in_tiles(rows, x, w, ldw, depth, cols, out, ldo);
 }
 
 }  // namespace rex

@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL:
     """The compiled library, made if it is not there. Raises OSError where it cannot be made or loaded."""
     file = _compiled_file(KERNELS)
     loaded = ctypes.CDLL(str(file))
-    use_bf16(loaded, bf16_gains(file, lambda: _measured_gains(loaded)))
+    use_bf16(loaded, bf16_gains(file, lambda: measured_bf16_gains(loaded)))
     return loaded
 
 
@@ -92,7 +92,8 @@ class Bf16Gains(NamedTuple):
     tiles: float
 
 
-def _measured_gains(loaded: ctypes.CDLL) -> Bf16Gains:
+def measured_bf16_gains(loaded: ctypes.CDLL) -> Bf16Gains:
+    """Measure the gains, for some milliseconds; before `use_bf16`."""
     pairs, tiles = ctypes.c_double(), ctypes.c_double()
     loaded.RexBf16Gains(ctypes.byref(pairs), ctypes.byref(tiles))
     return Bf16Gains(pairs.value, tiles.value)
