@@ -2,19 +2,22 @@
 rows nor on the way of a number of rows. Tiles are emulated on every processor; one that has them gives those bits."""
 
 import ctypes
+import itertools
 import platform
 import subprocess
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.test_native_batch_invariance import bits
+from layers.test_moe import silu
+from layers.test_native_batch_invariance import bits, rounded
 from layers.test_native_codes import FORMATS, ROUNDING, coded, looped
 from routed_experts.layers.native import toolchain
 
 SOURCE = """
-#include "bf16_gemm.h"
+#include "experts.h"
 using namespace rex;
 template <class Matrix>
 bool multiply(int64_t rows, int64_t depth, int64_t cols, const bf16* x, Matrix w, float* out, bool fresh) {
@@ -37,6 +40,22 @@ extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, 
   return multiply(rows, depth, cols, x, Codes{format, codes, scales, group}, out, fresh);
 }
 """
+EXPERT = """
+extern "C" void expert(int64_t rows, int64_t depth, int64_t width, int64_t parts, const float* x, const bf16* gate_up,
+                       const bf16* down, const int32_t* order, float* outputs) {
+  const ExpertShape shape{rows, 1, depth, width, 1, 0};
+  ExpertRun<bf16, float, const bf16*, bf16> run{shape, x, gate_up, down, {}, order, outputs, nullptr};
+  std::vector<bf16> hidden(rows * run.hidden_step());
+  run.hidden = hidden.data();
+  const Piece piece{0, 0, rows};
+  if (parts == 1) return run.run_whole(piece);
+  for (int64_t i = 0; i < parts; i++)
+    run.gate_up_part(piece, part_start(width, i, parts), part_start(width, i + 1, parts));
+  const Rows<const bf16> rounded = run.hidden_rows(piece, run.hidden);
+  for (int64_t i = 0; i < parts; i++)
+    run.down_part(piece, rounded, part_start(depth, i, parts), part_start(depth, i + 1, parts));
+}
+"""
 HAS_TILES = "amx_bf16" in toolchain._processor()
 BUILDS = {"emulated": ("-DREX_EMULATED_TILES",), "emulated, short vectors": ("-DREX_EMULATED_TILES", "-mno-avx512f")}
 COUNTS = 1, 2, 3, 17, 32, 33  # one row and two in vectors; one tile of rows and two; panels
@@ -51,15 +70,18 @@ SHAPES = [
 def libraries(tmp_path_factory):
     """Libraries by build; "processor" where this one has tiles."""
     folder, made = tmp_path_factory.mktemp("tiles"), {}
-    (folder / "tiles.cpp").write_text(SOURCE)
+    (folder / "tiles.cpp").write_text(SOURCE + EXPERT)
     builds = BUILDS | ({"processor": ()} if HAS_TILES else {})
     if platform.machine() != "x86_64":
         del builds["emulated, short vectors"]
     for build, flags in builds.items():
         command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *flags]
         file = folder / f"{len(made)}.so"
-        command += [f"-I{toolchain.HERE}", str(folder / "tiles.cpp"), "-o", str(file)]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        command += [f"-I{toolchain.HERE}", f"-I{jax.ffi.include_dir()}", str(folder / "tiles.cpp"), "-o", str(file)]
+        made[build] = file, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for build, (file, compiler) in list(made.items()):
+        errors = compiler.communicate(timeout=300)[1]
+        assert compiler.returncode == 0, errors
         made[build] = ctypes.CDLL(str(file))
         made[build].start.restype = made[build].plain.restype = made[build].coded.restype = ctypes.c_bool
         assert made[build].start()
@@ -140,3 +162,26 @@ def test_a_matrix_whose_groups_or_columns_are_no_whole_tiles_takes_another_way(l
             assert multiply(library, 1, x, coded(rng, 1, 1056, 64, group)) is None
         assert multiply(library, 1, x, np.zeros((1056, 40), jnp.bfloat16)) is None
         assert multiply(library, 1, x[:, :33].copy(), np.zeros((33, 64), jnp.bfloat16)) is None
+
+
+@pytest.mark.parametrize("width", [64, 208])  # hidden values: whole blocks; half of one is left over
+def test_an_expert_in_tiles_is_its_products_and_the_same_in_parts(libraries, width):
+    """Rows in another order; hidden values are rounded to bfloat16 once."""
+    rng, rows, depth = np.random.default_rng(7), 45, 144
+    x = rng.standard_normal((rows, depth)).astype(np.float32)
+    gate_up = (rng.standard_normal((depth, 2 * width)) / 8).astype(jnp.bfloat16)
+    down = (rng.standard_normal((width, depth)) / 8).astype(jnp.bfloat16)
+    order = rng.permutation(rows).astype(np.int32)
+    gate, up = np.split(rounded(x[order]) @ gate_up.astype(np.float64), 2, axis=1)
+    expected = rounded(silu(gate) * up) @ down.astype(np.float64)
+    outputs = {}
+    for (build, library), parts in itertools.product(libraries.items(), (1, 3)):
+        pad = 8 if "short" in build else 16  # numbers of a vector
+        out = np.full((rows, depth + pad), np.nan, np.float32)
+        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, gate_up, down, order, out))
+        library.expert(*(ctypes.c_int64(size) for size in (rows, depth, width, parts)), *arrays)
+        outputs[build, parts] = out[:, :depth]
+        np.testing.assert_array_equal(bits(outputs[build, parts]), bits(outputs[build, 1]))
+    for out in outputs.values():
+        assert np.mean(np.abs(out - expected)) < 1e-3 * np.mean(np.abs(expected))
+        np.testing.assert_array_less(np.abs(out - expected), 0.02)

@@ -166,9 +166,9 @@ inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces,
   return std::clamp<int64_t>((16 * threads + pieces - 1) / pieces, 1, most);
 }
 
-// Column `part` of `parts` begins here; whole vectors.
+// Column `part` of `parts` begins here: whole tiles, and whole vectors.
 inline int64_t part_start(int64_t cols, int64_t part, int64_t parts) {
-  return part == parts ? cols : cols * part / parts / kLanes * kLanes;
+  return part == parts ? cols : cols * part / parts / kTileSide * kTileSide;
 }
 
 template <class T, class Y>

@@ -20,6 +20,7 @@
 namespace rex {
 
 constexpr int64_t kTileSide = 16;  // rows, floats of a row, and pairs of a row
+static_assert(kTileSide % kLanes == 0);
 constexpr int64_t kTileSize = kTileSide * kTileSide;
 
 #if defined(REX_EMULATED_TILES)
