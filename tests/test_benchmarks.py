@@ -12,6 +12,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in file.read_text())
 SMALLEST = {
+    "bf16_ways": ["--small"],
     "capture": ["--small"],
     "cluster_host_time": [
         "--batch",

@@ -16,7 +16,8 @@
 namespace rex {
 
 constexpr int64_t kGroupRows = 2 * kTileSide, kPairColumns = 2 * kTileSide;
-constexpr int64_t kVectorRows = 2;
+constexpr int64_t kVectorRows = 2, kVectorLines = 8, kVectorColumns = 2048;
+static_assert(kTileSide % kVectorLines == 0);
 constexpr int64_t kPanelBlocks = 16;   // a panel's depth
 constexpr int64_t kPanelTiles = 8;     // and width: 128 KiB
 constexpr int64_t kMostGroup = 512;    // inputs: what a panel is deep
@@ -52,7 +53,7 @@ template <class W, class Body>
   for (; c < cols; c += kTileSide) body(c, std::integral_constant<int, kTileSide / kLanes>{});
 }
 
-// `depth` lines of pairs of w and `cols` columns, to tiles; memory `ahead` of it is prefetched.
+// `depth` lines of pairs of w and `cols` columns, to tiles; memory `ahead` of it is prefetched, unless that is 0.
 template <class W>
 void copy_panel(const W* w, int64_t ldw, int64_t depth, int64_t cols, int64_t ahead, pair* panel) {
   constexpr int64_t kRows = kRowsOf<pair, W>;
@@ -69,7 +70,7 @@ void copy_panel(const W* w, int64_t ldw, int64_t depth, int64_t cols, int64_t ah
       for (int v = 0; v < kVectors; v++) to[v] = tile_at(c + v * kLanes / kTileSide * kTileSide) + v * kLanes % kTileSide;
       const W* from = w + c;
       for (int64_t line = 0; line < lines; line++, from += kRows * ldw) {
-        for (int64_t row = 0; row < kRows; row++) prefetch<2>(from + row * ldw + ahead, kVectors * kLanes);
+        for (int64_t row = 0; ahead != 0 && row < kRows; row++) prefetch<2>(from + row * ldw + ahead, kVectors * kLanes);
         vu pairs[kVectors];
         take<pair>(from, ldw, pairs);
 #pragma GCC unroll 4
@@ -160,7 +161,7 @@ void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t 
 
 // Lines of pairs that few rows walk side by side: a group of inputs; or a block, and the more rows, the more of them, as their sums are loaded
 // and stored for each walk.
-inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 8 : rows > kTileSide / 2 ? 2 : 1); }
+inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 4 : rows > kTileSide / 2 ? 2 : 1); }
 inline int64_t stream_depth(const Scales& scales, int64_t) { return scales.group; }
 
 // Calls body(d, deep, c, scales, vectors) for the columns and depth of what few rows walk.
@@ -185,7 +186,7 @@ void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64
   pair* const copy = scratch.take<pair>((kMostGroup / 2 + kTileSide) * 64 / sizeof(W));
   each_stream(rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
     constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
-    copy_panel(numbers(w) + d * step + c, ldw, deep, kWidth, deep * step, copy);
+    copy_panel(numbers(w) + d * step + c, ldw, deep, kWidth, d + deep < depth ? deep * step : 0, copy);
     multiply_tiles(tiles, scales, rows, (deep + kTileSide - 1) / kTileSide, x + d * rows, copy, kWidth, false, out + c, ldo, none, 0);
   });
 }
@@ -204,46 +205,80 @@ template <int Vectors, class W>
   }
 }
 
-// A piece of few_rows_in_vectors.
+// Where lines stand in their block and in their group of inputs.
+struct Place {
+  bool begins_block, ends_block, begins_group, ends_group;
+};
+
+// Adds lines of pairs of w, times Rows rows of x, to the two sums of a block; at its end these to out, or to the sums of the group.
 template <int Rows, int Vectors, class W, class ScalesOf>
-[[gnu::always_inline]] inline void add_vectors(const ScalesOf& scales, const pair* x, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
-  constexpr bool kHasScales = std::is_same_v<ScalesOf, Scales>;
+[[gnu::always_inline]] inline void add_vectors(const ScalesOf& scales, const Place& place, const pair* x, const W* w, int64_t ldw, int64_t lines,
+                                               bool prefetches, float* block, float* sums, int64_t step, float* out, int64_t ldo) {
   constexpr int64_t kRows = kRowsOf<pair, W>;
-  const int64_t ahead = depth * kRows * ldw;
-  vf sums[Rows][Vectors];
+  vf first[Rows][Vectors], second[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) sums[r][v] = kHasScales ? vf{} : load(out + r * ldo + v * kLanes);
-  for (int64_t d = 0; d < depth; d += kTileSide, x += Rows * kTileSide) {
-    vf firsts[Rows][Vectors] = {}, seconds[Rows][Vectors] = {};
-    for (int64_t line = 0, lines = std::min(kTileSide, depth - d); line < lines; line++, w += kRows * ldw) {
-      for (int64_t row = 0; row < kRows; row++) prefetch<2>(w + row * ldw + ahead, Vectors * kLanes);
-      vf first[Vectors], second[Vectors];
-      take_floats(w, ldw, first, second);
-      for (int r = 0; r < Rows; r++) {
-        const vu both = vu{} + x[r * kTileSide + line].bits;
-        for (int v = 0; v < Vectors; v++) {
-          firsts[r][v] = add_products(firsts[r][v], (vf)(both << 16), first[v]);
-          seconds[r][v] = add_products(seconds[r][v], (vf)(both & 0xffff0000u), second[v]);
-        }
+    for (int v = 0; v < Vectors; v++) {
+      const float* from = block + 2 * r * step + v * kLanes;
+      first[r][v] = place.begins_block ? vf{} : load(from), second[r][v] = place.begins_block ? vf{} : load(from + step);
+    }
+  for (int64_t row = 0; prefetches && row < kVectorLines * kRows; row++) prefetch<2>(w + (kVectorLines * kRows + row) * ldw, Vectors * kLanes);
+  auto add = [&](int64_t line) {
+    vf firsts[Vectors], seconds[Vectors];
+    take_floats(w + line * kRows * ldw, ldw, firsts, seconds);
+    for (int r = 0; r < Rows; r++) {
+      const vu both = vu{} + x[r * kTileSide + line].bits;
+      for (int v = 0; v < Vectors; v++) {
+        first[r][v] = add_products(first[r][v], (vf)(both << 16), firsts[v]);
+        second[r][v] = add_products(second[r][v], (vf)(both & 0xffff0000u), seconds[v]);
       }
     }
-    for (int r = 0; r < Rows; r++)
-      for (int v = 0; v < Vectors; v++) sums[r][v] += firsts[r][v] + seconds[r][v];
+  };
+  if (lines == kVectorLines) {
+#pragma GCC unroll 8
+    for (int64_t line = 0; line < kVectorLines; line++) add(line);
+  } else {
+    for (int64_t line = 0; line < lines; line++) add(line);
   }
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) {
-      float* const to = out + r * ldo + v * kLanes;
-      store(to, total(scales, 0, v, false, to, sums[r][v]));
+      float *const part = block + 2 * r * step + v * kLanes, *const to = out + r * ldo + v * kLanes, *const sum = sums + r * step + v * kLanes;
+      if (!place.ends_block) {
+        store(part, first[r][v]), store(part + step, second[r][v]);
+        continue;
+      }
+      const vf whole = first[r][v] + second[r][v];
+      if constexpr (std::is_same_v<ScalesOf, NoScales>) {
+        store(to, load(to) + whole);
+      } else {
+        const vf grown = (place.begins_group ? vf{} : load(sum)) + whole;
+        if (place.ends_group) store(to, total(scales, 0, v, false, to, grown));
+        else store(sum, grown);
+      }
     }
 }
 
-// Rows so few that to copy w to tiles would take longer: vectors add the same products in the order of tiles.
+// Rows so few that to copy w to tiles would take longer: vectors add the same products in the order of tiles. Some lines are walked side by side.
 template <int Rows, class Matrix>
 void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
-  const int64_t step = kRowsOf<pair, std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>> * ldw;
-  each_stream(Rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
-    add_vectors<Rows, decltype(vectors)::value>(scales, x + d * Rows, numbers(w) + d * step + c, ldw, deep, out + c, ldo);
-  });
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
+  thread_local Scratch scratch;
+  const int64_t group = stream_depth(scales_from<pair>(w, ldw, 0), Rows), most = std::min(cols, kVectorColumns);
+  float* const block = scratch.floats(3 * Rows * most);
+  float* const sums = block + 2 * Rows * most;
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, kVectorColumns);
+    for (int64_t d = 0, end = 0; d < depth; d = end) {
+      end = std::min(depth, d + kVectorLines);
+      const int64_t begin = d / kTileSide * kTileSide;  // of the block
+      const bool is_last = end == depth;
+      const Place place{d == begin, is_last || end % kTileSide == 0, begin % group == 0, is_last || end % group == 0};
+      const W* const from = numbers(w) + d * kRowsOf<pair, W> * ldw + c;
+      each_line<W>(width, [&](int64_t i, auto vectors) {
+        add_vectors<Rows, decltype(vectors)::value>(scales_from<pair>(w + c + i, ldw, d), place, x + begin * Rows + d - begin, from + i, ldw, end - d, !is_last,
+                                                    block + i, sums + i, most, out + c + i, ldo);
+      });
+    }
+  }
 }
 
 template <class Matrix>
