@@ -17,20 +17,29 @@ MOST_SHARED = 1.1  # the same for the change of all shapes: load changes slowly,
 
 @dataclasses.dataclass(slots=True)
 class _Curve:
-    """Seconds by real tokens of one shape, before the table's scale. `followed_at`: the last step that it followed."""
+    """Seconds by real tokens of one shape, before the table's scale: lists, as each step looks up one point of a few.
+    `followed_at`: the last step that it followed."""
 
-    tokens: Float64[np.ndarray, " X"]
-    seconds: Float64[np.ndarray, " X"]
+    tokens: list[float]
+    seconds: list[float]
     followed_at: int
+
+    def at(self, num_tokens: float) -> float:
+        """Interpolate as `np.interp` does."""
+        above = bisect.bisect_left(self.tokens, num_tokens)
+        if above == 0 or above == len(self.tokens):
+            return self.seconds[min(above, len(self.seconds) - 1)]
+        (x0, x1), (y0, y1) = self.tokens[above - 1 : above + 1], self.seconds[above - 1 : above + 1]
+        return y0 + (y1 - y0) / (x1 - x0) * (num_tokens - x0)
 
     def multiply(self, num_tokens: int, factor: float) -> None:
         """Multiply the two points around num_tokens by up to `factor`, the nearer one by more."""
-        above = int(np.searchsorted(self.tokens, num_tokens))
-        if above == 0 or above == self.tokens.size:
-            self.seconds[min(above, self.tokens.size - 1)] *= factor
+        above = bisect.bisect_left(self.tokens, num_tokens)
+        if above == 0 or above == len(self.tokens):
+            self.seconds[min(above, len(self.tokens) - 1)] *= factor
             return
         below = above - 1
-        share = float((num_tokens - self.tokens[below]) / (self.tokens[above] - self.tokens[below]))
+        share = (num_tokens - self.tokens[below]) / (self.tokens[above] - self.tokens[below])
         self.seconds[below] *= factor ** (1 - share)
         self.seconds[above] *= factor**share
 
@@ -54,9 +63,9 @@ class CostTable:
             raise ValueError(f"a step of {num_tokens} tokens took {seconds} s; expected positive seconds")
         curves = self._curves.get(bucket, {})
         curve = curves.get(padded_tokens)
-        points = {} if curve is None else dict(zip(curve.tokens.tolist(), curve.seconds.tolist(), strict=True))
+        points = {} if curve is None else dict(zip(curve.tokens, curve.seconds, strict=True))
         points = dict(sorted({**points, float(num_tokens): seconds / self._scale}.items()))
-        curve = _Curve(np.array(list(points)), np.array(list(points.values())), self._num_followed)
+        curve = _Curve(list(points), list(points.values()), self._num_followed)
         self._curves[bucket] = dict(sorted({**curves, padded_tokens: curve}.items()))
         self._curves = dict(sorted(self._curves.items()))
 
@@ -71,7 +80,7 @@ class CostTable:
         self._num_followed += 1
         absence = min(self._num_followed - curve.followed_at, HALF_LIFE)
         curve.followed_at = self._num_followed
-        estimate = float(np.interp(num_tokens, curve.tokens, curve.seconds)) * self._scale
+        estimate = curve.at(num_tokens) * self._scale
         error = math.log(seconds) - math.log(estimate)
         shared = _clip(error, math.log(MOST_SHARED)) * (1 - 0.5 ** (1 / HALF_LIFE)) / 2
         own = _clip(error, math.log(MOST_CHANGE)) * (1 - 0.5 ** (absence / HALF_LIFE)) - shared
@@ -102,7 +111,7 @@ class CostTable:
         index = bisect.bisect_left(sizes, num_tokens)
         if index == len(sizes):
             return 0, math.inf
-        return sizes[index], float(self.estimate_seconds(num_requests, sizes[index], np.array([num_tokens]))[0])
+        return sizes[index], self._curves[self.bucket(num_requests)][sizes[index]].at(num_tokens) * self._scale
 
 
 def _clip(value: float, most: float) -> float:
