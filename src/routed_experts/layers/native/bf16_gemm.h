@@ -63,21 +63,19 @@ void gemm(const Rows<const float>& x, Matrix w, int64_t ldw, int64_t cols, float
   gemm(x.count, x.data, x.width, w, ldw, x.width, cols, out, ldo, fresh);
 }
 // Of a matrix that fits, or whole vectors of its columns; in blocks where it fits tiles.
-inline void gemm(const Rows<const bf16>& x, const bf16* w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+template <class Matrix>
+void bf16_gemm(const Rows<const bf16>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
   const pair* const pairs = reinterpret_cast<const pair*>(x.data);
   if constexpr (kHasTiles) {
     if (x.in_blocks) return tile_gemm(x.count, pairs, w, ldw, x.width / 2, cols, out, ldo, fresh);
   }
   gemm_whole_vectors(x.count, pairs, x.width / 2, w, ldw, x.width / 2, cols, out, ldo, fresh);
 }
+inline void gemm(const Rows<const bf16>& x, const bf16* w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+  bf16_gemm(x, w, ldw, cols, out, ldo, fresh);
+}
 inline void gemm(const Rows<const bf16>& x, Codes w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  const pair* const pairs = reinterpret_cast<const pair*>(x.data);
-  w.with([&](auto own) {
-    if constexpr (kHasTiles) {
-      if (x.in_blocks) return tile_gemm(x.count, pairs, own, ldw, x.width / 2, cols, out, ldo, fresh);
-    }
-    gemm_whole_vectors(x.count, pairs, x.width / 2, own, ldw, x.width / 2, cols, out, ldo, fresh);
-  });
+  w.with([&](auto own) { bf16_gemm(x, own, ldw, cols, out, ldo, fresh); });
 }
 
 }  // namespace rex

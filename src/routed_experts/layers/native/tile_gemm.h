@@ -164,31 +164,25 @@ void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t 
 inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 4 : rows > kTileSide / 2 ? 2 : 1); }
 inline int64_t stream_depth(const Scales& scales, int64_t) { return scales.group; }
 
-// Calls body(d, deep, c, scales, vectors) for the columns and depth of what few rows walk.
-template <class Matrix, class Body>
-[[gnu::always_inline]] inline void each_stream(int64_t rows, Matrix w, int64_t ldw, int64_t depth, int64_t cols, const Body& body) {
-  using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
-  const int64_t part = stream_depth(scales_from<pair>(w, ldw, 0), rows);
-  for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = std::min(cols - c, stream_columns_of(rows));
-    for (int64_t d = 0; d < depth; d += part)
-      each_line<W>(width, [&](int64_t i, auto vectors) { body(d, std::min(part, depth - d), c + i, scales_from<pair>(w + c + i, ldw, d), vectors); });
-  }
-}
-
 template <class Matrix>
 void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
   thread_local Scratch scratch;
   Tiles tiles;
   Prefetcher none;
-  const int64_t step = kRowsOf<pair, W> * ldw;
+  const int64_t step = kRowsOf<pair, W> * ldw, part = stream_depth(scales_from<pair>(w, ldw, 0), rows);
   pair* const copy = scratch.take<pair>((kMostGroup / 2 + kTileSide) * 64 / sizeof(W));
-  each_stream(rows, w, ldw, depth, cols, [&](int64_t d, int64_t deep, int64_t c, const auto& scales, auto vectors) {
-    constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
-    copy_panel(numbers(w) + d * step + c, ldw, deep, kWidth, d + deep < depth ? deep * step : 0, copy);
-    multiply_tiles(tiles, scales, rows, (deep + kTileSide - 1) / kTileSide, x + d * rows, copy, kWidth, false, out + c, ldo, none, 0);
-  });
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, stream_columns_of(rows));
+    for (int64_t d = 0; d < depth; d += part) {
+      const int64_t deep = std::min(part, depth - d), blocks = (deep + kTileSide - 1) / kTileSide;
+      each_line<W>(width, [&](int64_t i, auto vectors) {
+        constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
+        copy_panel(numbers(w) + d * step + c + i, ldw, deep, kWidth, d + deep < depth ? deep * step : 0, copy);
+        multiply_tiles(tiles, scales_from<pair>(w + c + i, ldw, d), rows, blocks, x + d * rows, copy, kWidth, false, out + c + i, ldo, none, 0);
+      });
+    }
+  }
 }
 
 // The first and the second numbers of lines of pairs, as floats.
@@ -315,7 +309,7 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
 // Takes subnormal numbers for 0, as tiles do, while a product runs.
 class FlushSubnormal {
  public:
-#if defined(__SSE__)
+#if defined(__AVX512F__) || defined(__FMA__)
   FlushSubnormal() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
   ~FlushSubnormal() { _mm_setcsr(before_); }
 

@@ -113,6 +113,16 @@ template <int Sums, int Left, int Right>
 
 constexpr bool kHasTiles = false;
 inline bool request_tiles() { return false; }
+inline void configure_tiles(int64_t, int64_t) {}  // this and the rest are not called
+inline void release_tiles() {}
+template <int T>
+inline void tile_load(const void*, int64_t) {}
+template <int T>
+inline void tile_store(void*, int64_t) {}
+template <int T>
+inline void tile_zero() {}
+template <int Sums, int Left, int Right>
+inline void tile_dot() {}
 
 #endif
 
