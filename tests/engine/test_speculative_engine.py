@@ -14,6 +14,7 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.layers.native import toolchain
 from support.engines import open_engine
 from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
 from support.fast_compile import fast_compilation
@@ -36,9 +37,19 @@ def answers_of(speculates):
         return answers(engine), engine.stats().speculative
 
 
+@pytest.fixture
+def products_in_pairs():
+    """Rounds rows to bfloat16 and multiplies pairs, as the processor of the golden did, and as before afterwards."""
+    library, file = toolchain.library(), toolchain.library_file(toolchain.compiler())
+    toolchain.use_bf16(library, toolchain.Bf16Gains(pairs=2.0, tiles=0.0))
+    yield
+    toolchain.use_bf16(library, toolchain.bf16_gains(file, lambda: pytest.fail("the loaded library has none")))
+
+
+@pytest.mark.usefixtures("products_in_pairs")
 def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
     """On any processor the answers with drafts are those without, to the last bit. Those of the engine before are
-    rounded as their processor rounds, so that a few may differ on another."""
+    rounded as its processor rounds pairs, so that a few may differ on another."""
     (plain, _), (drafted, totals) = answers_of(False), answers_of(True)
     assert drafted == plain
     assert totals.requests.accepted > 50 and totals.requests.proposed > totals.requests.accepted
