@@ -1,7 +1,6 @@
 """An engine that drafts by n-grams: its answers, its counts, its refusals, and the answers of the engine before it."""
 
 import dataclasses
-import functools
 import json
 
 import numpy as np
@@ -14,7 +13,7 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.speculative_config import SpeculativeConfig
-from routed_experts.layers.native import toolchain
+from support.bf16_products import products_in_pairs
 from support.engines import open_engine
 from support.family_folders import CONFIGS, VOCAB_SIZE, write_family
 from support.fast_compile import fast_compilation
@@ -31,28 +30,23 @@ def folder(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@functools.cache
 def answers_of(speculates):
     with Engine(str(DEMO_MODEL), **ENGINE, speculative=NGRAM if speculates else None) as engine:
         return answers(engine), engine.stats().speculative
 
 
-@pytest.fixture
-def products_in_pairs():
-    """Rounds rows to bfloat16 and multiplies pairs, as the processor of the golden did, and as before afterwards."""
-    library, file = toolchain.library(), toolchain.library_file(toolchain.compiler())
-    toolchain.use_bf16(library, toolchain.Bf16Gains(pairs=2.0, tiles=0.0))
-    yield
-    toolchain.use_bf16(library, toolchain.bf16_gains(file, lambda: pytest.fail("the loaded library has none")))
-
-
-@pytest.mark.usefixtures("products_in_pairs")
-def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
-    """On any processor the answers with drafts are those without, to the last bit. Those of the engine before are
-    rounded as its processor rounds pairs, so that a few may differ on another."""
+def test_two_hundred_requests_get_with_drafts_what_they_get_without():
+    """On any processor, to the last bit."""
     (plain, _), (drafted, totals) = answers_of(False), answers_of(True)
     assert drafted == plain
     assert totals.requests.accepted > 50 and totals.requests.proposed > totals.requests.accepted
+
+
+def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
+    """Those of the engine before are products in pairs, rounded as its processor rounds them, so that a few may differ
+    on another. An engine rounds otherwise where floats or tiles are faster."""
+    with products_in_pairs():
+        plain, _ = answers_of(False)
     before = json.loads(GOLDEN.read_text())
     assert len(before) == len(plain) == 200
     same = [index for index, (old, new) in enumerate(zip(before, plain, strict=True)) if is_same(old, new)]

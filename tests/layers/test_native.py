@@ -35,10 +35,10 @@ from routed_experts.layers.native.toolchain import Bf16Gains
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
 from routed_experts.layers.routing import LayerRouting, RouterSpec, RoutingBlock, replay_topk
+from support.bf16_products import has_tiles, products_as_if
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-HAS_TILES = "amx_bf16" in toolchain._processor()
 FIRST, SECOND = Bf16Gains(0.45, 2.5), Bf16Gains(1.7, 0.0)
 
 EXPERTS = jax.jit(native_experts)
@@ -95,32 +95,22 @@ def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
     )
 
 
-@pytest.fixture
-def use_gains():
-    """Multiplies rows by weights of bfloat16 as if these gains had been measured, and as before afterwards."""
-    library = toolchain.library()
-    yield lambda pairs, tiles: toolchain.use_bf16(library, Bf16Gains(pairs, tiles))
-    file = toolchain.library_file(toolchain.compiler())
-    toolchain.use_bf16(library, toolchain.bf16_gains(file, lambda: pytest.fail("the loaded library has none")))
-
-
-def test_experts_round_to_bfloat16_between_products_in_pairs_and_in_tiles_alone(use_gains):
+def test_experts_round_to_bfloat16_between_products_in_pairs_and_in_tiles_alone():
     call = random_call(7, (40, 4, 8, 64, 32))
     halves = {name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")}
     call = dataclasses.replace(call, **halves)
     expected = np.asarray(jnp.asarray(oracle(call), jnp.bfloat16))
 
     def share_of_equal(pairs, tiles):
-        use_gains(pairs, tiles)
-        got = np.asarray(EXPERTS(call))
+        with products_as_if(pairs=pairs, tiles=tiles):
+            got = np.asarray(EXPERTS(call))
         np.testing.assert_allclose(got.astype(np.float64), oracle(call), atol=BOUNDS[jnp.bfloat16])
         return np.mean(got == expected)
 
     in_floats, in_pairs = share_of_equal(0.9, 0.8), share_of_equal(1.1, 1.05)
     assert in_floats > 0.99 > in_pairs
-    # without tiles, products are in floats
     in_tiles = share_of_equal(0.9, 1.1)
-    assert in_tiles < 0.99 if HAS_TILES else in_tiles == in_floats
+    assert in_tiles < 0.99 if has_tiles() else in_tiles == in_floats
 
 
 def test_the_gains_of_bfloat16_are_measured_once_for_a_processor(tmp_path, monkeypatch):

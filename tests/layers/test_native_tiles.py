@@ -15,6 +15,7 @@ from layers.test_moe import silu
 from layers.test_native_batch_invariance import bits, rounded
 from layers.test_native_codes import FORMATS, ROUNDING, coded, looped
 from routed_experts.layers.native import toolchain
+from support.bf16_products import has_tiles
 
 SOURCE = """
 #include "experts.h"
@@ -56,7 +57,6 @@ extern "C" void expert(int64_t rows, int64_t depth, int64_t width, int64_t parts
     run.down_part(piece, rounded, part_start(depth, i, parts), part_start(depth, i + 1, parts));
 }
 """
-HAS_TILES = "amx_bf16" in toolchain._processor()
 BUILDS = {"emulated": ("-DREX_EMULATED_TILES",), "emulated, short vectors": ("-DREX_EMULATED_TILES", "-mno-avx512f")}
 COUNTS = 1, 2, 3, 17, 32, 33  # one row and two in vectors; one tile of rows and two; panels
 SHAPES = [
@@ -71,7 +71,7 @@ def libraries(tmp_path_factory):
     """Libraries by build; "processor" where this one has tiles."""
     folder, made = tmp_path_factory.mktemp("tiles"), {}
     (folder / "tiles.cpp").write_text(SOURCE + EXPERT)
-    builds = BUILDS | ({"processor": ()} if HAS_TILES else {})
+    builds = BUILDS | ({"processor": ()} if has_tiles() else {})
     if platform.machine() != "x86_64":
         del builds["emulated, short vectors"]
     for build, flags in builds.items():

@@ -23,13 +23,12 @@ from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.calibration import measure_costs
-from routed_experts.engine.build.draft_model import FoundDraft, find_draft_model
+from routed_experts.engine.build.draft_model import FoundDraft
+from routed_experts.engine.build.drafting import check_speculation, create_speculation, find_draft
 from routed_experts.engine.build.memory_planning import (
     EnginePlan,
     abstract_arrays,
     plan_engine,
-    resolve_context_length,
     served_kv_scales,
     with_checkpoint_form,
 )
@@ -50,7 +49,7 @@ from routed_experts.engine.control.served_model import (
 )
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
-from routed_experts.engine.loop.speculation import DraftLimits, Sharing, Speculation
+from routed_experts.engine.loop.speculation import Speculation
 from routed_experts.engine.process_group import AnyGroup, FollowingGroup, LeadingGroup
 from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
@@ -63,7 +62,6 @@ from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRu
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.delta_rule import DeltaShape
-from routed_experts.layers.native.text_drafts import text_draft_functions
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
@@ -73,12 +71,6 @@ from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
 from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.scheduler import Scheduler
-from routed_experts.speculation.draft_policy import DraftPolicy
-from routed_experts.speculation.drafter import Drafter
-from routed_experts.speculation.model_drafter import ModelDrafter
-from routed_experts.speculation.namespace_texts import NamespaceTexts
-from routed_experts.speculation.rollouts import RolloutStore
-from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +142,7 @@ def build_engine(
     speculation = None
     if speculative is not None:
         sizes_of_pool = {"request": built.context_length, "total": (plan.pool.num_pages - 1) * args.page_size}
-        speculation = _create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
+        speculation = create_speculation(speculative, new_core, buckets, config.vocab_size, **sizes_of_pool)
         by = speculative.algorithm if built.draft is None else f"{speculative.algorithm}, {built.draft.description}"
         clock.done("calibrate", f"{by}, up to {speculative.num_drafts} drafts a request")
     core = new_core(speculation)
@@ -252,10 +244,10 @@ def _build_runner(
         _check_data_ranks(args, offloads_experts=offloads_experts, placement=placement, speculative=speculative)
     source, config = _open(args, model, load_format)
     if speculative is not None:
-        _check_speculation(offloads_experts=offloads_experts, placement=placement)
+        check_speculation(offloads_experts=offloads_experts, placement=placement)
     draft: FoundDraft | None = None
     if speculative is not None and speculative.has_draft_model:
-        draft = _find_draft(speculative, source, config, args, registry, has_placement=placement is not None)
+        draft = find_draft(speculative, source, config, args, registry, has_placement=placement is not None)
     offload = ExpertOffload.check(experts, args, config) if experts is not None and offloads_experts else None
     shards = create_sharding(args, config, placement)
     args = _disable_prefix_cache_if_recurrent(args, config)
@@ -382,44 +374,6 @@ def _check_data_ranks(
         raise ConfigError(f"dp_size={args.dp_size}: {reason}, or set dp_size=1")
 
 
-def _check_speculation(*, offloads_experts: bool, placement: PlacementConfig | None) -> None:
-    """Raise ConfigError for what drafts would change, or what has no verify step."""
-    reason = None
-    if offloads_experts:
-        reason = "experts on the host run one layer at a time; leave kt_num_gpu_experts out"
-    elif placement is not None and placement.capacity_limited:
-        reason = "drafts would take the places of real tokens in experts with capacities; choose mode='replicas'"
-    if reason is not None:
-        raise ConfigError(f"not with speculation: {reason}, or leave speculative decoding out")
-
-
-def _find_draft(
-    speculative: SpeculativeConfig,
-    source: ModelFolder | Decoder,
-    config: DecoderConfig,
-    args: ServerArgs,
-    registry: BackendRegistry,
-    *,
-    has_placement: bool,
-) -> FoundDraft:
-    """Find the draft model; it runs on one device. Nothing is recorded of its experts."""
-    if has_placement:
-        text = "placed experts have no draft model in this version"
-        raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or no placement")
-    if args.tp_size > 1 or args.ep_size > 1:
-        text = f"tp_size={args.tp_size}, ep_size={args.ep_size}: a draft model runs on one device in this version"
-        raise ConfigError(f"not with speculation by {speculative.algorithm}: {text}; choose NGRAM, or one device")
-    return find_draft_model(
-        speculative,
-        source,
-        config,
-        context_length=resolve_context_length(args, config.context_length),
-        choose_kernels=functools.partial(
-            registry.choose, dataclasses.replace(args, enable_return_routed_experts=False)
-        ),
-    )
-
-
 def _piggyback_row_words(capture: CaptureSpec | None, *, one_program: bool) -> int:
     """Words of a row where rows leave in the sampler's output: on CPU, where a step is one program on one device."""
     return capture.row_words if capture is not None and one_program and jax.default_backend() == "cpu" else 0
@@ -529,47 +483,6 @@ def _new_core(
         rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
         speculation=speculation,
         weight_label=args.weight_version,
-    )
-
-
-def _create_speculation(
-    speculative: SpeculativeConfig,
-    new_core: Callable[[Speculation | None], EngineCore],
-    buckets: Buckets,
-    vocab_size: int,
-    *,
-    request: int,
-    total: int,
-) -> Speculation:
-    """Create the drafter and its policy; the policy's table of costs is measured first, if it needs one."""
-    limits = DraftLimits(num_drafts=speculative.num_drafts, vocab_size=vocab_size)
-    costs = measure_costs(new_core, buckets, limits, request=request, total=total)
-    policy = DraftPolicy(costs, adaptive=speculative.adaptive)
-    sharing = Sharing(shares_answers=speculative.shares_answers, remembers_answers=speculative.remember)
-    return Speculation(_create_drafter(speculative), policy, limits, costs=costs, sharing=sharing)
-
-
-def _create_drafter(speculative: SpeculativeConfig) -> Drafter:
-    """Create the drafter, and the store of answers that it may share."""
-    if speculative.has_draft_model:
-        return ModelDrafter()
-    rule = CopyRule(
-        min_window=speculative.min_window,
-        max_window=speculative.max_window,
-        counts=speculative.counts_continuations,
-        max_factor=speculative.suffix_max_spec_factor,
-        min_probability=speculative.suffix_min_token_prob,
-    )
-    if not speculative.shares_answers:
-        return TextDrafter(rule, compiled=text_draft_functions())
-    contexts = context_hash(rule)
-    most_bytes = speculative.store_bytes // (2 if rule.counts else 1)  # of each of the two
-    return TextDrafter(
-        rule,
-        store=RolloutStore(max_bytes=most_bytes, max_rollouts=speculative.suffix_max_cached_requests),
-        texts=NamespaceTexts(contexts, max_bytes=most_bytes) if rule.counts else None,
-        contexts=contexts,
-        compiled=text_draft_functions(),
     )
 
 

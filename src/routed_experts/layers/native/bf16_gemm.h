@@ -30,8 +30,8 @@ struct Rows {
   static int64_t step_of(int64_t width, bool in_blocks) { return in_blocks ? (width + kBlock - 1) / kBlock * kBlock : width; }
   int64_t step() const { return step_of(width, in_blocks); }
   operator Rows<const R>() const { return {data, count, width, in_blocks}; }
-  // The rows from one on, that a group begins with.
-  Rows from(int64_t row, int64_t rows) const { return {data + row * step(), rows, width, in_blocks}; }
+  // Rows begin..begin+rows-1; a group begins there.
+  Rows slice(int64_t begin, int64_t rows) const { return {data + begin * step(), rows, width, in_blocks}; }
 
   // Calls body(c, end, to) for columns that have neighbouring addresses.
   template <class Body>

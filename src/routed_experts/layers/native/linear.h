@@ -66,7 +66,7 @@ void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, M
   auto run = [&](const auto& from) {
     team.each(across * down, [&](int64_t item) {
       const int64_t c = item % across * most, r = first_row(rows, item / across, down), end = first_row(rows, item / across + 1, down);
-      linear_piece(from.from(r, end - r), std::min(most, cols - c), cols, weights + c, y + r * cols + c);
+      linear_piece(from.slice(r, end - r), std::min(most, cols - c), cols, weights + c, y + r * cols + c);
     });
   };
   if constexpr (std::is_same_v<Matrix, const bf16*> || std::is_same_v<Matrix, Codes>) {

@@ -199,21 +199,21 @@ template <int Vectors, class W>
   }
 }
 
-// Where lines stand in their block and in their group of inputs.
-struct Place {
+// Whether lines begin or end their block, and their group of inputs.
+struct Bounds {
   bool begins_block, ends_block, begins_group, ends_group;
 };
 
 // Adds lines of pairs of w, times Rows rows of x, to the two sums of a block; at its end these to out, or to the sums of the group.
 template <int Rows, int Vectors, class W, class ScalesOf>
-[[gnu::always_inline]] inline void add_vectors(const ScalesOf& scales, const Place& place, const pair* x, const W* w, int64_t ldw, int64_t lines,
+[[gnu::always_inline]] inline void add_vectors(const ScalesOf& scales, const Bounds& bounds, const pair* x, const W* w, int64_t ldw, int64_t lines,
                                                bool prefetches, float* block, float* sums, int64_t step, float* out, int64_t ldo) {
   constexpr int64_t kRows = kRowsOf<pair, W>;
   vf first[Rows][Vectors], second[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) {
       const float* from = block + 2 * r * step + v * kLanes;
-      first[r][v] = place.begins_block ? vf{} : load(from), second[r][v] = place.begins_block ? vf{} : load(from + step);
+      first[r][v] = bounds.begins_block ? vf{} : load(from), second[r][v] = bounds.begins_block ? vf{} : load(from + step);
     }
   for (int64_t row = 0; prefetches && row < kVectorLines * kRows; row++) prefetch<2>(w + (kVectorLines * kRows + row) * ldw, Vectors * kLanes);
   auto add = [&](int64_t line) {
@@ -236,7 +236,7 @@ template <int Rows, int Vectors, class W, class ScalesOf>
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) {
       float *const part = block + 2 * r * step + v * kLanes, *const to = out + r * ldo + v * kLanes, *const sum = sums + r * step + v * kLanes;
-      if (!place.ends_block) {
+      if (!bounds.ends_block) {
         store(part, first[r][v]), store(part + step, second[r][v]);
         continue;
       }
@@ -244,8 +244,8 @@ template <int Rows, int Vectors, class W, class ScalesOf>
       if constexpr (std::is_same_v<ScalesOf, NoScales>) {
         store(to, load(to) + whole);
       } else {
-        const vf grown = (place.begins_group ? vf{} : load(sum)) + whole;
-        if (place.ends_group) store(to, total(scales, 0, v, false, to, grown));
+        const vf grown = (bounds.begins_group ? vf{} : load(sum)) + whole;
+        if (bounds.ends_group) store(to, total(scales, 0, v, false, to, grown));
         else store(sum, grown);
       }
     }
@@ -265,10 +265,10 @@ void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, in
       end = std::min(depth, d + kVectorLines);
       const int64_t begin = d / kTileSide * kTileSide;  // of the block
       const bool is_last = end == depth;
-      const Place place{d == begin, is_last || end % kTileSide == 0, begin % group == 0, is_last || end % group == 0};
+      const Bounds bounds{d == begin, is_last || end % kTileSide == 0, begin % group == 0, is_last || end % group == 0};
       const W* const from = numbers(w) + d * kRowsOf<pair, W> * ldw + c;
       each_line<W>(width, [&](int64_t i, auto vectors) {
-        add_vectors<Rows, decltype(vectors)::value>(scales_from<pair>(w + c + i, ldw, d), place, x + begin * Rows + d - begin, from + i, ldw, end - d, !is_last,
+        add_vectors<Rows, decltype(vectors)::value>(scales_from<pair>(w + c + i, ldw, d), bounds, x + begin * Rows + d - begin, from + i, ldw, end - d, !is_last,
                                                     block + i, sums + i, most, out + c + i, ldo);
       });
     }

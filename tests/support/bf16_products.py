@@ -1,0 +1,30 @@
+"""The native kernels' products of rows with weights of bfloat16, one way for all processors: each takes its fastest."""
+
+import contextlib
+from collections.abc import Iterator
+
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.toolchain import Bf16Gains
+
+
+def has_tiles() -> bool:
+    """Whether the processor has tiles, and the system lets this process use them."""
+    return toolchain.measured_bf16_gains(toolchain.library()).tiles > 0
+
+
+@contextlib.contextmanager
+def products_as_if(*, pairs: float, tiles: float) -> Iterator[None]:
+    """Multiply as if these gains over floats had been measured, and as before afterwards."""
+    library, file = toolchain.library(), toolchain.library_file(toolchain.compiler())
+    before = toolchain.bf16_gains(file, lambda: toolchain.measured_bf16_gains(library))  # they are stored
+    toolchain.use_bf16(library, Bf16Gains(pairs, tiles))
+    try:
+        yield
+    finally:
+        toolchain.use_bf16(library, before)
+
+
+def products_in_pairs() -> contextlib.AbstractContextManager[None]:
+    """Round rows to bfloat16 and multiply pairs: what a processor rounds then does not depend on which way it is
+    faster."""
+    return products_as_if(pairs=2.0, tiles=0.0)
