@@ -35,8 +35,9 @@ from support.tunix_runs import (
 
 pytestmark = [pytest.mark.tunix, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = 4
-# Two float32 forwards of a sample may differ by this. Rounding each matrix product once moves the most sensitive token of these samples by up to
-# 1.7e-5 (60 trials around the float64 forward of transformers); there Tunix's forward is off by 2.4e-5, the rollout by 0.4e-5 (Xeon with AMX).
+# Two float32 forwards of a sample may differ by this. Rounding each matrix product once moves the most sensitive token
+# of these samples by up to 1.7e-5 (60 trials around the float64 forward of transformers); there Tunix's forward is off
+# by 2.4e-5, the rollout by 0.4e-5 (Xeon with AMX).
 FLOAT32_LOGPROBS = 1e-4
 CONFIGS = {"DrGRPOConfig": drgrpo_learner, "DAPOConfig": dapo_learner}
 

@@ -3,7 +3,10 @@ size against float64 loops, batch-invariant rows, weights that are read in place
 compiler."""
 
 import dataclasses
+import os
 import re
+import shutil
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +133,76 @@ def test_the_gains_of_bfloat16_are_measured_once_for_a_processor(tmp_path, monke
     monkeypatch.setattr(toolchain, "_processor_name", lambda: "another")
     with pytest.raises(StopIteration):
         toolchain.bf16_gains(library, measure)
+
+
+REFUSED = """
+import ctypes, logging, sys
+logging.basicConfig(level=logging.WARNING)
+class Stack(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)  # too small for a signal's frame with tiles: the system refuses them
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 8192)), None) == 0
+from routed_experts.layers.native import toolchain
+toolchain.library()
+"""
+
+
+def test_a_process_that_is_refused_tiles_says_so_and_stores_no_gains(tmp_path):
+    """Also where another process has stored that they gain. A processor without tiles is refused nothing."""
+    folder = tmp_path / ".cache" / "routed-experts" / "native"
+    folder.mkdir(parents=True)
+    toolchain.library()
+    library = toolchain.library_file(toolchain.compiler())
+    shutil.copy(library, folder)
+    for is_stored in (False, True):
+        if is_stored:
+            for file in library.parent.glob(f"{library.stem}*.gains"):
+                shutil.copy(file, folder)
+        before = list(folder.glob("*.gains"))
+        environment = dict(os.environ, HOME=str(tmp_path))
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSED], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("refuses this process the AMX tiles" in done.stderr) == has_tiles()
+        if has_tiles():
+            assert list(folder.glob("*.gains")) == before
+
+
+class RefusingLibrary:
+    """Stands for a library whose tiles the system refuses."""
+
+    def __init__(self):
+        self.asked = []
+
+    @property
+    def RexUseBf16(self):
+        def use(pairs, tiles):
+            self.asked.append((pairs.value, tiles.value))
+            return False
+
+        return use
+
+
+@pytest.mark.parametrize(
+    ("gains", "asked", "warns"),
+    [
+        (Bf16Gains(0.5, 3.0), (False, True), True),
+        (Bf16Gains(1.5, float("nan")), (True, False), True),
+        (Bf16Gains(1.5, 0.0), (True, False), False),
+    ],
+)
+def test_tiles_that_are_refused_are_warned_of(caplog, gains, asked, warns):
+    library = RefusingLibrary()
+    toolchain.use_bf16(library, gains)
+    assert library.asked == [asked]
+    assert ("refuses" in caplog.text) == warns
+
+
+def test_gains_of_a_process_that_is_refused_tiles_are_not_stored(tmp_path):
+    refused = Bf16Gains(0.5, float("nan"))
+    assert toolchain.bf16_gains(tmp_path / "made.so", lambda: refused) is refused
+    assert toolchain.bf16_gains(tmp_path / "made.so", lambda: FIRST) == FIRST
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -3,10 +3,7 @@ rows nor on the way of a number of rows. Tiles are emulated on every processor; 
 
 import ctypes
 import itertools
-import platform
-import subprocess
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,31 +11,24 @@ import pytest
 from layers.test_moe import silu
 from layers.test_native_batch_invariance import bits, rounded
 from layers.test_native_codes import FORMATS, ROUNDING, coded, looped
-from routed_experts.layers.native import toolchain
-from support.bf16_products import has_tiles
+from support.tile_libraries import tile_libraries
 
 SOURCE = """
 #include "experts.h"
 using namespace rex;
 template <class Matrix>
-bool multiply(int64_t rows, int64_t depth, int64_t cols, const bf16* x, Matrix w, float* out, bool fresh) {
+bool product(int64_t rows, int64_t depth, int64_t cols, const bf16* x, Matrix w, float* out) {
   if (!fits_bf16(w, depth, cols)) return false;
-  Scratch scratch;
-  const Rows<bf16> blocks{scratch.take<bf16>(rows * Rows<bf16>::step_of(depth, true)), rows, depth, true};
-  for (int64_t row = 0; row < rows; row++) blocks.set(row, x + row * depth);
-  gemm(blocks, w, cols, cols, out, cols, fresh);
+  Team team(1, [](std::function<void()>) {});
+  linear(team, rows, depth, cols, x, w, out);
   return true;
 }
-extern "C" bool start() {
-  tiles_are_faster = true, pairs_are_faster = false;
-  return request_tiles();
-}
-extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, const bf16* w, float* out, bool fresh) {
-  return multiply(rows, depth, cols, x, w, out, fresh);
+extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, const bf16* w, float* out) {
+  return product(rows, depth, cols, x, w, out);
 }
 extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, const bf16* x,
-                      Format format, const uint8_t* codes, const float* scales, float* out, bool fresh) {
-  return multiply(rows, depth, cols, x, Codes{format, codes, scales, group}, out, fresh);
+                      Format format, const uint8_t* codes, const float* scales, float* out) {
+  return product(rows, depth, cols, x, Codes{format, codes, scales, group}, out);
 }
 """
 EXPERT = """
@@ -52,13 +42,12 @@ extern "C" void expert(int64_t rows, int64_t depth, int64_t width, int64_t parts
   if (parts == 1) return run.run_whole(piece);
   for (int64_t i = 0; i < parts; i++)
     run.gate_up_part(piece, part_start(width, i, parts), part_start(width, i + 1, parts));
-  const Rows<const bf16> rounded = run.hidden_rows(piece, run.hidden);
+  const RowMatrix<const bf16> rounded = run.hidden_rows(piece, run.hidden);
   for (int64_t i = 0; i < parts; i++)
     run.down_part(piece, rounded, part_start(depth, i, parts), part_start(depth, i + 1, parts));
 }
 """
-BUILDS = {"emulated": ("-DREX_EMULATED_TILES",), "emulated, short vectors": ("-DREX_EMULATED_TILES", "-mno-avx512f")}
-COUNTS = 1, 2, 3, 17, 32, 33  # one row and two in vectors; one tile of rows and two; panels
+COUNTS = 1, 2, 3, 16, 17, 32, 33  # one row and two in vectors; one tile of rows and two; panels
 SHAPES = [
     (96, 48),
     (1090, 144),
@@ -69,57 +58,37 @@ SHAPES = [
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """Libraries by build; "processor" where this one has tiles."""
-    folder, made = tmp_path_factory.mktemp("tiles"), {}
-    (folder / "tiles.cpp").write_text(SOURCE + EXPERT)
-    builds = BUILDS | ({"processor": ()} if has_tiles() else {})
-    if platform.machine() != "x86_64":
-        del builds["emulated, short vectors"]
-    for build, flags in builds.items():
-        command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *flags]
-        file = folder / f"{len(made)}.so"
-        command += [f"-I{toolchain.HERE}", f"-I{jax.ffi.include_dir()}", str(folder / "tiles.cpp"), "-o", str(file)]
-        made[build] = file, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    for build, (file, compiler) in list(made.items()):
-        errors = compiler.communicate(timeout=300)[1]
-        assert compiler.returncode == 0, errors
-        made[build] = ctypes.CDLL(str(file))
-        made[build].start.restype = made[build].plain.restype = made[build].coded.restype = ctypes.c_bool
-        assert made[build].start()
+    made = tile_libraries(tmp_path_factory.mktemp("tiles"), SOURCE + EXPERT)
+    for library in made.values():
+        library.plain.restype = library.coded.restype = ctypes.c_bool
     return made
 
 
-def multiply(library, rows, x, weight, before=None):
-    """The product of the first rows, added to `before` if there is one; None where the matrix does not fit tiles."""
+def multiply(library, rows, x, weight):
+    """The product of the first rows; None where the matrix does not fit tiles."""
     cols = weight.shape[-1]
-    out = np.full((rows, cols), np.nan, np.float32) if before is None else before[:rows].copy()
-    tail = (ctypes.c_void_p(out.ctypes.data), ctypes.c_bool(before is None))
+    out = np.full((rows, cols), np.nan, np.float32)
     sizes = (ctypes.c_int64(size) for size in (rows, x.shape[1], cols))
     if isinstance(weight, np.ndarray):
-        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (x, weight))
-        fits = library.plain(*sizes, *pointers, *tail)
+        fits = library.plain(*sizes, *(ctypes.c_void_p(array.ctypes.data) for array in (x, weight, out)))
     else:
         codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
-        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (codes, scales))
-        form = ctypes.c_int(FORMATS.index(weight.format))
-        fits = library.coded(
-            *sizes, ctypes.c_int64(weight.group), ctypes.c_void_p(x.ctypes.data), form, *pointers, *tail
-        )
+        group, form = ctypes.c_int64(weight.group), ctypes.c_int(FORMATS.index(weight.format))
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (codes, scales, out))
+        fits = library.coded(*sizes, group, ctypes.c_void_p(x.ctypes.data), form, *pointers)
     return out if fits else None
 
 
-def assert_products_are_alike(libraries, x, weight, expected, bound):
-    before = np.random.default_rng(4).standard_normal((len(x), weight.shape[-1])).astype(np.float32)
-    for start in (None, before):
-        products = {build: multiply(library, len(x), x, weight, start) for build, library in libraries.items()}
-        first = products["emulated"]
-        added = 0.0 if start is None else start
-        assert np.all(np.abs(first - (expected + added)) <= bound + 2.0**-22 * np.abs(added))
-        for build, library in libraries.items():
-            np.testing.assert_array_equal(bits(products[build]), bits(first), err_msg=build)
-            for rows in COUNTS:
-                np.testing.assert_array_equal(
-                    bits(multiply(library, rows, x, weight, start)), bits(first)[:rows], err_msg=f"{build}, {rows} rows"
-                )
+def assert_products_are_alike(libraries, x, weight, expected, bound, counts=COUNTS):
+    products = {build: multiply(library, len(x), x, weight) for build, library in libraries.items()}
+    first = products["emulated"]
+    assert np.all(np.abs(first - expected) <= bound)
+    for build, library in libraries.items():
+        np.testing.assert_array_equal(bits(products[build]), bits(first), err_msg=build)
+        for rows in counts:
+            np.testing.assert_array_equal(
+                bits(multiply(library, rows, x, weight)), bits(first)[:rows], err_msg=f"{build}, {rows} rows"
+            )
 
 
 @pytest.mark.parametrize(("depth", "cols"), SHAPES)
@@ -129,6 +98,16 @@ def test_products_of_bfloat16_do_not_depend_on_the_way_of_a_number_of_rows(libra
     weight = rng.standard_normal((depth, cols)).astype(jnp.bfloat16)
     wide, matrix = x.astype(np.float64), weight.astype(np.float64)
     assert_products_are_alike(libraries, x, weight, wide @ matrix, depth * 2.0**-24 * (np.abs(wide) @ np.abs(matrix)))
+
+
+def test_pieces_of_many_rows_give_what_their_rows_give_alone(libraries):
+    """1,535 rows are three pieces that begin with a group of rows; 160 columns are two."""
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((1535, 64)).astype(jnp.bfloat16)
+    weight = rng.standard_normal((64, 160)).astype(jnp.bfloat16)
+    wide, matrix = x.astype(np.float64), weight.astype(np.float64)
+    bound = 64 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix))
+    assert_products_are_alike(libraries, x, weight, wide @ matrix, bound, counts=(1, 543))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -43,6 +43,18 @@ def test_seconds_are_interpolated_between_what_was_measured_and_constant_beyond(
     assert table.seconds(3, 25) == (32, pytest.approx(0.040))
 
 
+def test_points_are_interpolated_as_numpy_does_at_measured_ones_too():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens = np.sort(rng.choice(np.arange(1, 200), rng.integers(1, 6), replace=False))
+        seconds = rng.uniform(1e-3, 1e-1, len(tokens))
+        table = CostTable()
+        for count, value in zip(tokens, seconds, strict=True):
+            table.set(1, 200, int(count), float(value))
+        for count in range(1, 201):
+            assert table.seconds(1, count) == (200, np.interp(count, tokens, seconds))
+
+
 def test_half_of_an_error_is_gone_after_a_half_life():
     table = make_table()
     for _ in range(16):

@@ -154,11 +154,12 @@ class Kernels:
     many bytes of codes on one device; larger ones are cut (models/decoder/code_selection.py). `code_runs`: codes of 4
     bits are packed in the first run of these that `packed_run` allows, and dequantised where it allows none.
 
-    `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the weights'
-    dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a run of layers
-    and in pieces alike: the inputs of a product with matrices of bfloat16, where the processor multiplies pairs (not of
-    routers, nor of the gate of shared experts); what is stored for later tokens, in the dtype of the pool (keys,
-    values, latent rows, inputs of a convolution); and the normalised output of the last layer, which has the weights'
+    `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the
+    weights' dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a
+    run of layers and in pieces alike: the inputs of a product with matrices of bfloat16, where the processor
+    multiplies pairs or tiles (not of routers, nor of the gate of shared experts); scaled queries and weights of
+    attention, where it multiplies tiles; what is stored for later tokens, in the dtype of the pool (keys, values,
+    latent rows, inputs of a convolution); and the normalised output of the last layer, which has the weights'
     dtype."""
 
     moe: MoeBackend

@@ -26,9 +26,9 @@ class _Curve:
 
     def at(self, num_tokens: float) -> float:
         """Interpolate as `np.interp` does."""
-        above = bisect.bisect_left(self.tokens, num_tokens)
+        above = bisect.bisect_right(self.tokens, num_tokens)
         if above == 0 or above == len(self.tokens):
-            return self.seconds[min(above, len(self.seconds) - 1)]
+            return self.seconds[min(above, len(self.tokens) - 1)]
         (x0, x1), (y0, y1) = self.tokens[above - 1 : above + 1], self.seconds[above - 1 : above + 1]
         return y0 + (y1 - y0) / (x1 - x0) * (num_tokens - x0)
 

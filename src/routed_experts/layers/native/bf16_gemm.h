@@ -6,12 +6,14 @@
 
 namespace rex {
 
-// Whether this processor is faster with pairs than with floats, and with tiles than with either. Set once, before the first product
+// Whether this processor is faster with pairs than with floats, and with tiles than with either. Set while no product runs
 // (bf16_gains.h).
 inline bool pairs_are_faster = true, tiles_are_faster = false;
 
-inline bool fits_tiles(const bf16* w) { return kHasTiles && tiles_are_faster && groups_fit_tiles(w); }
-inline bool fits_tiles(const Codes& w) { return kHasTiles && tiles_are_faster && groups_fit_tiles(w); }
+template <class Matrix>
+inline bool fits_tiles(const Matrix& w) {
+  return kHasTiles && tiles_are_faster && groups_fit_tiles(w);
+}
 
 // Whether rows are rounded and multiplied so: where no row or column is left over. The matrix alone decides: a row's sums must not depend
 // on how many rows there are, nor on which part of the columns is requested.
@@ -22,16 +24,18 @@ inline bool fits_bf16(const Matrix& w, int64_t depth, int64_t cols) {
 
 // Rows that are multiplied, [count, width]: one after another, or of bfloat16 in the blocks that tiles read.
 template <class R>
-struct Rows {
+struct RowMatrix {
   R* data;
   int64_t count, width;
   bool in_blocks;
 
   static int64_t step_of(int64_t width, bool in_blocks) { return in_blocks ? (width + kBlock - 1) / kBlock * kBlock : width; }
   int64_t step() const { return step_of(width, in_blocks); }
-  operator Rows<const R>() const { return {data, count, width, in_blocks}; }
+  operator RowMatrix<const R>() const { return {data, count, width, in_blocks}; }
+  // Up to so many rows, the product walks the matrix along its rows.
+  int64_t few_rows() const { return in_blocks ? kGroupRows : kStreamRows; }
   // Rows begin..begin+rows-1; a group begins there.
-  Rows slice(int64_t begin, int64_t rows) const { return {data + begin * step(), rows, width, in_blocks}; }
+  RowMatrix slice(int64_t begin, int64_t rows) const { return {data + begin * step(), rows, width, in_blocks}; }
 
   // Calls body(c, end, to) for columns that have neighbouring addresses.
   template <class Body>
@@ -50,32 +54,32 @@ struct Rows {
   }
   // Zeros behind the last column of a row.
   void fill_up(int64_t row) const {
-    if (step() != width) Rows{data, count, step(), true}.each_run(row, width, step(), [](int64_t c, int64_t end, R* to) { std::fill(to, to + (end - c), R{}); });
+    if (step() != width) RowMatrix{data, count, step(), true}.each_run(row, width, step(), [](int64_t c, int64_t end, R* to) { std::fill(to, to + (end - c), R{}); });
   }
 
  private:
   static constexpr int64_t kBlock = 2 * kTileSide;
 };
 
-// out[count, cols] += x times w, or = where `fresh`.
+// out[count, cols] = x times w.
 template <class Matrix>
-void gemm(const Rows<const float>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  gemm(x.count, x.data, x.width, w, ldw, x.width, cols, out, ldo, fresh);
+void multiply(const RowMatrix<const float>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+  gemm(x.count, x.data, x.width, w, ldw, x.width, cols, out, ldo, true);
 }
 // Of a matrix that fits, or whole vectors of its columns; in blocks where it fits tiles.
 template <class Matrix>
-void bf16_gemm(const Rows<const bf16>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
+void multiply_bf16(const RowMatrix<const bf16>& x, Matrix w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
   const pair* const pairs = reinterpret_cast<const pair*>(x.data);
   if constexpr (kHasTiles) {
-    if (x.in_blocks) return tile_gemm(x.count, pairs, w, ldw, x.width / 2, cols, out, ldo, fresh);
+    if (x.in_blocks) return tile_gemm(x.count, pairs, w, ldw, x.width / 2, cols, out, ldo);
   }
-  gemm_whole_vectors(x.count, pairs, x.width / 2, w, ldw, x.width / 2, cols, out, ldo, fresh);
+  gemm_whole_vectors(x.count, pairs, x.width / 2, w, ldw, x.width / 2, cols, out, ldo, true);
 }
-inline void gemm(const Rows<const bf16>& x, const bf16* w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  bf16_gemm(x, w, ldw, cols, out, ldo, fresh);
+inline void multiply(const RowMatrix<const bf16>& x, const bf16* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+  multiply_bf16(x, w, ldw, cols, out, ldo);
 }
-inline void gemm(const Rows<const bf16>& x, Codes w, int64_t ldw, int64_t cols, float* out, int64_t ldo, bool fresh) {
-  w.with([&](auto own) { bf16_gemm(x, own, ldw, cols, out, ldo, fresh); });
+inline void multiply(const RowMatrix<const bf16>& x, Codes w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+  w.with([&](auto own) { multiply_bf16(x, own, ldw, cols, out, ldo); });
 }
 
 }  // namespace rex

@@ -102,19 +102,19 @@ struct ExpertRun {
     if constexpr (std::is_same_v<R, bf16>) return fits_tiles(stack);
     return false;
   }
-  int64_t hidden_step() const { return Rows<R>::step_of(s.width, in_blocks(down)); }
-  Rows<R> hidden_rows(const Piece& piece, R* first) const { return {first, piece.end - piece.begin, s.width, in_blocks(down)}; }
+  int64_t hidden_step() const { return RowMatrix<R>::step_of(s.width, in_blocks(down)); }
+  RowMatrix<R> hidden_rows(const Piece& piece, R* first) const { return {first, piece.end - piece.begin, s.width, in_blocks(down)}; }
 
-  Rows<const R> gathered(const Piece& piece) const {
+  RowMatrix<const R> gathered(const Piece& piece) const {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin;
-    const Rows<R> rows{scratch.take<R>(count * Rows<R>::step_of(s.hidden, in_blocks(gate_up))), count, s.hidden, in_blocks(gate_up)};
+    const RowMatrix<R> rows{scratch.take<R>(count * RowMatrix<R>::step_of(s.hidden, in_blocks(gate_up))), count, s.hidden, in_blocks(gate_up)};
     for (int64_t i = 0; i < count; i++) rows.set(i, x + order[piece.begin + i] / s.top_k * s.hidden);
     return rows;
   }
 
   // Hidden values of columns begin..end-1 from rows of both products of these columns.
-  void activate(const Piece& piece, const float* gates, const float* ups, int64_t step, int64_t begin, int64_t end, const Rows<R>& to) const {
+  void activate(const Piece& piece, const float* gates, const float* ups, int64_t step, int64_t begin, int64_t end, const RowMatrix<R>& to) const {
     const T* bias = biases.gate_up == nullptr ? nullptr : biases.gate_up + (s.first + piece.expert) * 2 * s.width;
     for (int64_t i = 0; i < to.count; i++, gates += step, ups += step) {
       to.each_run(i, begin, end, [&](int64_t c, int64_t last, R* values) {
@@ -129,9 +129,9 @@ struct ExpertRun {
   void run_whole(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
-    const Rows<R> inner = hidden_rows(piece, hidden_scratch.take<R>(count * hidden_step()));
+    const RowMatrix<R> inner = hidden_rows(piece, hidden_scratch.take<R>(count * hidden_step()));
     float* both = both_scratch.floats(count * step);
-    gemm(gathered(piece), matrix_of(gate_up, s.first + piece.expert, s.hidden, wide), wide, wide, both, step, true);
+    multiply(gathered(piece), matrix_of(gate_up, s.first + piece.expert, s.hidden, wide), wide, wide, both, step);
     activate(piece, both, both + s.width, step, 0, s.width, inner);
     down_part(piece, inner, 0, s.hidden);
   }
@@ -141,18 +141,18 @@ struct ExpertRun {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
-    const Rows<const R> from = gathered(piece);
+    const RowMatrix<const R> from = gathered(piece);
     const Stack weights = matrix_of(gate_up, s.first + piece.expert, s.hidden, wide) + begin;
-    gemm(from, weights, wide, part, both, step, true);
-    gemm(from, weights + s.width, wide, part, both + part, step, true);
+    multiply(from, weights, wide, part, both, step);
+    multiply(from, weights + s.width, wide, part, both + part, step);
     activate(piece, both, both + part, step, begin, end, hidden_rows(piece, hidden + piece.begin * hidden_step()));
   }
 
   // Columns begin..end of the expert's output.
-  void down_part(const Piece& piece, const Rows<const R>& inner, int64_t begin, int64_t end) const {
+  void down_part(const Piece& piece, const RowMatrix<const R>& inner, int64_t begin, int64_t end) const {
     float* out = outputs + piece.begin * s.out_step() + begin;
     const Stack weights = matrix_of(down, s.first + piece.expert, s.width, s.hidden) + begin;
-    gemm(inner, weights, s.hidden, end - begin, out, s.out_step(), true);
+    multiply(inner, weights, s.hidden, end - begin, out, s.out_step());
   }
 };
 

@@ -134,7 +134,7 @@ extern "C" void RexBf16Gains(double* pairs, double* tiles) {
   const rex::Bf16Gains gains = rex::measure_bf16_gains();
   *pairs = gains.pairs, *tiles = gains.tiles;
 }
-extern "C" void RexUseBf16(bool pairs, bool tiles) { rex::use_bf16(pairs, tiles); }
+extern "C" bool RexUseBf16(bool pairs, bool tiles) { return rex::use_bf16(pairs, tiles); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
                               ffi::Ffi::Bind()

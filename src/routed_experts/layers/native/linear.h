@@ -9,8 +9,7 @@
 namespace rex {
 
 constexpr int64_t kRoundedRows = 64;
-static_assert(kRoundedRows % kGroupRows == 0);
-constexpr int64_t kLinearRows = 512;  // of a piece at most
+constexpr int64_t kLinearRows = 512;  // of a piece; less than a group more, as pieces begin with one
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
 inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
@@ -29,11 +28,11 @@ inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
 
 // Rows as bfloat16, which all cores round or put in blocks; in place where that is not needed.
 template <class T>
-inline Rows<const bf16> as_bf16(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width, bool in_blocks) {
+inline RowMatrix<const bf16> as_bf16(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width, bool in_blocks) {
   if constexpr (std::is_same_v<T, bf16>) {
     if (!in_blocks) return {x, rows, width, false};
   }
-  const Rows<bf16> to{scratch.take<bf16>(rows * Rows<bf16>::step_of(width, in_blocks)), rows, width, in_blocks};
+  const RowMatrix<bf16> to{scratch.take<bf16>(rows * RowMatrix<bf16>::step_of(width, in_blocks)), rows, width, in_blocks};
   each_block(team, rows, kRoundedRows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) to.set(row, x + row * width);
   });
@@ -43,14 +42,14 @@ inline Rows<const bf16> as_bf16(Team& team, Scratch& scratch, const T* x, int64_
 // Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not push one
 // another out of the cache.
 template <class R, class Matrix, class Out>
-void linear_piece(const Rows<R>& x, int64_t width, int64_t cols, Matrix weights, Out* y) {
+void linear_piece(const RowMatrix<R>& x, int64_t width, int64_t cols, Matrix weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (x.count > kStreamRows) return gemm(x, weights, cols, width, y, cols, true);
+    if (x.count > x.few_rows()) return multiply(x, weights, cols, width, y, cols);
   }
   const int64_t step = width + kPad;
   float* out = scratch.floats(x.count * step);
-  gemm(x, weights, cols, width, out, step, true);
+  multiply(x, weights, cols, width, out, step);
   for (int64_t i = 0; i < x.count; i++) convert(out + i * step, y + i * cols, width);
 }
 
@@ -72,7 +71,7 @@ void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, M
   if constexpr (std::is_same_v<Matrix, const bf16*> || std::is_same_v<Matrix, Codes>) {
     if (!exact && fits_bf16(weights, depth, cols)) return run(as_bf16(team, scratch, x, rows, depth, fits_tiles(weights)));
   }
-  run(Rows<const float>{as_floats(scratch, x, rows * depth), rows, depth, false});
+  run(RowMatrix<const float>{as_floats(scratch, x, rows * depth), rows, depth, false});
 }
 
 }  // namespace rex

@@ -28,14 +28,6 @@ struct QkNormRopeInputs {
   const bool* valid;
 };
 
-template <class T>
-inline vf rounded(vf v) {
-  if constexpr (std::is_same_v<T, float>) return v;
-  T narrow[kLanes];
-  store(narrow, v);
-  return load(narrow);
-}
-
 // What is stored as a code: a number divided by the scale of its layer. Other pools have no scales.
 template <class Out>
 inline vf unscaled(vf v, float kv_scale) {

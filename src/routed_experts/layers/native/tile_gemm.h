@@ -1,14 +1,18 @@
-// out[rows, cols] += x[rows, depth] * w[depth, cols], or = where `fresh`, in tiles (tiles.h), of rows of bfloat16 and a matrix of bfloat16 or
-// codes whose columns are whole tiles.
+// out[rows, cols] = x[rows, depth] * w[depth, cols], in tiles (tiles.h), of rows of bfloat16 and a matrix of bfloat16 or codes whose columns are
+// whole tiles.
 // Rows come in blocks of 32 columns: groups of 32 rows, of a group its blocks, of a block its rows. w is copied to tiles of 32 rows by 16
 // columns, decoded where it is codes: pairs of columns of tiles, of a pair its blocks, of a block its tiles. Where depth ends within a block, zeros
 // fill it up.
-// Few rows walk w along its rows, and copy as much of it as one line of the cache holds. Many rows are multiplied with a panel of w
-// that stays in the second cache. Sums of a block are added to out in its order along depth, or to the sums of their group of inputs, in
-// both: a row's result is bitwise independent of the other rows of the call.
+// One row and two are multiplied in vectors, in the order of tiles. Up to 32 rows walk w along its rows, and copy a line of the cache of each:
+// of a group of inputs, or of some blocks. More rows are multiplied with a panel of w that stays in the second cache. Sums of a block are added
+// to out in its order along depth, or to the sums of their group of inputs, in all three: a row's result is bitwise independent of the other rows
+// of the call.
 // depth and steps of x count pairs.
 #pragma once
 #include <algorithm>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include "gemm.h"
 #include "tiles.h"
@@ -16,7 +20,7 @@
 namespace rex {
 
 constexpr int64_t kGroupRows = 2 * kTileSide, kPairColumns = 2 * kTileSide;
-constexpr int64_t kVectorRows = 2, kVectorLines = 8, kVectorColumns = 2048;
+constexpr int64_t kVectorLines = 8, kVectorColumns = 2048;
 static_assert(kTileSide % kVectorLines == 0);
 constexpr int64_t kPanelBlocks = 16;   // a panel's depth
 constexpr int64_t kPanelTiles = 8;     // and width: 128 KiB
@@ -171,7 +175,7 @@ void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64
   Tiles tiles;
   Prefetcher none;
   const int64_t step = kRowsOf<pair, W> * ldw, part = stream_depth(scales_from<pair>(w, ldw, 0), rows);
-  pair* const copy = scratch.take<pair>((kMostGroup / 2 + kTileSide) * 64 / sizeof(W));
+  pair* const copy = scratch.take<pair>(kMostGroup / 2 * 64 / sizeof(W));
   for (int64_t c = 0, width = 0; c < cols; c += width) {
     width = std::min(cols - c, stream_columns_of(rows));
     for (int64_t d = 0; d < depth; d += part) {
@@ -276,7 +280,7 @@ void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, in
 }
 
 template <class Matrix>
-void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
   thread_local Scratch scratch;
   Tiles tiles;
@@ -300,7 +304,7 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
       const auto scales = scales_from<pair>(w + c, ldw, d);
       for (int64_t r = 0; r < rows; r += kGroupRows) {
         const int64_t count = std::min(kGroupRows, rows - r);
-        multiply_tiles(tiles, scales, count, blocks, x + r * row_pairs + d * count, panel, width, fresh && d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);
+        multiply_tiles(tiles, scales, count, blocks, x + r * row_pairs + d * count, panel, width, d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);
       }
     }
   }
@@ -308,24 +312,34 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
 
 // Takes subnormal numbers for 0, as tiles do, while a product runs.
 class FlushSubnormal {
+#if defined(__SSE__)
  public:
-#if defined(__AVX512F__) || defined(__FMA__)
   FlushSubnormal() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
   ~FlushSubnormal() { _mm_setcsr(before_); }
 
  private:
   unsigned before_;
+#elif defined(__aarch64__)
+ public:
+  FlushSubnormal() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | 1 << 24));
+  }
+  ~FlushSubnormal() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
 #else
+ public:
   FlushSubnormal() {}
 #endif
 };
 
 template <class Matrix>
-void tile_gemm(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo, bool fresh) {
+void tile_gemm(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   const FlushSubnormal flush;
-  if (rows > kGroupRows) return many_rows_in_tiles(rows, x, w, ldw, depth, cols, out, ldo, fresh);
-  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + cols, 0.0f);
-  static_assert(kVectorRows == 2);
+  if (rows > kGroupRows) return many_rows_in_tiles(rows, x, w, ldw, depth, cols, out, ldo);
+  for (int64_t r = 0; r < rows; r++) std::fill(out + r * ldo, out + r * ldo + cols, 0.0f);
   if (rows == 1) return few_rows_in_vectors<1>(x, w, ldw, depth, cols, out, ldo);
   if (rows == 2) return few_rows_in_vectors<2>(x, w, ldw, depth, cols, out, ldo);
   few_rows_in_tiles(rows, x, w, ldw, depth, cols, out, ldo);

@@ -8,6 +8,8 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
+import math
 import os
 import platform
 import shutil
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 
+logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 KERNELS, TEXT_DRAFTS = HERE / "kernels.cpp", HERE / "text_drafts.cpp"  # a library each
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
@@ -86,31 +89,43 @@ def text_drafts_library() -> ctypes.CDLL:
 
 class Bf16Gains(NamedTuple):
     """What products of rows that are rounded to bfloat16 gain over products of floats: in pairs of neighbours, and in
-    tiles (0 where there are none)."""
+    tiles (0 where the processor has none, NaN where the system refuses them to this process)."""
 
     pairs: float
     tiles: float
 
 
 def measured_bf16_gains(loaded: ctypes.CDLL) -> Bf16Gains:
-    """Measure the gains, for some milliseconds; before `use_bf16`."""
+    """Measure the gains, for some milliseconds."""
     pairs, tiles = ctypes.c_double(), ctypes.c_double()
     loaded.RexBf16Gains(ctypes.byref(pairs), ctypes.byref(tiles))
     return Bf16Gains(pairs.value, tiles.value)
 
 
 def use_bf16(loaded: ctypes.CDLL, gains: Bf16Gains) -> None:
-    """Multiply rows by weights of bfloat16, and by codes, the way that gains most."""
-    loaded.RexUseBf16(ctypes.c_bool(gains.pairs > 1.0), ctypes.c_bool(gains.tiles > max(1.0, gains.pairs)))
+    """Multiply rows by weights of bfloat16, and by codes, the way that gains most; no product may run meanwhile. Warns
+    where the system refuses tiles."""
+    wants_tiles = gains.tiles > max(1.0, gains.pairs)
+    loaded.RexUseBf16.restype = ctypes.c_bool
+    uses_tiles = loaded.RexUseBf16(ctypes.c_bool(gains.pairs > 1.0), ctypes.c_bool(wants_tiles))
+    if math.isnan(gains.tiles) or (wants_tiles and not uses_tiles):
+        logger.warning(
+            "the system refuses this process the AMX tiles of the processor: products of bfloat16 are slower, and"
+            " rounded differently from those of processes that have them"
+        )
 
 
 def bf16_gains(file: Path, measure: Callable[[], Bf16Gains]) -> Bf16Gains:
     """The gains on this processor. They are measured once and stored beside the library `file` under the processor's
-    name. All processes read what the first one stored, and so round alike."""
+    name, unless the system refuses tiles. All processes read what the first one stored, and round alike where all are
+    granted tiles."""
     gains_file = file.with_name(f"{file.stem}-{hashlib.sha256(_processor_name().encode()).hexdigest()[:8]}.gains")
     if not gains_file.exists():
+        gains = measure()
+        if math.isnan(gains.tiles):
+            return gains
         with tempfile.NamedTemporaryFile("w", dir=file.parent) as fresh:
-            fresh.write(" ".join(f"{gain:.3f}" for gain in measure()))
+            fresh.write(" ".join(f"{gain:.3f}" for gain in gains))
             fresh.flush()
             with contextlib.suppress(FileExistsError):  # another process was first
                 os.link(fresh.name, gains_file)

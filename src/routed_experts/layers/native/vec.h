@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #if defined(__AVX512F__) || defined(__FMA__)
@@ -325,6 +326,15 @@ template <class Vector>
 #if defined(__x86_64__) && (defined(__AVX512F__) || defined(__AVX__))
   asm("" : "+v"(v));
 #endif
+}
+
+// As `T` holds them.
+template <class T>
+inline vf rounded(vf v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  T narrow[kLanes];
+  store(narrow, v);
+  return load(narrow);
 }
 
 // Rows between memory and float scratch.
