@@ -6,7 +6,8 @@ neighbours, in tiles (AMX).
 
 One engine answers the same prompts with each way in turn, through Engine.generate with the rows of every request, as in
 peers.py; a ratio to floats is that of one round, and medians are given. A way that this processor does not have is left
-out. An engine takes the way that a product in the cache is fastest with when the library is compiled: `gain`."""
+out. An engine takes the way of the largest `gain`: that of a product in the cache, measured when the library
+was first loaded."""
 
 import argparse
 import statistics
@@ -35,7 +36,7 @@ def main() -> None:
     if args.small:
         vars(args).update(batches=[1], rounds=1, prompt=16, new=4)
     library = toolchain.library()
-    gains = toolchain.measured_bf16_gains(library)
+    gains = toolchain.own_bf16_gains(library)
     ways = [way for way in WAYS if way != "tiles" or gains.tiles > 0]
     rows: list[dict[str, object]] = []
     noise = np.random.default_rng(0)

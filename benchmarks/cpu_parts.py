@@ -62,7 +62,7 @@ def clocked_library(*, optimized: bool) -> ctypes.CDLL:
     )
     library.rex_multiply_rate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_bool)
     library.rex_tile_rate.argtypes, library.rex_tile_rate.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_double
-    toolchain.use_bf16(library, toolchain.measured_bf16_gains(library))
+    toolchain.use_bf16(library, toolchain.own_bf16_gains(library))
     toolchain.library = lambda: library
     return library
 

@@ -15,13 +15,12 @@ def has_tiles() -> bool:
 @contextlib.contextmanager
 def products_as_if(*, pairs: float, tiles: float) -> Iterator[None]:
     """Multiply as if these gains over floats had been measured, and as before afterwards."""
-    library, file = toolchain.library(), toolchain.library_file(toolchain.compiler())
-    before = toolchain.bf16_gains(file, lambda: toolchain.measured_bf16_gains(library))  # they are stored
+    library = toolchain.library()
     toolchain.use_bf16(library, Bf16Gains(pairs, tiles))
     try:
         yield
     finally:
-        toolchain.use_bf16(library, before)
+        toolchain.use_bf16(library, toolchain.own_bf16_gains(library))
 
 
 def products_in_pairs() -> contextlib.AbstractContextManager[None]:

@@ -74,9 +74,8 @@ def unavailable_reason() -> str | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled library, made if it is not there. Raises OSError where it cannot be made or loaded."""
-    file = _compiled_file(KERNELS)
-    loaded = ctypes.CDLL(str(file))
-    use_bf16(loaded, bf16_gains(file, lambda: measured_bf16_gains(loaded)))
+    loaded = ctypes.CDLL(str(_compiled_file(KERNELS)))
+    use_bf16(loaded, own_bf16_gains(loaded))
     return loaded
 
 
@@ -100,6 +99,11 @@ def measured_bf16_gains(loaded: ctypes.CDLL) -> Bf16Gains:
     pairs, tiles = ctypes.c_double(), ctypes.c_double()
     loaded.RexBf16Gains(ctypes.byref(pairs), ctypes.byref(tiles))
     return Bf16Gains(pairs.value, tiles.value)
+
+
+def own_bf16_gains(loaded: ctypes.CDLL) -> Bf16Gains:
+    """The gains that decide how the library multiplies: those that are stored, or measured now."""
+    return bf16_gains(_compiled_file(KERNELS), lambda: measured_bf16_gains(loaded))
 
 
 def use_bf16(loaded: ctypes.CDLL, gains: Bf16Gains) -> None:
