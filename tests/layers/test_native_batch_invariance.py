@@ -270,7 +270,7 @@ GEMM_ALONE = """
 #include "bf16_gemm.h"
 extern "C" void multiply(
     int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
-  rex::gemm(rex::Rows<const rex::bf16>{x, rows, depth, false}, w, cols, cols, out, cols, true);
+  rex::multiply(rex::RowMatrix<const rex::bf16>{x, rows, depth, false}, w, cols, cols, out, cols);
 }
 """
 

@@ -1,6 +1,7 @@
 """Latent attention between its projections, as one native kernel, against the steps of the model in array code; a row's
 bits do not depend on the step that it is in."""
 
+import copy
 import dataclasses
 import os
 import subprocess
@@ -57,6 +58,13 @@ class Case:
         self.norm, self.up = random(s.rank), random(s.rank, s.heads * (s.key_dim + s.value_dim)) / 4
         self.table = 1 + rng.permutation(PAGES - 1).reshape(REQUESTS, WIDTH).astype(np.int32)
         self.pool = jnp.full((2 * PAGES, PAGE, 1, s.rank + s.rotary), jnp.nan, dtype)
+
+    def widened(self):
+        """The same numbers in float32, over a pool of the same dtype."""
+        wide = copy.copy(self)
+        for name in ("queries", "compressed", "norm", "up"):
+            setattr(wide, name, getattr(self, name).astype(jnp.float32))
+        return wide
 
     def inputs(self, chunks, padding=0):
         """What the layer is given for (request, first position, tokens), with padding tokens and one padding
@@ -118,13 +126,14 @@ class Case:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SIZES)
 def test_prompts_and_further_tokens_equal_array_code(name, dtype, interleaved):
+    """Array code in float32: in bfloat16 it rounds between its products, and is twice as far off as native code."""
     case = Case(SIZES[name], dtype, interleaved=interleaved)
-    pools = {plain: None for plain in (True, False)}
+    cases, pools = {True: case.widened(), False: case}, {True: None, False: None}
     for chunks in ([(3, 0, 40), (1, 0, 1), (4, 0, 70)], [(1, 1, 20), (3, 40, 1), (4, 70, 3)], [(3, 41, 1), (1, 21, 1)]):
         outs = {}
         for plain, pool in pools.items():
-            outs[plain], pools[plain] = case.run(chunks, pool, plain=plain, padding=3)
-        bound = 2e-4 if dtype == "float32" else 0.15  # of values around 5; array code rounds between its products
+            outs[plain], pools[plain] = cases[plain].run(chunks, pool, plain=plain, padding=3)
+        bound = 2e-4 if dtype == "float32" else 0.1  # of values up to 10
         for actual, expected in zip(outs[False], outs[True], strict=True):
             np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), atol=bound)
     pages = [np.delete(np.asarray(pool, np.float32), PAGES * LAYER, axis=0) for pool in pools.values()]
