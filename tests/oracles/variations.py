@@ -114,6 +114,7 @@ VARIED = {
     "Dots1": [
         (dict(attention_bias=False, sliding_window=None, norm_topk_prob=False, first_k_dense_replace=0), ALL_LAYERS),
         (dict(n_group=4, topk_group=2, max_window_layers=0, tie_word_embeddings=True), None),
+        (dict(n_shared_experts=0), None),
     ],
     "ExaoneMoe": [
         (
