@@ -327,6 +327,15 @@ def test_every_fault_is_reported_at_once(tmp_path):
     assert "\n" not in message
 
 
+def test_an_unexpected_tensor_without_numbers_is_no_fault_and_an_expected_one_is_misshapen(tmp_path):
+    table = list(expert_table(2, 2, 4, 3))
+    tensors = random_tensors(table, np.float32) | {"shared.gate": np.zeros((0, 4), np.float32)}
+    check(table, Checkpoint(save(tmp_path / "unexpected", {}, tensors)))
+    tensors["1.norm"] = np.zeros(0, np.float32)
+    with pytest.raises(CheckpointError, match=r"1 misshapen \(1.norm is \[0\], expected \[4\]\)"):
+        check(table, Checkpoint(save(tmp_path / "misshapen", {}, tensors)))
+
+
 def test_transposed_tensor_of_the_wrong_way_round_is_misshapen(tmp_path):
     table = list(expert_table(1, 1, 4, 3))
     tensors = random_tensors(table, np.float32)

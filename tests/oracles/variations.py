@@ -110,10 +110,12 @@ VARIED = {
         (dict(mlp_layer_types=["sparse", "dense"] * 2, q_lora_rank=None, rope_interleave=False), (0, 2)),
         (dict(mlp_layer_types=None), None),
         (dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2) | YARN, None),
+        (dict(hidden_size=68), None),  # 17 a head, which latent attention does not use
     ],
     "Dots1": [
         (dict(attention_bias=False, sliding_window=None, norm_topk_prob=False, first_k_dense_replace=0), ALL_LAYERS),
         (dict(n_group=4, topk_group=2, max_window_layers=0, tie_word_embeddings=True), None),
+        (dict(n_shared_experts=0), None),
     ],
     "ExaoneMoe": [
         (

@@ -31,7 +31,7 @@ def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
     reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
     if reader.has("partial_rotary_factor"):
         reader = dataclasses.replace(reader, values={**reader.values, "partial_rotary_factor": None})
-    sizes = read_sizes(reader)
+    sizes = read_sizes(reader, latent=True)
     for key in ("use_bias", "use_qkv_bias", "use_sliding_window"):
         refuse(reader, key)
     refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)

@@ -58,14 +58,21 @@ class Sizes:
         )
 
 
-def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False, eps_key: str = "rms_norm_eps") -> Sizes:
-    """Read them; a CheckpointError names a missing or invalid key. `eps` and `tied` are the family's
-    defaults."""
+def read_sizes(
+    reader: ConfigReader,
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    eps_key: str = "rms_norm_eps",
+    latent: bool = False,
+) -> Sizes:
+    """Read them; a CheckpointError names a missing or invalid key. `eps` and `tied` are the family's defaults.
+    `latent`: all attention is latent, whose widths are other keys, and `head_dim` may be odd."""
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
     kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
     reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
     head_dim = reader.int("head_dim", minimum=2, default=max(2, hidden // heads))
-    reader.require(head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
+    reader.require(latent or head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
     reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
     return Sizes(
         vocab_size=reader.int("vocab_size", minimum=1),

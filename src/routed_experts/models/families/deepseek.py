@@ -18,7 +18,7 @@ _V2_METHODS = ("greedy", "group_limited_greedy")
 
 def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V2 or V2-Lite."""
-    sizes = read_sizes(reader)
+    sizes = read_sizes(reader, latent=True)
     experts, top_k = read_experts(reader, key="n_routed_experts", methods=_V2_METHODS, grouped=True)
     refuse(reader, "norm_topk_prob")
     grouped = reader.str("topk_method", default=_V2_METHODS[0]) == "group_limited_greedy"
@@ -33,7 +33,7 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
-    sizes = read_sizes(reader)
+    sizes = read_sizes(reader, latent=True)
     router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
     first = reader.int("first_k_dense_replace", minimum=0, default=3)
     return latent_decoder(reader, sizes, router, interleaved=read_interleaved(reader), dense=range(first), shared=1)

@@ -12,7 +12,7 @@ _LAYER_TYPES = ("sparse", "dense")
 def read_glm4_moe_lite(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of GLM-4.7-Flash. `mlp_layer_types` and `first_k_dense_replace` must agree where both are
     there."""
-    sizes = read_sizes(reader, eps=1e-5)
+    sizes = read_sizes(reader, eps=1e-5, latent=True)
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=1.8)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     by_count = tuple(_LAYER_TYPES[index < first] for index in range(sizes.num_layers))

@@ -109,8 +109,9 @@ def check(
     """Raise one CheckpointError that names every missing, unexpected and misshapen tensor and every dtype we cannot
     read.
 
-    `ignore` holds shell patterns of unused tensors that are allowed, such as "*.rotary_emb.inv_freq". `among`: patterns
-    of the tensors that are compared; others are not looked at."""
+    `ignore` holds shell patterns of unused tensors that are allowed, such as "*.rotary_emb.inv_freq"; one without any
+    number is allowed, too: transformers writes them for zero shared experts. `among`: patterns of the tensors that are
+    compared; others are not looked at."""
     expected, patterns, compared = {source.name: source for source in sources}, tuple(ignore), tuple(among)
     present = {
         name: header
@@ -129,7 +130,9 @@ def check(
     faults = {
         "missing": [name for name, source in expected.items() if name not in present and not source.optional],
         "unexpected": [
-            name for name in present if name not in expected and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+            name
+            for name, (shape, _) in present.items()
+            if name not in expected and 0 not in shape and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
         ],
         "misshapen": [
             f"{name} is {list(shape)}, expected {list(want)}" for name, want, shape, _ in shared if shape != want
