@@ -127,7 +127,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             routing="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; "
             "v / sum v * "
             "`routed_scaling_factor`; shared experts",
-            refused="layers that predict further tokens are not run",
+            refused="layers that predict further tokens only draft (NEXTN)",
             quantized="fp8 blocks; int4 groups (Kimi-K2-Thinking)",
             test="test_families.py[DeepseekV3]",
         ),
@@ -136,7 +136,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="GLM-4-MoE",
             checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
             routing="as DeepseekV3ForCausalLM, one group",
-            refused="layers that predict further tokens are not run",
+            refused="layers that predict further tokens only draft (NEXTN)",
             quantized="fp8 by channel",
             test="test_families.py[Glm4Moe]",
         ),
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="GLM-4-MoE-Lite",
             checkpoints="GLM-4.7-Flash",
             routing="as DeepseekV3ForCausalLM, one group",
-            refused="attention biases; layers that predict further tokens are not run",
+            refused="attention biases; layers that predict further tokens only draft (NEXTN)",
             test="test_families.py[Glm4MoeLite]",
         ),
         "Dots1ForCausalLM": Family(
@@ -178,7 +178,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Bailing MoE v2",
             checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
             routing="as DeepseekV3ForCausalLM",
-            refused="its own Python code is never run; layers that predict further tokens are not run",
+            refused="its own Python code is never run; layers that predict further tokens only draft (NEXTN)",
             quantized="fp8 blocks",
             test="test_families.py[BailingMoeV2]",
         ),
@@ -216,7 +216,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Ernie 4.5 MoE",
             checkpoints="ERNIE-4.5-21B-A3B, 300B-A47B (text)",
             routing="s = softmax(z); top-k of s + b; v / sum v; shared experts",
-            refused="biases of projections; layers that predict further tokens are not run",
+            refused="biases of projections; layers that predict further tokens only draft (NEXTN)",
             test="test_families.py[Ernie4_5_Moe]",
         ),
         "HunYuanMoEV1ForCausalLM": Family(
@@ -243,7 +243,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Qwen3-Next",
             checkpoints="Qwen3-Next-80B-A3B",
             routing="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
-            refused="prefix caching (off by itself); layers that predict further tokens are not run",
+            refused="prefix caching (off by itself); layers that predict further tokens only draft (NEXTN)",
             quantized="fp8 blocks",
             test="test_families.py[Qwen3Next]",
         ),
@@ -260,7 +260,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Qwen3.5-MoE",
             checkpoints="Qwen3.5-35B-A3B and larger, without their vision",
             routing="as Qwen3NextForCausalLM, always renormalised",
-            refused="images; prefix caching (off by itself); layers that predict further tokens are not run",
+            refused="images; prefix caching (off by itself); layers that predict further tokens only draft (NEXTN)",
             test="test_family_folders.py",
         ),
         "Lfm2MoeForCausalLM": Family(

@@ -93,7 +93,7 @@ def mismatch_report(
 
 def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array, ""]:
     """Mean share of replayed slots that the live router would not have chosen, over valid rows; 0 where there are none.
-    Return it with the loss: rows of other tokens, layers or samples raise it from below 2 % to above 15 %."""
+    Return it with the loss: rows of other tokens, layers or samples raise it from below 3 % to above 15 %."""
     shares = jnp.where(routed.valid[..., None], slot_miss.astype(jnp.float32), 0.0)
     slots = jnp.sum(routed.valid, dtype=jnp.float32) * slot_miss.shape[-1] * routed.ids.shape[-1]
     return jnp.sum(shares) / jnp.maximum(slots, 1.0)
