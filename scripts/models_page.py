@@ -59,11 +59,11 @@ _FOOT = """
 A record holds the K experts that each token ran, best first, as logical ids. Shared experts and layers without a
 router have no column. A dense model is served; capturing it is refused.
 
-Weights are bfloat16, float16 or float32, or quantised by `fp8` or `compressed-tensors`, GPT-OSS also by `mxfp4`, and then served as codes or
-after one rounding: [quantised checkpoints](quantization.md). Other methods (AWQ, GPTQ, bitsandbytes, NVFP4, ModelOpt)
-are refused by name before any memory is taken. The column "quantised" has the
-forms that others publish. Tests read small checkpoints of Qwen3-MoE, Qwen3-VL-MoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2
-and GPT-OSS in such forms; no published file was read yet. An architecture that is not in the table is refused with the
+Weights are bfloat16, float16 or float32, or quantised by `fp8` or `compressed-tensors`, GPT-OSS also by `mxfp4`, and
+then served as codes or after one rounding: [quantised checkpoints](quantization.md). Other methods (AWQ, GPTQ,
+bitsandbytes, NVFP4, ModelOpt) are refused by name before any memory is taken. The column "quantised" has the forms
+that others publish. Tests read small checkpoints of Qwen3-MoE, Qwen3-VL-MoE, DeepSeek-V3, GLM-4-MoE, MiniMax-M2 and
+GPT-OSS in such forms; no published file was read yet. An architecture that is not in the table is refused with the
 list of those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
