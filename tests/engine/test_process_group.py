@@ -200,10 +200,24 @@ def test_a_follower_passes_sigterm_on_to_process_0():
         assert drained.wait(TIMEOUT_S)
 
 
-def test_a_group_that_is_abandoned_while_it_starts_exits_0():
+def test_a_group_that_is_abandoned_while_it_starts_exits_0_process_0_last():
+    """JAX aborts a process that outlives process 0."""
+    with group(num_followers=2) as (leader, followers, exits):
+        abandoning = threading.Thread(target=leader.abandon)
+        abandoning.start()
+        assert all_exits(exits, 2) == {1: 0, 2: 0}
+        for follower in followers:
+            assert abandoning.is_alive()
+            follower._channel._connections[0].socket.shutdown(socket.SHUT_RDWR)  # as its exit does
+        abandoning.join(TIMEOUT_S)
+        assert not abandoning.is_alive() and leader.error is None
+
+
+def test_process_0_of_an_abandoned_group_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(process_group, "_ABANDON_S", 0.1)
     with group() as (leader, _, exits):
         leader.abandon()
-        assert all_exits(exits, 1) == {1: 0}
+        assert all_exits(exits, 1) == {1: 0} and leader.error is None
 
 
 def run_steps(leader, follower, count, *, change=None):

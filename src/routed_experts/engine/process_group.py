@@ -38,6 +38,7 @@ LAST_OUTPUTS_S = 1.5  # for the last responses of a process that ends with its g
 DIGEST_STEPS = 64  # steps of a digest
 MAX_UNSENT = 64  # orders that wait to be sent; the engine has two steps in flight
 _LAST_WORDS_S = 0.2  # at most, for an order that is being sent to the same peer
+_ABANDON_S = 5.0  # at most, for followers to leave a group that still starts
 _EXPLAIN_S = 1.5  # in which the reason of a failed collective is known
 _MAX_ERROR_CHARS = 600
 _JAX_SHUTDOWN_S = 10
@@ -265,6 +266,7 @@ class LeadingGroup(ProcessGroup):
         self._rendezvous: Rendezvous | None = None
         self._on_lost: Callable[[BaseException], None] | None = None
         self._ended = set[int]()  # ranks of followers that have replied to STOP
+        self._left = set[int]()  # ranks of followers whose connections have ended
         self.on_drain: Callable[[], None] = _terminate
 
     @property
@@ -375,9 +377,12 @@ class LeadingGroup(ProcessGroup):
         }
 
     def abandon(self) -> None:
-        """End a group that is still starting, without an error: every process exits 0 at once."""
+        """End a group that is still starting, without an error: every process exits 0 at once. Returns when the
+        followers have left, as JAX aborts a process that outlives process 0, which coordinates its runtime."""
         self._stopping = True
         self._channel.try_send(Order(kind=OrderKind.STOP, head={"abandoned": True}), _LAST_WORDS_S)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left.issuperset(self._addresses), _ABANDON_S)
 
     def close(self) -> None:
         """Stop every follower and end the group; all processes may exit 0 then. Idempotent."""
@@ -417,6 +422,9 @@ class LeadingGroup(ProcessGroup):
             self._compare(steps)
 
     def on_closed(self, rank: int, reason: str) -> None:
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
         if rank not in self._ended:
             super().on_closed(rank, reason)
 
