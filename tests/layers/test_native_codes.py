@@ -467,7 +467,7 @@ GEMM_ALONE = """
   extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, const Row* x,          \\
                        rex::Format format, const uint8_t* codes, const float* scales, float* out) {     \\
     const rex::Codes w{format, codes, scales, group};                                                   \\
-    rex::gemm(rex::Rows<const Row>{x, rows, depth, false}, w, cols, cols, out, cols, true);             \\
+    rex::multiply(rex::RowMatrix<const Row>{x, rows, depth, false}, w, cols, cols, out, cols);          \\
   }
 PRODUCT(in_floats, float)
 PRODUCT(in_pairs, rex::bf16)
