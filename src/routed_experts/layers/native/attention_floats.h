@@ -63,7 +63,7 @@ inline void blend_rows(int64_t dim, const float* weights, int64_t offset, int64_
 // head, for which a block is laid out.
 struct InFloats {
   using Weight = float;  // what weights are rounded to
-  struct Mode {};
+  struct Mode {};        // of the processor, while a piece attends
   void prepare(const AttentionShape&, Mix&, int64_t, int64_t) {}
 
   // Queries times keys, for all kv heads of a piece. The sums are bitwise those of `mix_many`: the number of tokens of a request in a step must

@@ -93,6 +93,7 @@ inline void multiply_pairs_of_tiles(int64_t rows, int64_t blocks, const bf16* x,
     else add_tiles<1, 2>(blocks, from, rows * kTileSide, w, fresh, out + c, ldo, none, 0);
 }
 
+// The same as InFloats in tiles; `few` rows in vectors.
 struct InTiles {
   using Weight = bf16;
   using Mode = FlushSubnormal;
