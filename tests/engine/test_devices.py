@@ -73,7 +73,7 @@ class DeviceBench(Bench):
         self.spec = config.capture_spec
         plan = plan_memory(
             args,
-            kv_shapes(args, served.part, state),
+            kv_shapes(args, served.part, state, attention),
             served.as_loaded,
             self.spec,
             context_length=96,

@@ -3,9 +3,11 @@ compared."""
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
+from oracles.families import CASES, Oracle
 from routed_experts import (
     InvalidRequestError,
     PromptTooLongError,
@@ -437,11 +439,26 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
         )
 
 
-def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(tmp_path):
-    with open_engine(write_tiny_checkpoint(tmp_path, dtype="bfloat16")) as engine:
+@pytest.mark.parametrize(
+    ("family", "backend", "dtypes"),
+    [
+        ("Qwen3Moe", "native", {"bfloat16"}),
+        ("Qwen3Moe", "paged", {"float32"}),
+        ("DeepseekV3", "native", {"bfloat16"}),
+        ("Qwen3Next", "native", {"bfloat16", "float32"}),  # of keys and values, and of states
+        ("Lfm2Moe", "native", {"bfloat16", "float32"}),
+    ],
+)
+def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(family, backend, dtypes, tmp_path):
+    Oracle(CASES[family], tmp_path)
+    with open_engine(tmp_path, dtype="bfloat16", attention_backend=backend, skip_tokenizer_init=True) as engine:
         runner = engine.components.core.runner
-        dims = ",".join(map(str, runner.config.pool.abstract.shape))
+        arrays = jax.tree.leaves(runner.config.pool.abstract)
+        assert {str(array.dtype) for array in arrays} == dtypes
         texts = [program.as_text() for key, program in runner._programs.items() if key[0] == "forward"]
-        assert texts and all(f"[{dims}]" in text for text in texts)
-        assert not any(re.search(rf"\[{dims}\]\S* convert\(", text) for text in texts)
-        assert len(engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]) == 4
+        for array in arrays:
+            dims = ",".join(map(str, array.shape))
+            assert texts and all(f"[{dims}]" in text for text in texts)
+            assert not any(re.search(rf"\[{dims}\]\S* convert\(", text) for text in texts)
+        out = engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY, max_new_tokens=4)
+        assert len(out["output_ids"]) == 4

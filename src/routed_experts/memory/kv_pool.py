@@ -58,7 +58,8 @@ def tiled_state(shape: tuple[int, ...]) -> tuple[int, ...]:
 class KVPoolSpec:
     """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding. `others`: layers
     whose rows have another shape. `tiled_states`: states have the dims of `tiled_state`, which every read and
-    write converts. `dtype`: of states, and of keys and values that are not `codes`."""
+    write converts. `dtype`: of keys and values that are not `codes`, and of states, unless these have
+    `states_dtype`."""
 
     num_layers: int
     num_pages: int
@@ -73,6 +74,7 @@ class KVPoolSpec:
     others: tuple[CacheLayout, ...] = ()
     tiled_states: bool = False
     codes: bool = False
+    states_dtype: jnp.dtype | None = None
 
     @staticmethod
     def create(
@@ -84,6 +86,7 @@ class KVPoolSpec:
         num_requests: int,
         platform: str,
         codes: bool = False,
+        states_dtype: jnp.dtype | None = None,
     ) -> "KVPoolSpec":
         """The pool of a model's cache, with rows as wide as a platform has them."""
         assert not (codes and any(group.latent for group in cache.groups)), "latent rows are never codes"
@@ -104,6 +107,7 @@ class KVPoolSpec:
             others=tuple(others),
             tiled_states=platform == "tpu",
             codes=codes,
+            states_dtype=states_dtype,
         )
 
     @property
@@ -127,7 +131,7 @@ class KVPoolSpec:
         pages = GroupedPages(arrays) if self.others else arrays[0]
         if self.recurrent is None:
             return pages
-        state = jax.eval_shape(lambda: self.recurrent_shape.zeros(1, self.dtype))
+        state = jax.eval_shape(lambda: self.recurrent_shape.zeros(1, self.states_dtype or self.dtype))
         size = (self.num_recurrent, self.num_requests)
 
         def of_all(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -159,7 +163,7 @@ class KVPoolSpec:
         """Bytes of the inputs of the recurrence of so many tokens in all layers, as a verify step stores them."""
         if self.recurrent is None:
             return 0
-        inputs = jax.eval_shape(lambda: self.recurrent_shape.no_inputs(num_tokens, self.dtype))
+        inputs = jax.eval_shape(lambda: self.recurrent_shape.no_inputs(num_tokens, self.states_dtype or self.dtype))
         return self.num_recurrent * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(inputs))
 
     @property

@@ -270,6 +270,7 @@ def _build_runner(
         args,
         source,
         config,
+        attention,
         num_drafts=num_drafts,
         draft=draft,
         group=group,
@@ -384,6 +385,7 @@ def _plan_memory(
     args: ServerArgs,
     source: ModelFolder | Decoder,
     config: DecoderConfig,
+    attention: AttentionBackend,
     arrays: nnx.State[Any, Any],
     shards: ModelSharding | None,
     *,
@@ -397,7 +399,7 @@ def _plan_memory(
     of_draft: dict[str, Any] = {}
     if draft is not None:
         of_draft = {"draft_demand": draft.demand, "lookahead": draft.kind.lookahead(num_drafts)}
-    planned = plan_engine(args, config, arrays, shards, num_drafts=num_drafts, **of_draft)
+    planned = plan_engine(args, config, arrays, shards, attention, num_drafts=num_drafts, **of_draft)
     plan = dataclasses.replace(planned.memory, experts_host=experts_host, has_kv_scales=has_kv_scales)
     plan = with_checkpoint_form(plan, source, args.dtype)
     if group is not None:

@@ -40,13 +40,13 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
         raise ConfigError("model_path=None; give the folder of a checkpoint or a Hugging Face id")
     path = find_model(args.model_path, revision=args.revision, weights=load_format != "dummy")
     folder = ModelFolder.open(str(path), load_format=load_format)
-    kernels, _ = DEFAULT_BACKENDS.choose(args, folder.config.needs)
+    kernels, attention = DEFAULT_BACKENDS.choose(args, folder.config.needs)
     plain, shards = folder, create_sharding(args, folder.config)
     folder, config, shards = serve_codes(args, folder, folder.config, shards, code_support(args, kernels), None)
     assert isinstance(folder, ModelFolder) and isinstance(config, FamilyConfig)
     dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec
-    planned = plan_engine(args, config, arrays, shards)
+    planned = plan_engine(args, config, arrays, shards, attention)
     plan = dataclasses.replace(planned.memory, has_kv_scales=bool(served_kv_scales(args, folder)))
     plan = with_checkpoint_form(plan, folder, args.dtype)
     return Inspection(

@@ -15,6 +15,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.served_model import abstract_state
 from routed_experts.execution.memory_demand import NO_DRAFT_MODEL, DraftDemand
 from routed_experts.execution.memory_plan import MemoryPlan, common_dtype, plan_memory
+from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kv_format import LayerScales
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.interface import Decoder, DecoderConfig
@@ -39,21 +40,22 @@ def plan_engine(
     config: DecoderConfig,
     arrays: nnx.State[Any, Any],
     shards: ModelSharding | None,
+    attention: AttentionBackend,
     *,
     num_drafts: int = 0,
     draft_demand: Callable[[KVPoolSpec, jnp.dtype], DraftDemand] | None = None,
     lookahead: int = 0,
 ) -> EnginePlan:
-    """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`. `num_drafts`: the longest
-    draft, 0 without speculative decoding; `draft_demand`: of a model that drafts, beside the target's pool and in the
-    dtype of its weights; `lookahead`: as in Buckets. Raises what plan_memory raises, and ConfigError for a
-    context_length above the model's."""
+    """Plan a model whose `arrays` (shapes and dtypes are read) are sharded as in `shards`, and whose pool `attention`
+    reads and writes. `num_drafts`: the longest draft, 0 without speculative decoding; `draft_demand`: of a model that
+    drafts, beside the target's pool and in the dtype of its weights; `lookahead`: as in Buckets. Raises what
+    plan_memory raises, and ConfigError for a context_length above the model's."""
     part, per_device = (
         (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
     )
     context_length = resolve_context_length(args, config.context_length)
     capture = recorded_spec(args, config)
-    shapes = kv_shapes(args, part, arrays)
+    shapes = kv_shapes(args, part, arrays, attention)
     sizes = {"context_length": context_length, "num_drafts": num_drafts}
     draft = NO_DRAFT_MODEL if draft_demand is None else draft_demand(shapes, jnp.dtype(common_dtype(arrays)))
     memory = plan_memory(args, shapes, per_device, capture, vocab_size=config.vocab_size, draft=draft, **sizes)
@@ -90,26 +92,29 @@ def abstract_arrays(source: ModelFolder | Decoder, config: DecoderConfig, dtype:
     return decoder_shapes(config, jnp.dtype(common_dtype(state)))
 
 
-def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
-    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of
-    bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are
-    the same. With `kv_cache_dtype` they are codes on every platform. Raises what `common_dtype` raises, and ConfigError
-    for codes of latent rows."""
+def kv_shapes(
+    args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any], attention: AttentionBackend
+) -> KVPoolSpec:
+    """The pool's shapes before its size is known. Its dtype is that of the weights. What array code writes in bfloat16
+    on CPU is held as float32: XLA has no bfloat16 scatter there and would convert the whole array in every layer. So
+    are states, and keys and values unless `attention` writes them. With `kv_cache_dtype` keys and values are codes on
+    every platform. Raises what `common_dtype` raises, and ConfigError for codes of latent rows."""
     codes = args.kv_cache_dtype != "auto"
     if codes and any(group.latent for group in config.cache.groups):
         text = f"kv_cache_dtype={args.kv_cache_dtype!r} with latent attention (MLA): the rotary numbers of a latent row"
         raise ConfigError(f"{text} lose too much in 8 bits; leave kv_cache_dtype out")
     dtype = common_dtype(state)
-    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        dtype = jnp.dtype("float32")
+    is_widened = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    written = jnp.dtype("float32") if is_widened else dtype
     return KVPoolSpec.create(
         config.cache,
         num_pages=0,
         page_size=args.page_size,
-        dtype=dtype,
+        dtype=written if attention.write is None else dtype,
         num_requests=args.running_limit + 1,
         platform=jax.default_backend(),
         codes=codes,
+        states_dtype=written,
     )
 
 
