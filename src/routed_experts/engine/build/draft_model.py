@@ -12,6 +12,7 @@ from flax import nnx
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.speculative_config import SpeculativeConfig
+from routed_experts.engine.build.memory_planning import array_code_dtype
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE, DraftKind, LoadedDraft
 from routed_experts.execution.memory_demand import DraftDemand
 from routed_experts.layers.attention import AttentionBackend
@@ -65,11 +66,12 @@ class FoundDraft:
         )
 
     def _pool(self, target: KVPoolSpec) -> KVPoolSpec:
+        is_written = self.kernels is None or self.kernels[1].write is not None
         return KVPoolSpec.create(
             self.layout,
             num_pages=target.num_pages,
             page_size=target.page_size,
-            dtype=target.dtype,
+            dtype=target.dtype if is_written else array_code_dtype(target.dtype),
             num_requests=target.num_requests,
             platform=jax.default_backend(),
         )

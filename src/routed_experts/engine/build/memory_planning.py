@@ -95,27 +95,30 @@ def abstract_arrays(source: ModelFolder | Decoder, config: DecoderConfig, dtype:
 def kv_shapes(
     args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any], attention: AttentionBackend
 ) -> KVPoolSpec:
-    """The pool's shapes before its size is known. Its dtype is that of the weights. What array code writes in bfloat16
-    on CPU is held as float32: XLA has no bfloat16 scatter there and would convert the whole array in every layer. So
-    are states, and keys and values unless `attention` writes them. With `kv_cache_dtype` keys and values are codes on
+    """The pool's shapes before its size is known. Its dtype is that of the weights, or `array_code_dtype` of it: for
+    states, and for keys and values that `attention` does not write. With `kv_cache_dtype` keys and values are codes on
     every platform. Raises what `common_dtype` raises, and ConfigError for codes of latent rows."""
     codes = args.kv_cache_dtype != "auto"
     if codes and any(group.latent for group in config.cache.groups):
         text = f"kv_cache_dtype={args.kv_cache_dtype!r} with latent attention (MLA): the rotary numbers of a latent row"
         raise ConfigError(f"{text} lose too much in 8 bits; leave kv_cache_dtype out")
     dtype = common_dtype(state)
-    is_widened = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    written = jnp.dtype("float32") if is_widened else dtype
     return KVPoolSpec.create(
         config.cache,
         num_pages=0,
         page_size=args.page_size,
-        dtype=written if attention.write is None else dtype,
+        dtype=array_code_dtype(dtype) if attention.write is None else dtype,
         num_requests=args.running_limit + 1,
         platform=jax.default_backend(),
         codes=codes,
-        states_dtype=written,
+        states_dtype=array_code_dtype(dtype),
     )
+
+
+def array_code_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of an array to which array code writes numbers of `dtype` in every step. float32 holds those of
+    bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole array in every layer."""
+    return jnp.dtype("float32") if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
 
 
 def served_kv_scales(args: ServerArgs, source: ModelFolder | Decoder) -> tuple[LayerScales, ...]:
