@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +45,7 @@ def test_two_hundred_requests_get_with_drafts_what_they_get_without():
     assert totals.requests.accepted > 50 and totals.requests.proposed > totals.requests.accepted
 
 
-def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
+def test_two_hundred_requests_get_what_they_got_before_there_were_drafts(monkeypatch):
     """Those of the engine before are products in pairs, rounded as its processor rounds them, so that a few may differ
     on another. An engine rounds otherwise where floats or tiles are faster. Keys and values of a bfloat16 model were
     float32 then."""
@@ -54,7 +53,8 @@ def test_two_hundred_requests_get_what_they_got_before_there_were_drafts():
     def widened(*args):
         return dataclasses.replace(kv_shapes(*args), dtype=jnp.dtype("float32"))
 
-    with products_in_pairs(), mock.patch.object(memory_planning, "kv_shapes", widened):
+    monkeypatch.setattr(memory_planning, "kv_shapes", widened)
+    with products_in_pairs():
         plain, _ = answers_of(False)
     before = json.loads(GOLDEN.read_text())
     assert len(before) == len(plain) == 200
