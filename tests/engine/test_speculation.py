@@ -456,15 +456,16 @@ class Resting(EveryDraft):
 
     is_probe = True
 
-    def __init__(self):
+    def __init__(self, *, pays=False):
         super().__init__()
-        self.heard = []
+        self.heard, self.pays = [], pays
 
     def should_try(self, step):
         return False
 
     def expect(self, survivals, num_requests):
         self.heard.append((survivals, num_requests))
+        return self.pays
 
 
 def test_while_nothing_is_drafted_estimates_follow_the_tokens_that_come(testbed, alone, mode):
@@ -482,6 +483,19 @@ def test_while_nothing_is_drafted_estimates_follow_the_tokens_that_come(testbed,
             [survival[0] for survivals, _ in policy.heard[-3:] for survival in survivals if survival.size]
         )
     assert last[0.0] < 0.9 < last[1.0]
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_text_is_watched_more_rarely_while_no_draft_of_it_would_pay(testbed, pays):
+    policy = Resting(pays=pays)
+    drive = testbed.drive(speculation=speculation(TextDrafter(CopyRule()), policy))
+    drive.add(request("one", np.arange(4), 58))
+    steps = []
+    while not drive.core.is_idle:
+        before = len(policy.heard)
+        drive.step()
+        steps += [drive.core.num_steps] * (len(policy.heard) - before)
+    assert np.diff(steps).tolist() == ([8] * 7 if pays else [16, 32])
 
 
 def test_requests_that_are_not_drafted_for_are_counted_by_reason(testbed):

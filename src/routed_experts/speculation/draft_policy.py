@@ -94,11 +94,11 @@ class DraftPolicy:
         elif self._num_useless >= PATIENCE:
             self._end(num_fruitless=0)
 
-    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
-        """Take the survivals of drafts that no step verifies, while nothing is drafted: where they would pay, the next
-        step probes."""
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
+        """Take the survivals of drafts that no step verifies, while nothing is drafted: where they would pay twice in a
+        row, the next step probes. Return whether they would pay."""
         if not self.is_probe or self._trial > 0:
-            return
+            return False
         sizes, known = self._verify_sizes(num_requests), [survival for survival in survivals if survival.size]
         pays = False
         if sizes and known:
@@ -108,6 +108,7 @@ class DraftPolicy:
         rests = self._num_fruitless > 0 and self._step < self._last_probe + PROBE_EVERY
         if self._num_promising >= PROMISING and not rests:
             self._num_promising, self._next_probe = 0, self._step
+        return pays
 
     def renew(self) -> None:
         """Take note of a new request: the next probe comes 64 steps after the last one, or now."""

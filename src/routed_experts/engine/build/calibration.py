@@ -130,8 +130,9 @@ class _FixedPolicy:
     def tried(self, *, num_requests: int, num_drafts: int, num_emitted: int) -> None:
         """Nothing is learned."""
 
-    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
         """Nothing is learned."""
+        return False
 
     def renew(self) -> None:
         """Nothing is learned."""

@@ -23,7 +23,9 @@ from routed_experts.speculation.model_drafter import ModelDrafter
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
 WATCH_EVERY = 8  # steps without drafts, at least; after these, drafts are compared with the tokens that came
+MOST_BACKED_OFF = 4  # times as rarely as that, at most, while no draft would pay
 WATCHED_A_STEP = 0.5  # requests, on average: the host's cores may be those of the device
+TIMED_EVERY = 8  # of the steps without drafts, while nothing is drafted: one in so many moves the table of costs
 
 
 class Policy(Protocol):
@@ -46,8 +48,8 @@ class Policy(Protocol):
         """Report on the step that should_try allowed."""
         ...
 
-    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> None:
-        """Take the survivals of drafts that no step verifies."""
+    def expect(self, survivals: Sequence[Float64[np.ndarray, " k"]], num_requests: int) -> bool:
+        """Take the survivals of drafts that no step verifies; return whether they would pay."""
         ...
 
     def renew(self) -> None:
@@ -96,6 +98,9 @@ class Speculation:
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
         self._num_in_flight = 0  # steps with proposals that have not been observed
+        self._next_watch, self._backed_off = 0, 1  # the step, and how many times as rarely as usual
+        self._newest: str | None = None  # the last of the running requests
+        self._num_untimed = 0  # resting steps since the last one that was timed
         self._num_failures = 0
         self._logged: set[str] = set()
 
@@ -117,9 +122,9 @@ class Speculation:
     def may_draft(self, running: Sequence[Req], step: int) -> bool:
         """Whether the next step may have drafts: the policy tries them, and no request still feeds its prompt. `step`
         counts the engine's steps."""
-        if self.is_off or not any(map(_may_speculate, running)) or not all(req.is_prefilled for req in running):
+        if self.is_off or not self.policy.should_try(step):
             return False
-        return self.policy.should_try(step)
+        return any(map(_may_speculate, running)) and all(req.is_prefilled for req in running)
 
     def wants_model_drafts(self, running: Sequence[Req], step: int) -> bool:
         """Whether a draft model is to draft after the step that is dispatched next, as the one after it may verify."""
@@ -184,13 +189,15 @@ class Speculation:
 
     def watch(self, running: Sequence[Req], step: int) -> None:
         """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
-        hears of text that has become predictable. The step in flight hides this work."""
+        hears of text that has become predictable. The step in flight hides a part of this work; where the device is the
+        host's own cores it hides little, so this becomes rarer while no draft would pay."""
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
-        if self._model_drafter is not None:
+        newest = running[-1].rid if running else None
+        if newest != self._newest:
+            self._newest, self._backed_off, self._next_watch = newest, 1, min(self._next_watch, step + every)
+        if step < self._next_watch or self.is_off or not self.policy.is_probe or self._model_drafter is not None:
             return  # a draft model drafts for steps that verify alone
-        if self.is_off or step % every or not self.policy.is_probe:
-            return
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
             last = self._unverified.get(req.rid)
@@ -199,7 +206,9 @@ class Speculation:
                 last = _Unverified(req.num_known, draft, self._estimates.survival(req.rid, draft))
                 self._unverified[req.rid] = last
             survivals.append(last.survival)
-        self.policy.expect(survivals, len(running))
+        pays = self.policy.expect(survivals, len(running))
+        self._backed_off = 1 if pays else min(2 * self._backed_off, MOST_BACKED_OFF)
+        self._next_watch = step + self._backed_off * every
         self.totals.draft_s += time.perf_counter() - start
 
     def _is_settled(self, req: Req, last: "_Unverified") -> bool:
@@ -270,9 +279,15 @@ class Speculation:
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
-        host's work overlaps it."""
-        if batch.all_generated:
-            self.costs.follow(batch.num_requests, batch.token_ids.size, batch.num_tokens, seconds)
+        host's work overlaps it. While nothing is drafted, of the latter one in TIMED_EVERY."""
+        if not batch.all_generated:
+            return
+        if batch.num_tokens == batch.num_requests and self.policy.is_probe:
+            self._num_untimed += 1
+            if self._num_untimed < TIMED_EVERY:
+                return
+        self._num_untimed = 0
+        self.costs.follow(batch.num_requests, batch.token_ids.size, batch.num_tokens, seconds)
 
     def counts_of(self, req: Req) -> SpeculativeCounts:
         """What became of a request's drafts so far."""
