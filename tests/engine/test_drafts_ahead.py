@@ -11,6 +11,7 @@ from oracles.driver import request
 from routed_experts import SpeculativeConfig
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build import draft_model
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import PauseMode
 from routed_experts.speculation.drafter import Draft
@@ -134,13 +135,16 @@ def plain(folders):
         return Run(build_engine(args(folders[0])).core).play(patch)
 
 
-@pytest.fixture(scope="module", params=["plenty of pages", "few pages", "no prefixes"])
+@pytest.fixture(scope="module", params=["plenty of pages", "few pages", "no prefixes", "programs by mode"])
 def core(request, folders):
     options = {"few pages": dict(max_total_tokens=264), "no prefixes": dict(disable_radix_cache=True)}
     speculative = SpeculativeConfig(
         algorithm="STANDALONE", draft_model_path=str(folders[1]), num_steps=NUM_DRAFTS, adaptive=False
     )
-    return build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "programs by mode":
+            patch.setattr(draft_model, "HOST_BRANCHES", ("cpu",))
+        return build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
 
 
 def test_steps_ahead_answer_as_joined_steps_and_as_none(core, plain, monkeypatch):

@@ -1,11 +1,13 @@
 """The chain of drafts: where it ends, and what is fed where."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from routed_experts.core.model_worker_batch import SamplingMode
-from routed_experts.execution.draft_chain import Bias, DraftChain, DraftStep
+from routed_experts.execution.draft_chain import CHAIN_MODES, Bias, DraftChain, DraftStep, chain_mode
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.sampling import SamplingBatch
 
@@ -119,3 +121,28 @@ def test_the_bias_is_added_to_the_scores_of_its_tokens_in_the_full_mode(ids, mod
         assert int(table[row, 0]) == best
         probability = np.asarray(table[row, 1:]).view(np.float32)[0]
         assert probability == pytest.approx(np.exp(expected[best]) / total, rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_a_program_of_one_mode_drafts_what_the_one_of_all_modes_drafts(mode):
+    """Where a step has no bias, its padding is zeros for token 0."""
+    assert chain_mode(mode) in CHAIN_MODES and mode <= chain_mode(mode)
+    rng, requests = np.random.default_rng(3), len(POSITIONS)
+    has_bias = mode is SamplingMode.FULL
+    bias = (np.array([[3, 8]] * requests), rng.normal(size=(requests, 2))) if has_bias else np.zeros((2, requests, 2))
+    step = greedy_step(mode, bias)
+    if mode is not SamplingMode.GREEDY:
+        warm = dataclasses.replace(step.sampling, temperature=jnp.array([0.0, 0.7, 1.0, 0.0]))
+        if mode is not SamplingMode.RANDOM:
+            warm = dataclasses.replace(warm, top_k=jnp.array([0, 3, 0, 0]), top_p=jnp.array([1.0, 1.0, 0.7, 1.0]))
+        step = dataclasses.replace(step, sampling=warm)
+    table = [jnp.asarray(rng.normal(size=(requests, V)), jnp.float32) for _ in range(K)]
+
+    def drafts(step):
+        chain = DraftChain(step=step, num_drafts=K, page_size=PAGE_SIZE, vocab_size=V, lag=0)
+        at = jnp.array(POSITIONS, jnp.int32)
+        return np.asarray(chain.run(table[0], at, None, lambda place, *_: (table[place + 1], None), None)[1])
+
+    of_all, own = drafts(step), drafts(dataclasses.replace(step, mode=chain_mode(mode)))
+    assert (own == of_all)[:, :K].all() and (of_all[:-1, 0] >= 0).all()
+    np.testing.assert_allclose(own[:, K:].view(np.float32), of_all[:, K:].view(np.float32), rtol=1e-6)

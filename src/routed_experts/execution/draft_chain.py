@@ -26,13 +26,15 @@ from routed_experts.layers.sampling import SamplingBatch, penalize, sample
 
 # (place of the draft in its chain, drafted tokens [B], where they are fed, carry) -> (scores of the next token [B V],
 # carry)
+CHAIN_MODES = (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FULL)  # a chain in FULL serves FILTERED, too
 Advance = Callable[[int, Int[Array, " B"], PagedBatch, Any], tuple[Float[Array, "B V"], Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:
     """Static parameters of all draft programs of an engine. `graphdef`: of the draft model; `target`, `target_tree`: of
-    the served model and its weights; `vocab_size`: of the target."""
+    the served model and its weights; `vocab_size`: of the target; `static_modes`: each of CHAIN_MODES has programs of
+    its own."""
 
     graphdef: nnx.GraphDef[Any]
     target: nnx.GraphDef[Any]
@@ -42,6 +44,7 @@ class DraftSpec:
     num_pages: int
     page_size: int
     vocab_size: int
+    static_modes: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -68,14 +71,14 @@ class Bias:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:
     """A step of the target, as a draft model reads it. `last`: the row of the last token of each request that is no
-    rejected draft; `after`: the token that follows it. `sampling`: its position is not that of a draft; `mode`: an
-    index of SamplingMode."""
+    rejected draft; `after`: the token that follows it. `sampling`: its position is not that of a draft; `mode`: of
+    CHAIN_MODES, or an index of SamplingMode that the device reads."""
 
     paged: PagedBatch
     last: Int[Array, " B"]
     after: Int[Array, " B"]
     sampling: SamplingBatch
-    mode: Int[Array, ""]
+    mode: SamplingMode | Int[Array, ""]
     bias: Bias
 
 
@@ -83,6 +86,11 @@ def pack_draft_inputs(batch: ModelWorkerBatch) -> Int32[np.ndarray, " B1"]:
     """What the draft program needs beside the packed batch: `next_tokens`, and the sampling mode."""
     assert batch.next_tokens is not None, "an engine with a draft model"
     return np.append(batch.next_tokens, np.int32(batch.sampling_mode))
+
+
+def chain_mode(mode: SamplingMode) -> SamplingMode:
+    """The least of CHAIN_MODES that serves a step which samples in this mode."""
+    return min(own for own in CHAIN_MODES if own >= mode)
 
 
 def unpack_draft_step(
@@ -94,9 +102,10 @@ def unpack_draft_step(
     *,
     shape: BatchShape,
     num_drafts: int,
+    mode: SamplingMode | None,
 ) -> DraftStep:
     """The inputs of a draft program. `last_tokens`: after the step was sampled; `accepted`: of a verify step, whose
-    requests have at most `num_drafts` drafts."""
+    requests have at most `num_drafts` drafts; `mode`: of the program, None: `inputs` has it."""
     batch = unpack(packed, shape)
     paged, starts = batch.paged, batch.paged.query_starts
     if accepted is None:
@@ -112,7 +121,7 @@ def unpack_draft_step(
         last=last,
         after=after,
         sampling=unpack_sampler(packed, shape.num_requests).sampling,
-        mode=inputs[shape.num_requests],
+        mode=inputs[shape.num_requests] if mode is None else mode,
         bias=bias,
     )
 
@@ -187,7 +196,11 @@ class DraftChain:
             chosen, processed = sample(scores, sampling, mode, token_ids=self.token_ids)
             return chosen, token_logprobs(processed, chosen)
 
-        chosen, logprobs = lax.switch(self.step.mode, [functools.partial(in_mode, mode) for mode in SamplingMode])
+        mode = self.step.mode
+        if isinstance(mode, SamplingMode):
+            chosen, logprobs = in_mode(mode)
+        else:
+            chosen, logprobs = lax.switch(mode, [functools.partial(in_mode, mode) for mode in SamplingMode])
         chosen = chosen if self.token_ids is None else self.token_ids[chosen]
         return jnp.where(jnp.isnan(logprobs), -1, chosen).astype(jnp.int32), logprobs
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.draft_chain import Bias, DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.layers.attention import PagedBatch
@@ -35,13 +36,17 @@ def run_draft_model(
     spec: DraftSpec,
     shape: BatchShape,
     num_drafts: int,
+    mode: SamplingMode | None = None,
 ) -> tuple[Any, Int32[Array, "B 2k"] | None]:
     """Feed a step's tokens and draft; `state` is of a DraftModel. `tokens`: of the target's forward pass;
-    `last_tokens`: after the step was sampled; `accepted`: of a verify step. Returns the draft layers' pool, and drafts
-    with the bits of their probabilities; None for no drafts."""
+    `last_tokens`: after the step was sampled; `accepted`: of a verify step; `mode`: of CHAIN_MODES,
+    None: `inputs` has it. Returns the draft layers' pool, and drafts with the bits of their probabilities; None for no
+    drafts."""
     target_state = jax.tree.unflatten(spec.target_tree, target_outputs.weights)
     model, target = nnx.merge(spec.graphdef, state), nnx.merge(spec.target, target_state)
-    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts)
+    step = unpack_draft_step(
+        packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode
+    )
     kernels = spec.kernels
     rows, last = step.paged.token_rows, step.last
     is_last = jnp.arange(shape.num_tokens) == last[rows]

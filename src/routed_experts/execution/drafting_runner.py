@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplingMode
 from routed_experts.execution.aot_programs import (
     Jobs,
     RunnerConfig,
@@ -23,7 +23,14 @@ from routed_experts.execution.aot_programs import (
     lowerings,
     with_sharding,
 )
-from routed_experts.execution.draft_chain import Bias, DraftSpec, TargetOutputs, pack_draft_inputs
+from routed_experts.execution.draft_chain import (
+    CHAIN_MODES,
+    Bias,
+    DraftSpec,
+    TargetOutputs,
+    chain_mode,
+    pack_draft_inputs,
+)
 from routed_experts.execution.draft_programs import PAIR_LAG, run_draft_model
 from routed_experts.execution.forward_batch import BatchShape, pack
 from routed_experts.execution.model_runner import ModelRunner
@@ -61,7 +68,7 @@ STANDALONE = DraftKind(program=run_standalone, lag=OWN_LAG, reads_target=False) 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedDraft:
     """A draft model with its weights, the shape of its pool, and the kernels that it runs with. `tapped_layers`: of the
-    target, whose outputs it reads."""
+    target, whose outputs it reads; `static_modes`: as in DraftSpec."""
 
     model: DraftModel | Decoder
     kind: DraftKind
@@ -69,6 +76,7 @@ class LoadedDraft:
     kernels: Kernels
     attention: AttentionBackend
     tapped_layers: tuple[int, ...] = ()
+    static_modes: bool = False
 
 
 class DraftingRunner(ModelRunner):
@@ -97,6 +105,7 @@ class DraftingRunner(ModelRunner):
             num_pages=draft.pool.num_pages,
             page_size=draft.pool.page_size,
             vocab_size=config.vocab_size,
+            static_modes=draft.static_modes,
         )
         self._padding_bias = dict[int, Bias]()  # by padded requests
         slots = SlotState.abstract(config.num_request_slots, spec.num_drafts)
@@ -132,7 +141,9 @@ class DraftingRunner(ModelRunner):
         accepted: Sequence[Array],
     ) -> Int32[Array, "B 2k"] | None:
         """Feed the step's tokens to the draft model; draft where the next step is to have drafts."""
-        program = self._programs["draft", shape, self._num_drafts_after(shape, drafts_ahead=batch.drafts_ahead)]
+        num_drafts = self._num_drafts_after(shape, drafts_ahead=batch.drafts_ahead)
+        mode = chain_mode(batch.sampling_mode) if self._draft_spec.static_modes and num_drafts else None
+        program = self._programs["draft", shape, num_drafts, mode]
         inputs = pack_draft_inputs(batch)
         bias = self._no_bias(shape.num_requests) if full is None else Bias(full.bias_ids, full.bias_values)
         self._draft_pool, proposed = program(
@@ -221,10 +232,15 @@ class DraftPrograms:
         )
         jobs: Jobs = {}
         for num_drafts in (spec.num_drafts,) if is_verify else (0, spec.num_drafts):
-            program = functools.partial(self.kind.program, spec=self.spec, shape=shape, num_drafts=num_drafts)
-            run = jax.jit(flatten_weights(program, tree), donate_argnums=(2,))
-            jobs["draft", shape, num_drafts] = functools.partial(run.lower, *arguments)
+            modes = CHAIN_MODES if self.spec.static_modes and num_drafts else (None,)
+            for mode in modes:
+                program = self._program(shape, num_drafts, mode)
+                run = jax.jit(flatten_weights(program, tree), donate_argnums=(2,))
+                jobs["draft", shape, num_drafts, mode] = functools.partial(run.lower, *arguments)
         return jobs | (_slot_jobs(spec, config, shape, at=leaves[0].sharding) if is_verify else {})
+
+    def _program(self, shape: BatchShape, num_drafts: int, mode: SamplingMode | None) -> Callable[..., Any]:
+        return functools.partial(self.kind.program, spec=self.spec, shape=shape, num_drafts=num_drafts, mode=mode)
 
 
 def abstract_bias(num_requests: int) -> Bias:

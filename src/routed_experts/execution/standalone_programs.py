@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.draft_chain import Bias, DraftChain, DraftSpec, TargetOutputs, unpack_draft_step
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.layers.attention import PagedBatch
@@ -33,12 +34,15 @@ def run_standalone(
     spec: DraftSpec,
     shape: BatchShape,
     num_drafts: int,
+    mode: SamplingMode | None = None,
 ) -> tuple[Any, Int32[Array, "B 2k"] | None]:
     """Feed a step's tokens and draft; `state` is of a Decoder. `target_outputs`: None; the other arguments and what is
     returned are as for `run_draft_model`."""
     assert target_outputs is None, "a decoder of its own reads tokens alone"
     model = nnx.merge(spec.graphdef, state)
-    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts)
+    step = unpack_draft_step(
+        packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode
+    )
     own_size = model.config.vocab_size
 
     def run(tokens: Int[Array, " n"], paged: PagedBatch, pool: Any) -> tuple[Float[Array, "n D"], Any]:

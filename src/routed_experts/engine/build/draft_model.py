@@ -30,6 +30,7 @@ from routed_experts.models.loading.model_source import draft_folder_path
 from routed_experts.models.model_folder import ModelFolder
 
 logger = logging.getLogger(__name__)
+HOST_BRANCHES = ("gpu",)  # platforms whose host waits where a program branches on a value: no step could run ahead
 KernelChoice = tuple[Kernels, AttentionBackend]
 
 
@@ -63,6 +64,7 @@ class FoundDraft:
             kernels=moe,
             attention=attention,
             tapped_layers=self.tapped_layers,
+            static_modes=jax.default_backend() in HOST_BRANCHES,
         )
 
     def _pool(self, target: KVPoolSpec) -> KVPoolSpec:
