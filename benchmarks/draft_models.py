@@ -12,11 +12,14 @@ rest       the draft layer reads each token; steps overlap
 draft      after each step three tokens are drafted, and none is verified; steps are joined, too
 joined     the three drafts of each request are verified once the host has read them; random weights accept few
 ahead      the same, before the host has read the step that made them
+given      as ahead, with earlier drafts that are on the device: the draft layer does not run
 
-`cost` is draft - off, `floor` the bytes of three passes over the draft layer and the head, over the rate at which this
-device copies an array; of experts those that so many tokens choose on average. Capture is on in all engines."""
+`cost` is draft - off, and `cost ahead` ahead - given, both without what verifying costs. `floor`: the bytes of three
+passes over the draft layer and the head, over the rate at which this device copies an array; of experts those that so
+many tokens choose on average. Capture is on in all engines."""
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -75,6 +78,30 @@ class FixedPolicy:
 
     def renew(self) -> None:
         """Nothing is learned."""
+
+
+class GivenDrafts:
+    """The draft programs of an engine, and in their place, while `given`, some that return the last drafts of these: a
+    verify step then reads about as many experts."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._programs = core.runner._programs  # type: ignore[attr-defined]
+        self._own = {key: program for key, program in self._programs.items() if key[0] == "draft"}
+        self._last = dict[Any, Any]()
+        self.set(given=False)
+
+    def set(self, *, given: bool) -> None:
+        """Whether drafts are given from now on."""
+        for key in self._own:
+            self._programs[key] = functools.partial(self._give if given else self._draft, key)
+
+    def _draft(self, key: Any, *inputs: Any) -> tuple[Any, Any]:
+        pool, self._last[key] = self._own[key](*inputs)
+        return pool, self._last[key]
+
+    def _give(self, key: Any, weights: Any, target: Any, pool: Any, *_: Any) -> tuple[Any, Any]:
+        del weights, target
+        return pool, self._last[key]
 
 
 def floor_ms(config: FamilyConfig, batch: int, rate: float, itemsize: int) -> float:
@@ -147,15 +174,18 @@ def main() -> None:
             assert drafting.speculation is not None
             policy = drafting.speculation.policy = FixedPolicy()
             modes = {"off": (plain, False, False), "rest": (drafting, False, False)}
-            modes |= {name: (drafting, True, name != "draft") for name in ("draft", "joined", "ahead")}
+            modes |= {name: (drafting, True, name != "draft") for name in ("draft", "joined", "ahead", "given")}
+            programs = GivenDrafts(drafting)
             (scheduler,) = drafting.ranks
             schedule_ahead = scheduler.schedule_ahead
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
-                for mode in modes if turn % 2 else reversed(modes):
+                for mode in reversed(modes) if turn % 2 else modes:
                     core, policy.drafts, policy.verifies = modes[mode]
-                    scheduler.schedule_ahead = schedule_ahead if mode == "ahead" else lambda num_drafts: None
+                    is_ahead = mode in ("ahead", "given")
+                    scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda num_drafts: None
+                    programs.set(given=mode == "given")
                     took = time_mode(core, batch, turn, config.vocab_size)
                     if turn:
                         seconds[mode].append(took * 1e3)
@@ -166,13 +196,15 @@ def main() -> None:
                 "rest / off": medians["rest"] / medians["off"],
                 "ahead / joined": medians["ahead"] / medians["joined"],
             }
-            ratio |= {"cost ms": cost, "floor ms": floor}
+            ahead = statistics.median(one - two for one, two in zip(seconds["ahead"], seconds["given"], strict=True))
+            ratio |= {"cost ms": cost, "cost ahead ms": ahead, "floor ms": floor}
             rows.append(
                 {
                     "batch": batch,
                     **{f"{mode} ms": value for mode, value in medians.items()},
                     **ratio,
                     "cost / floor": cost / floor,
+                    "cost ahead / floor": ahead / floor,
                 }
             )
             print_table(rows)
