@@ -1,7 +1,7 @@
 """What drafting by a model costs: steps of an engine whose prediction layer (NEXTN) rests, drafts, or is verified.
 
     python benchmarks/draft_models.py [--batches 1 8] [--rounds 5]
-    python benchmarks/draft_models.py --published --layers 12 --batches 1 16 64 --name draft_models_h200    # a GPU
+    python benchmarks/draft_models.py --published --layers 2 --batches 1 16 64 --name draft_models_h100     # a GPU
     python benchmarks/draft_models.py --small                # does it run
 
 A GLM-4.5 model with random weights: of a size for two CPU cores in float32, or with --published GLM-4.5-Air in
@@ -14,7 +14,8 @@ joined     the three drafts of each request are verified once the host has read 
 ahead      the same, before the host has read the step that made them
 given      as ahead, with earlier drafts that are on the device: the draft layer does not run
 
-`cost` is draft - off, and `cost ahead` ahead - given, both without what verifying costs. `floor`: the bytes of three
+`cost` is draft - off, and `cost ahead` ahead - given, both without what verifying costs; the second is less than the
+device's time for drafting where `given` waits for the host. `floor`: the bytes of three
 passes over the draft layer and the head, over the rate at which this device copies an array; of experts those that so
 many tokens choose on average. Capture is on in all engines."""
 
@@ -73,16 +74,17 @@ class FixedPolicy:
     def tried(self, **_: Any) -> None:
         """Nothing is learned."""
 
-    def expect(self, *_: Any) -> None:
+    def expect(self, *_: Any) -> bool:
         """Nothing is learned."""
+        return False
 
     def renew(self) -> None:
         """Nothing is learned."""
 
 
 class GivenDrafts:
-    """The draft programs of an engine, and in their place, while `given`, some that return the last drafts of these: a
-    verify step then reads about as many experts."""
+    """Replaces the draft programs of an engine. While `given`, they return the drafts of their last real call and run
+    nothing, so that a verify step reads about as many experts."""
 
     def __init__(self, core: EngineCore) -> None:
         self._programs = core.runner._programs  # type: ignore[attr-defined]
@@ -181,7 +183,7 @@ def main() -> None:
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
-                for mode in reversed(modes) if turn % 2 else modes:
+                for mode in reversed(modes) if turn % 2 else modes:  # first "ahead", whose drafts are given
                     core, policy.drafts, policy.verifies = modes[mode]
                     is_ahead = mode in ("ahead", "given")
                     scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda num_drafts: None

@@ -14,6 +14,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build import draft_model
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import PauseMode
+from routed_experts.execution.draft_chain import CHAIN_MODES
 from routed_experts.speculation.drafter import Draft
 from support.small_qwen3_moe import V, write_target
 
@@ -144,7 +145,10 @@ def core(request, folders):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "programs by mode":
             patch.setattr(draft_model, "HOST_BRANCHES", ("cpu",))
-        return build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
+        core = build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
+    modes = {key[3] for key in core.runner._programs if key[0] == "draft" and key[2]}
+    assert modes == (set(CHAIN_MODES) if request.param == "programs by mode" else {None})
+    return core
 
 
 def test_steps_ahead_answer_as_joined_steps_and_as_none(core, plain, monkeypatch):

@@ -16,6 +16,7 @@ from oracles.drafters import Adversary, BrokenDrafter, EveryDraft, OracleDrafter
 from oracles.driver import CollectedOutput, assert_all_faithful, request
 from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.engine.loop import speculation as speculation_module
 from routed_experts.engine.loop.speculation import MAX_FAILURES, DraftLimits, Speculation
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import Sample
@@ -456,9 +457,9 @@ class Resting(EveryDraft):
 
     is_probe = True
 
-    def __init__(self, *, pays=False):
+    def __init__(self):
         super().__init__()
-        self.heard, self.pays = [], pays
+        self.heard, self.pays = [], False
 
     def should_try(self, step):
         return False
@@ -485,17 +486,58 @@ def test_while_nothing_is_drafted_estimates_follow_the_tokens_that_come(testbed,
     assert last[0.0] < 0.9 < last[1.0]
 
 
-@pytest.mark.parametrize("pays", [False, True])
-def test_text_is_watched_more_rarely_while_no_draft_of_it_would_pay(testbed, pays):
-    policy = Resting(pays=pays)
-    drive = testbed.drive(speculation=speculation(TextDrafter(CopyRule()), policy))
-    drive.add(request("one", np.arange(4), 58))
+def watched_steps(drive, policy, *, until=lambda: False):
+    """The steps of a drive at which its policy is asked what drafts would gain."""
     steps = []
-    while not drive.core.is_idle:
+    while not drive.core.is_idle and not until():
         before = len(policy.heard)
         drive.step()
         steps += [drive.core.num_steps] * (len(policy.heard) - before)
-    assert np.diff(steps).tolist() == ([8] * 7 if pays else [16, 32])
+    return steps
+
+
+@pytest.fixture
+def resting(testbed, monkeypatch):
+    """A drive whose drafting is off, watched every second step of one request, and its policy."""
+    monkeypatch.setattr(speculation_module, "WATCH_EVERY", 2)
+    policy = Resting()
+    return testbed.drive(speculation=speculation(TextDrafter(CopyRule()), policy)), policy
+
+
+def test_text_is_watched_more_rarely_while_no_draft_of_it_would_pay(resting):
+    drive, policy = resting
+    drive.add(request("one", np.arange(4), 58))
+    before = watched_steps(drive, policy, until=lambda: len(policy.heard) == 5)
+    assert np.diff(before).tolist() == [4, 8, 8, 8]
+    policy.pays = True
+    after = watched_steps(drive, policy)
+    assert np.diff(before[-1:] + after).tolist()[:4] == [8, 2, 2, 2]
+
+
+def test_a_new_request_is_watched_at_once_where_text_was_watched_rarely(resting):
+    drive, policy = resting
+    drive.add(request("one", np.arange(4), 58))
+    before = watched_steps(drive, policy, until=lambda: len(policy.heard) == 4)
+    drive.step()
+    drive.add(request("two", np.arange(5, 9), 20))
+    after = watched_steps(drive, policy, until=lambda: len(policy.heard) == 5)
+    assert after[0] - before[-1] <= 4, "two requests: every fourth step"
+
+
+def test_a_batch_that_has_shrunk_is_watched_as_often_as_a_small_one(resting):
+    drive, policy = resting
+    drive.add(*(request(f"short {index}", np.arange(index, index + 4), 12) for index in range(5)))
+    drive.add(request("long", np.arange(9, 13), 56))
+    steps = watched_steps(drive, policy)
+    assert np.diff(steps).max() <= 12, steps
+
+
+def test_one_resting_step_in_eight_is_timed_and_stands_for_the_others(resting, monkeypatch):
+    drive, _ = resting
+    followed, costs = [], drive.core.speculation.costs
+    monkeypatch.setattr(costs, "follow", lambda *shape, steps: followed.append(steps))
+    drive.run(request("one", np.arange(4), 58))
+    assert len(followed) >= 5 and set(followed) == {8}
 
 
 def test_requests_that_are_not_drafted_for_are_counted_by_reason(testbed):

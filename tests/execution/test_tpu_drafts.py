@@ -14,7 +14,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import lowerings
-from routed_experts.execution.draft_chain import DraftSpec
+from routed_experts.execution.draft_chain import CHAIN_MODES, DraftSpec
 from routed_experts.execution.drafting_runner import OF_TARGET, DraftPrograms
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.slot_state import SlotState
@@ -66,9 +66,9 @@ RUNNER = dataclasses.replace(BASE.runner, shapes=(*BASE.runner.shapes, VERIFY))
 
 
 @functools.cache
-def draft_jobs(chip):
-    """The programs of the prediction layer by mode and number of drafts, those of a SlotState by name, and the layer's
-    pool."""
+def draft_jobs(chip, *, static_modes=False):
+    """The programs of the prediction layer by mode, number of drafts and, with `static_modes`, sampling mode; those of
+    a SlotState by name; and the layer's pool."""
     sharding = NamedSharding(tpu_mesh(chip), REPLICATED)
 
     def placed(make):
@@ -103,6 +103,7 @@ def draft_jobs(chip):
         attention=attention,
         **sizes,
         vocab_size=CONFIG.vocab_size,
+        static_modes=static_modes,
     )
     programs, found = DraftPrograms(kind=OF_TARGET, spec=draft_spec, state=state, pool=pool), {}
 
@@ -111,7 +112,11 @@ def draft_jobs(chip):
         return {}
 
     lowerings(weights, spec, RUNNER, more=more)
-    drafting = {(key[1].mode, key[2]): job for key, job in found.items() if key[0] == "draft"}
+    drafting = {
+        (key[1].mode, key[2], key[3]) if static_modes else (key[1].mode, key[2]): job
+        for key, job in found.items()
+        if key[0] == "draft"
+    }
     return drafting, {key[0]: job for key, job in found.items() if key[0] != "draft"}, pool
 
 
@@ -119,6 +124,18 @@ def test_each_step_but_verify_steps_has_a_program_without_drafts():
     jobs, *_ = draft_jobs("v5e")
     plain = {(mode, count) for mode in (ForwardMode.DECODE, ForwardMode.EXTEND) for count in (0, DRAFTS)}
     assert jobs.keys() == plain | {(ForwardMode.TARGET_VERIFY, DRAFTS)}
+
+
+@pytest.mark.parametrize("mode", CHAIN_MODES)
+def test_a_program_of_one_sampling_mode_has_no_branch(mode):
+    own, _, _ = draft_jobs("v5e", static_modes=True)
+    of_all, _, _ = draft_jobs("v5e")
+    with jax.sharding.use_abstract_mesh(tpu_mesh("v5e").abstract_mesh):
+        branches = [
+            jobs().as_text().count("stablehlo.case")
+            for jobs in (own[ForwardMode.DECODE, DRAFTS, mode], of_all[ForwardMode.DECODE, DRAFTS])
+        ]
+    assert branches == [0, DRAFTS]
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode))

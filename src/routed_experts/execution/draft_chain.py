@@ -24,9 +24,9 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import bitcast_int32, token_logprobs
 from routed_experts.layers.sampling import SamplingBatch, penalize, sample
 
+CHAIN_MODES = (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FULL)  # a chain in FULL serves FILTERED, too
 # (place of the draft in its chain, drafted tokens [B], where they are fed, carry) -> (scores of the next token [B V],
 # carry)
-CHAIN_MODES = (SamplingMode.GREEDY, SamplingMode.RANDOM, SamplingMode.FULL)  # a chain in FULL serves FILTERED, too
 Advance = Callable[[int, Int[Array, " B"], PagedBatch, Any], tuple[Float[Array, "B V"], Any]]
 
 
@@ -61,8 +61,8 @@ class TargetOutputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """What is added to scores of the target's ids; an id of the target's vocabulary size is padding. Read in steps that
-    sample in the FULL mode alone."""
+    """What is added to scores of the target's ids; an id of the target's vocabulary size is padding. Read by
+    chains in the FULL mode alone."""
 
     ids: Int[Array, "B X"]
     values: Float[Array, "B X"]

@@ -44,9 +44,7 @@ def run_draft_model(
     drafts."""
     target_state = jax.tree.unflatten(spec.target_tree, target_outputs.weights)
     model, target = nnx.merge(spec.graphdef, state), nnx.merge(spec.target, target_state)
-    step = unpack_draft_step(
-        packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode
-    )
+    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode)
     kernels = spec.kernels
     rows, last = step.paged.token_rows, step.last
     is_last = jnp.arange(shape.num_tokens) == last[rows]

@@ -168,7 +168,8 @@ class DraftingRunner(ModelRunner):
         return self._programs["locate", shape](pack(batch), self._slot_state)
 
     def _no_bias(self, num_requests: int) -> Bias:
-        """Zeros, for steps in other modes than FULL; on the device, as they are the same for all of them."""
+        """Zeros for token 0, which change no score: a chain in FULL may serve a step in FILTERED. On the device, as all
+        steps in other modes than FULL share them."""
         if num_requests not in self._padding_bias:
             shapes = abstract_bias(num_requests)
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -214,8 +215,9 @@ class DraftPrograms:
     def jobs(
         self, target: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
     ) -> Jobs:
-        """The programs after a step of this shape: with drafts, and without but for verify steps. `target`, `spec`,
-        `config`: as for `lowerings`; `out` has the shapes of the step's outputs."""
+        """The programs after a step of this shape: with drafts, of each mode where modes are static, and without drafts
+        but for verify steps. `target`, `spec`, `config`: as for `lowerings`; `out` has the shapes of the step's
+        outputs."""
         weights, _, last_tokens, packed = abstract_inputs(target, spec, config, shape)
         leaves, tree = jax.tree.flatten(self.state)
         is_verify = shape.mode is ForwardMode.TARGET_VERIFY

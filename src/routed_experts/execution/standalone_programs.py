@@ -40,9 +40,7 @@ def run_standalone(
     returned are as for `run_draft_model`."""
     assert target_outputs is None, "a decoder of its own reads tokens alone"
     model = nnx.merge(spec.graphdef, state)
-    step = unpack_draft_step(
-        packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode
-    )
+    step = unpack_draft_step(packed, inputs, last_tokens, bias, accepted, shape=shape, num_drafts=num_drafts, mode=mode)
     own_size = model.config.vocab_size
 
     def run(tokens: Int[Array, " n"], paged: PagedBatch, pool: Any) -> tuple[Float[Array, "n D"], Any]:

@@ -69,16 +69,17 @@ class CostTable:
         self._curves[bucket] = dict(sorted({**curves, padded_tokens: curve}.items()))
         self._curves = dict(sorted(self._curves.items()))
 
-    def follow(self, num_requests: int, padded_tokens: int, num_tokens: int, seconds: float) -> None:
+    def follow(self, num_requests: int, padded_tokens: int, num_tokens: int, seconds: float, *, steps: int = 1) -> None:
         """Move the table towards what a step took. Of a decode step that waited for drafters, leave the wait out.
+        `steps`: this one, and those just before it that were not reported, of whatever shape; the report counts once.
 
         A part of the change is that of all shapes, so that shapes which do not run follow too. A shape that did not run
         for long moves faster. A shape that was never measured, and seconds that are not positive, are ignored."""
         curve = self._curves.get(self.bucket(num_requests), {}).get(padded_tokens)
         if curve is None or not (math.isfinite(seconds) and seconds > 0):
             return
-        self._num_followed += 1
-        absence = min(self._num_followed - curve.followed_at, HALF_LIFE)
+        self._num_followed += steps
+        absence = min(self._num_followed - curve.followed_at - (steps - 1), HALF_LIFE)
         curve.followed_at = self._num_followed
         estimate = curve.at(num_tokens) * self._scale
         error = math.log(seconds) - math.log(estimate)

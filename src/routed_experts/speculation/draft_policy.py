@@ -6,8 +6,8 @@ policy takes the drafts with the most tokens per second. Whether drafting pays i
     on      every step drafts (with drafts of the host it is joined: it needs the tokens of the step before)
       | 32 steps in a row without a draft to verify, or the balance has fallen too low
     off     no step drafts, but one probe in 64 steps; one in 512 after 4 useless ones in a row, or after a loss
-      | a probe that was faster than a step without drafts; the next step is one where `expect` hears that drafts
-      | would pay, unless the last 64 steps have seen a useless one
+      | a probe that was faster than a step without drafts; the next step is one after `expect` has heard twice
+      | in a row that drafts would pay, unless the last 64 steps have seen a useless one
     trial   8 more probes in a row, from which the estimates learn; then on
 
 The balance is what drafting has gained since it was last switched on, in steps without drafts."""

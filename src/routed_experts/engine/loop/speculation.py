@@ -5,6 +5,7 @@ what a request may verify. None of them changes a token: the model samples every
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -22,10 +23,10 @@ from routed_experts.speculation.model_drafter import ModelDrafter
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # of a drafter, until it is switched off
-WATCH_EVERY = 8  # steps without drafts, at least; after these, drafts are compared with the tokens that came
-MOST_BACKED_OFF = 4  # times as rarely as that, at most, while no draft would pay
+WATCH_EVERY = 8  # steps, at least, from one watched step to the next while drafting is off
+MOST_BACKED_OFF = 4  # times so many steps, at most, while no draft would pay
 WATCHED_A_STEP = 0.5  # requests, on average: the host's cores may be those of the device
-TIMED_EVERY = 8  # of the steps without drafts, while nothing is drafted: one in so many moves the table of costs
+TIMED_EVERY = 8  # of the steps without drafts, while drafting is off, one in so many moves the table of costs
 
 
 class Policy(Protocol):
@@ -98,7 +99,7 @@ class Speculation:
         self._unverified: dict[str, _Unverified] = {}  # by request
         self._sources: dict[str, DraftSource] = {}  # of the last proposals, by request
         self._num_in_flight = 0  # steps with proposals that have not been observed
-        self._next_watch, self._backed_off = 0, 1  # the step, and how many times as rarely as usual
+        self._last_watch, self._backed_off = -math.inf, 1  # the step, and how many times as rarely as usual
         self._newest: str | None = None  # the last of the running requests
         self._num_untimed = 0  # resting steps since the last one that was timed
         self._num_failures = 0
@@ -190,13 +191,17 @@ class Speculation:
     def watch(self, running: Sequence[Req], step: int) -> None:
         """While the policy drafts nothing, propose without verifying, and compare with the tokens that come: so it
         hears of text that has become predictable. The step in flight hides a part of this work; where the device is the
-        host's own cores it hides little, so this becomes rarer while no draft would pay."""
+        host's own cores it hides little, so this becomes rarer while no draft would pay, until the newest request is
+        another one."""
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
         newest = running[-1].rid if running else None
         if newest != self._newest:
-            self._newest, self._backed_off, self._next_watch = newest, 1, min(self._next_watch, step + every)
-        if step < self._next_watch or self.is_off or not self.policy.is_probe or self._model_drafter is not None:
+            self._newest, self._backed_off = newest, 1
+        if not self.policy.is_probe:
+            self._backed_off = 1  # drafting is on
+            return
+        if step < self._last_watch + self._backed_off * every or self.is_off or self._model_drafter is not None:
             return  # a draft model drafts for steps that verify alone
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
@@ -208,7 +213,7 @@ class Speculation:
             survivals.append(last.survival)
         pays = self.policy.expect(survivals, len(running))
         self._backed_off = 1 if pays else min(2 * self._backed_off, MOST_BACKED_OFF)
-        self._next_watch = step + self._backed_off * every
+        self._last_watch = step
         self.totals.draft_s += time.perf_counter() - start
 
     def _is_settled(self, req: Req, last: "_Unverified") -> bool:
@@ -279,15 +284,15 @@ class Speculation:
 
     def time_step(self, batch: ModelWorkerBatch, seconds: float) -> None:
         """Take note of what a step without prompt chunks took: one with drafts all in all, one without them while the
-        host's work overlaps it. While nothing is drafted, of the latter one in TIMED_EVERY."""
+        host's work overlaps it. While drafting is off, one in TIMED_EVERY of the steps without drafts is noted."""
         if not batch.all_generated:
             return
-        if batch.num_tokens == batch.num_requests and self.policy.is_probe:
+        rests = batch.num_tokens == batch.num_requests and self.policy.is_probe
+        if rests and self._num_untimed < TIMED_EVERY - 1:
             self._num_untimed += 1
-            if self._num_untimed < TIMED_EVERY:
-                return
-        self._num_untimed = 0
-        self.costs.follow(batch.num_requests, batch.token_ids.size, batch.num_tokens, seconds)
+            return
+        steps, self._num_untimed = self._num_untimed + 1, 0
+        self.costs.follow(batch.num_requests, batch.token_ids.size, batch.num_tokens, seconds, steps=steps)
 
     def counts_of(self, req: Req) -> SpeculativeCounts:
         """What became of a request's drafts so far."""

@@ -23,7 +23,7 @@ constexpr int64_t kGroupRows = 2 * kTileSide, kPairColumns = 2 * kTileSide;
 constexpr int64_t kVectorLines = 8, kVectorColumns = 2048;
 static_assert(kTileSide % kVectorLines == 0);
 constexpr int64_t kPanelBlocks = 16;   // a panel's depth
-constexpr int64_t kPanelTiles = 8;     // and width: 128 KiB
+constexpr int64_t kPanelTiles = 16;    // and width: 256 KiB
 constexpr int64_t kMostGroup = 512;    // inputs: what a panel is deep
 static_assert(kMostGroup == 2 * kTileSide * kPanelBlocks);
 
