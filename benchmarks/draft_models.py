@@ -15,9 +15,9 @@ ahead      the same, before the host has read the step that made them
 given      as ahead, with earlier drafts that are on the device: the draft layer does not run
 
 `cost` is draft - off, and `cost ahead` ahead - given, both without what verifying costs; the second is less than the
-device's time for drafting where `given` waits for the host. `floor`: the bytes of three
-passes over the draft layer and the head, over the rate at which this device copies an array; of experts those that so
-many tokens choose on average. Capture is on in all engines."""
+device's time for drafting where `given` waits for the host. `floor`: the bytes of three passes over the draft layer and
+the head, over the rate at which this device copies an array; of experts those that so many tokens choose on average.
+Capture is on in all engines."""
 
 import argparse
 import functools
@@ -183,7 +183,7 @@ def main() -> None:
             seconds: dict[str, list[float]] = {mode: [] for mode in modes}
             for turn in range(args.rounds + 1):
                 progress(f"batch {batch}, round {turn} of {args.rounds}")
-                for mode in reversed(modes) if turn % 2 else modes:  # first "ahead", whose drafts are given
+                for mode in reversed(modes) if turn % 2 else modes:  # "ahead" comes first: "given" has its drafts
                     core, policy.drafts, policy.verifies = modes[mode]
                     is_ahead = mode in ("ahead", "given")
                     scheduler.schedule_ahead = schedule_ahead if is_ahead else lambda num_drafts: None

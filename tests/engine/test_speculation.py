@@ -514,7 +514,7 @@ def test_text_is_watched_more_rarely_while_no_draft_of_it_would_pay(resting):
     assert np.diff(before[-1:] + after).tolist()[:4] == [8, 2, 2, 2]
 
 
-def test_a_new_request_is_watched_at_once_where_text_was_watched_rarely(resting):
+def test_a_new_request_ends_the_back_off_of_watching(resting):
     drive, policy = resting
     drive.add(request("one", np.arange(4), 58))
     before = watched_steps(drive, policy, until=lambda: len(policy.heard) == 4)

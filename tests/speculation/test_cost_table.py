@@ -86,6 +86,23 @@ def test_the_first_step_of_a_shape_after_a_half_life_counts_half_and_moves_other
     assert table.seconds(4, 8)[1] == pytest.approx(0.016, rel=0.02)
 
 
+def test_a_report_counts_once_and_the_steps_before_it_as_absence_of_other_shapes():
+    """Two reports for eight steps each, against the same steps reported one by one: those between took what the table
+    expects, which moves nothing."""
+    few, all_ = make_table(), make_table()
+    bucket, size = 4, 4
+    for _ in range(2):
+        few.follow(bucket, size, size, 0.02, steps=8)
+        for _ in range(7):
+            all_.follow(bucket, size, size, all_.seconds(bucket, size)[1])
+        all_.follow(bucket, size, size, 0.02)
+    assert few.seconds(bucket, size)[1] == pytest.approx(all_.seconds(bucket, size)[1], rel=1e-9)
+    larger = few.padded_sizes(bucket)[-1]
+    for table in (few, all_):
+        table.follow(bucket, larger, larger, 0.5)
+    assert few.seconds(bucket, larger)[1] == pytest.approx(all_.seconds(bucket, larger)[1], rel=1e-9)
+
+
 def test_points_between_and_beyond_the_measured_ones_are_followed():
     table = make_table()
     for tokens in (2, 11, 32):

@@ -196,12 +196,12 @@ class Speculation:
         self.count_skipped(running)
         every = max(WATCH_EVERY, int(len(running) / WATCHED_A_STEP))
         newest = running[-1].rid if running else None
-        if newest != self._newest:
+        rests = self.policy.is_probe
+        if newest != self._newest or not rests:
             self._newest, self._backed_off = newest, 1
-        if not self.policy.is_probe:
-            self._backed_off = 1  # drafting is on
+        if not rests or self.is_off or step < self._last_watch + self._backed_off * every:
             return
-        if step < self._last_watch + self._backed_off * every or self.is_off or self._model_drafter is not None:
+        if self._model_drafter is not None:
             return  # a draft model drafts for steps that verify alone
         start, survivals = time.perf_counter(), list[Float64[np.ndarray, " k"]]()
         for req in filter(_may_speculate, running):
