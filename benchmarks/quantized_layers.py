@@ -45,7 +45,16 @@ from routed_experts.layers.kernels import FusedSteps, RouterBiases, SlotOutputs,
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3, INT4, QuantizedWeight, Weight, inputs_of_byte, packed_run
+from routed_experts.layers.quantized import (
+    CODE_DTYPES,
+    E4M3,
+    INT4,
+    SPANS,
+    QuantizedWeight,
+    Weight,
+    inputs_of_byte,
+    packed_run,
+)
 from routed_experts.layers.routing import RouterSpec, replay_topk
 
 PLAIN, CODES, PLAIN_ROWS, BEFORE, INSIDE, FEW = VARIANTS = (
@@ -94,6 +103,7 @@ class Sizes:
     width: int = 768
     form: str = E4M3
     group: int = 128
+    span: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -110,12 +120,14 @@ class Matrices:
 
 def make_stack(key: Array, count: int, inputs: int, outputs: int, sizes: Sizes) -> tuple[QuantizedWeight, Array]:
     """Random codes and scales, and their numbers, of about 1 / sqrt(I), in bfloat16; matrix by matrix."""
-    form, group = sizes.form, sizes.group
+    form, group, span = sizes.form, sizes.group, sizes.span
     run = packed_run(inputs, group, RUNS) if form != E4M3 else 1
     assert run is not None, (inputs, group)
 
     def weight(codes: Array, scales: Array) -> QuantizedWeight:
-        return QuantizedWeight(codes=codes, scales=scales, group=group, format=form, outputs_first=True, run=run)
+        return QuantizedWeight(
+            codes=codes, scales=scales, group=group, span=span, format=form, outputs_first=True, run=run
+        )
 
     def make(key: Array) -> tuple[Array, Array, Array]:
         codes_key, scales_key = jax.random.split(key)
@@ -126,7 +138,7 @@ def make_stack(key: Array, count: int, inputs: int, outputs: int, sizes: Sizes) 
             bits = jnp.where(bits & 15 == 0, bits | 8, bits)
             bits = jnp.where(bits >> 4 == 0, bits | 128, bits)
         codes = lax.bitcast_convert_type(bits, CODE_DTYPES[form])
-        scales = jax.random.uniform(scales_key, (-(-inputs // group), outputs), jnp.float32, 0.5, 1.5)
+        scales = jax.random.uniform(scales_key, (-(-inputs // group), outputs // span), jnp.float32, 0.5, 1.5)
         scales = scales / ((100 if form == E4M3 else 4) * inputs**0.5)
         return codes, scales, weight(codes[None], scales[None]).dequantize()[0].astype(jnp.bfloat16)
 
@@ -246,7 +258,7 @@ def timed(function: Callable[..., Any], *args: Any, count: int) -> Callable[[], 
 def layer_bytes(sizes: Sizes, weights: str, experts: float) -> float:
     """What a layer reads of its matrices."""
     numbers = sizes.hidden * sizes.projected + sizes.heads * sizes.hidden + experts * 3 * sizes.hidden * sizes.width
-    size = 2 if weights == PLAIN else 1 / inputs_of_byte(sizes.form) + 4 / sizes.group
+    size = 2 if weights == PLAIN else 1 / inputs_of_byte(sizes.form) + 4 / (sizes.group * sizes.span)
     return numbers * size + 2 * sizes.hidden * sizes.experts
 
 
@@ -392,6 +404,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--form", choices=CODE_DTYPES, default=E4M3, help="of the codes")
     parser.add_argument("--group", type=int, choices=(128, 64, 32), default=128, help="inputs that share a scale")
+    parser.add_argument("--span", type=int, choices=SPANS, help="outputs that do; by default 128 of e4m3")
     parser.add_argument("--steps", type=int, default=8, help="of a program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
@@ -405,10 +418,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small layers on any machine")
     parser.add_argument("--name", default="quantized_layers", help="of the result")
     args = parser.parse_args()
-    sizes = Sizes(layers=args.layers, form=args.form, group=args.group)
+    span = args.span or (SPANS[0] if args.form == E4M3 else 1)
+    sizes = Sizes(layers=args.layers, form=args.form, group=args.group, span=span)
     if args.small:
         vars(args).update(batches=[3], steps=1, rounds=1)
-        small = dict(layers=1, hidden=64, heads=32, projected=48, experts=4, top_k=2, width=32, group=32)
+        small = dict(layers=1, hidden=64, heads=32, projected=48, experts=4, top_k=2, width=32, group=32, span=1)
         sizes = dataclasses.replace(sizes, **small)
     elif INTERPRET:
         parser.error("this needs a GPU; --small runs on a CPU")
@@ -423,7 +437,7 @@ def main() -> None:
             rows += compare(batch, variants, matrices, args)
         print_table(best_of_each(rows, 4) if args.tune else rows)
         name = f"{args.name}_tiles" if args.tune else args.name
-        path = write_result(name, rows, layers=sizes.layers)
+        path = write_result(name, rows, layers=sizes.layers, span=sizes.span)
     print(path)
 
 

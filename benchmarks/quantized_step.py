@@ -10,7 +10,8 @@ them, or all matrices in 4 bits.
 
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
-bytes that a step must read over --bandwidth: codes have one or half a one, scales four a group of 128 or 32. A run
+bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block of 128 x 128, or a group
+of 32. A run
 whose logprobs are not finite fails."""
 
 import argparse
@@ -108,7 +109,7 @@ def floor_bytes(plain: FamilyConfig, served: FamilyConfig | None, batch: int, co
         for spec in layer.weights(plain):
             if spec.name in coded:
                 array, matrices = coded[spec.name], experts if spec.kind is ParamKind.EXPERTS else 1
-                code = 1 / inputs_of_byte(array.format) + 4 / array.group
+                code = 1 / inputs_of_byte(array.format) + 4 / (array.group * array.span)
                 total -= matrices * spec.shape[-2] * spec.shape[-1] * (2 - code)
     return total
 

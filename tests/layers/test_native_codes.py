@@ -58,10 +58,10 @@ def as_codes(array, form=E4M3):
     return jnp.asarray(array.view(CODE_DTYPES[form]))
 
 
-def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None, form=E4M3):
+def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None, form=E4M3, span=1):
     """Random finite codes, and scales; of matrices that are not `own` the scales are NaN. Codes of 4 bits are of an
     even number of inputs."""
-    scales = rng.uniform(0.5, 1.5, (stack, math.ceil(depth / group), cols)) * size / LARGEST[form]
+    scales = rng.uniform(0.5, 1.5, (stack, math.ceil(depth / group), cols // span)) * size / LARGEST[form]
     if own is not None:
         scales[[index for index in range(stack) if index not in own]] = np.nan
     if form == E4M3:
@@ -73,9 +73,15 @@ def coded(rng, stack, depth, cols, group, dtype="float32", size=1.0, own=None, f
         codes=as_codes(codes, form),
         scales=jnp.asarray(scales, jnp.float32),
         group=group,
+        span=span,
         format=form,
         dtype=jnp.dtype(dtype),
     )
+
+
+def by_output(weight):
+    """The same numbers with a scale of its own for each output."""
+    return dataclasses.replace(weight, span=1, scales=jnp.repeat(weight.scales, weight.span, axis=2))
 
 
 def values_of(codes, form):
@@ -92,7 +98,7 @@ def values_of(codes, form):
 def looped(x, weight, index):
     """One group and one matrix at a time; and the sum of the sizes of what is added."""
     codes, scales = (np.asarray(array)[index] for array in (weight.codes, weight.scales))
-    codes, scales = values_of(codes, weight.format), scales.astype(np.float64)
+    codes, scales = values_of(codes, weight.format), np.repeat(scales.astype(np.float64), weight.span, axis=1)
     y = size = 0.0
     for j, scale in enumerate(scales):
         inputs = slice(j * weight.group, (j + 1) * weight.group)
@@ -143,6 +149,22 @@ def test_products_equal_the_loop(dtype, form, depth, cols):
             assert np.all(np.abs(np.asarray(exact, np.float64) - expected[:rows]) <= ROUNDING["float32"] * size[:rows])
         assert half.dtype == dtype
         np.testing.assert_array_equal(half, np.asarray(products[-1][0]).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("form", "depth", "cols", "group"),
+    [(E4M3, 200, 384, 128), (E4M3, 1040, 128, 64), (E4M3, 96, 2176, 32), (INT4, 258, 256, 32), (E2M1, 64, 128, 16)],
+)
+def test_outputs_that_share_scales_have_the_bits_of_those_with_their_own(dtype, form, depth, cols, group):
+    rng = np.random.default_rng(10)
+    weight = coded(rng, 3, depth, cols, group, dtype, own=[1], form=form, span=128)
+    x, counts = jnp.asarray(rng.standard_normal((70, depth)), dtype), (1, 2, 7, 25, 33, 70)
+    shared, own = (products_of_first_rows(x, one, counts, dtype) for one in (weight, by_output(weight)))
+    for left, right in zip(jax.tree.leaves(shared), jax.tree.leaves(own), strict=True):
+        np.testing.assert_array_equal(np.asarray(left, np.float32), np.asarray(right, np.float32))
+    expected, size = looped(np.asarray(x, np.float64), weight, 1)
+    assert np.all(np.abs(np.asarray(shared[0][-1][1], np.float64) - expected) <= ROUNDING["float32"] * size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,12 +236,12 @@ def test_every_byte_of_two_codes_is_decoded_exactly(form):
             np.testing.assert_array_equal(got, values[rows])
 
 
-def expert_call(dtype, shape, group, *, layers=1, layer=0, forms=(E4M3, E4M3)):
+def expert_call(dtype, shape, group, *, layers=1, layer=0, forms=(E4M3, E4M3), span=1):
     call, rng = random_call(3, shape, layers=layers, layer=layer), np.random.default_rng(4)
     (_, _, count, dim, width), own = shape, range(layer * shape[2], (layer + 1) * shape[2])
     stacks = {
-        "gate_up": coded(rng, layers * count, dim, 2 * width, group, dtype, dim**-0.5, own, forms[0]),
-        "down": coded(rng, layers * count, width, dim, group, dtype, width**-0.5, own, forms[1]),
+        "gate_up": coded(rng, layers * count, dim, 2 * width, group, dtype, dim**-0.5, own, forms[0], span),
+        "down": coded(rng, layers * count, width, dim, group, dtype, width**-0.5, own, forms[1], span),
     }
     return dataclasses.replace(call, x=call.x.astype(dtype), **stacks)
 
@@ -251,6 +273,16 @@ def test_experts_of_any_two_formats_equal_the_loop(dtype, forms, shape):
     call = expert_call(dtype, shape, 32, layers=2, layer=1, forms=forms)
     out = EXPERTS(call)
     assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 2, 4, 256, 128), (64, 2, 2, 256, 384), (40, 3, 5, 128, 256)])  # parts, and whole
+def test_experts_whose_outputs_share_scales_have_the_bits_of_those_with_their_own(dtype, shape):
+    call = expert_call(dtype, shape, 64, layers=2, layer=1, span=128)
+    own = dataclasses.replace(call, gate_up=by_output(call.gate_up), down=by_output(call.down))
+    out = EXPERTS(call)
+    np.testing.assert_array_equal(bits(out), bits(EXPERTS(own)))
     np.testing.assert_allclose(np.asarray(out, np.float64), oracle(dequantized(call)), atol=BOUNDS[dtype])
 
 
@@ -464,9 +496,10 @@ def test_a_run_whose_codes_do_not_fit_is_an_error(changes, message):
 GEMM_ALONE = """
 #include "bf16_gemm.h"
 #define PRODUCT(name, Row)                                                                              \\
-  extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, const Row* x,          \\
-                       rex::Format format, const uint8_t* codes, const float* scales, float* out) {     \\
-    const rex::Codes w{format, codes, scales, group};                                                   \\
+  extern "C" void name(int64_t rows, int64_t depth, int64_t cols, int64_t group, int shift,             \\
+                       const Row* x, rex::Format format, const uint8_t* codes, const float* scales,     \\
+                       float* out) {                                                                    \\
+    const rex::Codes w{format, codes, {scales, cols >> shift, shift, 0}, group};                        \\
     rex::multiply(rex::RowMatrix<const Row>{x, rows, depth, false}, w, cols, cols, out, cols);          \\
   }
 PRODUCT(in_floats, float)
@@ -491,18 +524,19 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without):
     command += [f"-I{toolchain.HERE}", str(source), "-o", str(made)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     library, rng = ctypes.CDLL(str(made)), np.random.default_rng(9)
-    for form, (depth, cols), group in itertools.product(FORMATS, [(1040, 112), (258, 64)], GROUPS):
-        weight = coded(rng, 1, depth, cols, group, form=form)
+    shapes = [(1040, 112, 0), (258, 64, 0), (258, 256, 7)]
+    for form, (depth, cols, shift), group in itertools.product(FORMATS, shapes, GROUPS):
+        weight = coded(rng, 1, depth, cols, group, form=form, span=1 << shift)
         codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
         for name, dtype in (("in_floats", np.float32), ("in_pairs", jnp.bfloat16)):
             multiply = getattr(library, name)
-            kinds = (ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 3)
+            kinds = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, *(ctypes.c_void_p,) * 3)
             multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None
             x, products = rng.standard_normal((64, depth)).astype(dtype), []
             expected, size = looped(x.astype(np.float64), weight, 0)
             for rows in (64, 1, 2, 9, 25):
                 products.append(np.full((rows, cols), np.nan, np.float32))
                 pointers = (array.ctypes.data for array in (codes, scales, products[-1]))
-                multiply(rows, depth, cols, group, x.ctypes.data, FORMATS.index(form), *pointers)
+                multiply(rows, depth, cols, group, shift, x.ctypes.data, FORMATS.index(form), *pointers)
                 np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
             assert np.all(np.abs(products[0] - expected) <= ROUNDING["float32"] * size)

@@ -26,9 +26,9 @@ bool product(int64_t rows, int64_t depth, int64_t cols, const bf16* x, Matrix w,
 extern "C" bool plain(int64_t rows, int64_t depth, int64_t cols, const bf16* x, const bf16* w, float* out) {
   return product(rows, depth, cols, x, w, out);
 }
-extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, const bf16* x,
+extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, int shift, const bf16* x,
                       Format format, const uint8_t* codes, const float* scales, float* out) {
-  return product(rows, depth, cols, x, Codes{format, codes, scales, group}, out);
+  return product(rows, depth, cols, x, Codes{format, codes, {scales, cols >> shift, shift, 0}, group}, out);
 }
 """
 EXPERT = """
@@ -74,8 +74,9 @@ def multiply(library, rows, x, weight):
     else:
         codes, scales = (np.ascontiguousarray(array[0]) for array in (weight.codes, weight.scales))
         group, form = ctypes.c_int64(weight.group), ctypes.c_int(FORMATS.index(weight.format))
+        shift = ctypes.c_int(weight.span.bit_length() - 1)
         pointers = (ctypes.c_void_p(array.ctypes.data) for array in (codes, scales, out))
-        fits = library.coded(*sizes, group, ctypes.c_void_p(x.ctypes.data), form, *pointers)
+        fits = library.coded(*sizes, group, shift, ctypes.c_void_p(x.ctypes.data), form, *pointers)
     return out if fits else None
 
 
@@ -111,10 +112,13 @@ def test_pieces_of_many_rows_give_what_their_rows_give_alone(libraries):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("group", "depth", "cols"), [(32, 96, 48), (128, 1090, 144), (512, 1090, 16), (64, 34, 16)])
-def test_products_of_codes_do_not_depend_on_the_way_of_a_number_of_rows(libraries, form, group, depth, cols):
+@pytest.mark.parametrize(
+    ("group", "depth", "cols", "span"),
+    [(32, 96, 48, 1), (128, 1090, 144, 1), (512, 1090, 16, 1), (64, 34, 16, 1), (128, 194, 256, 128)],
+)
+def test_products_of_codes_do_not_depend_on_the_way_of_a_number_of_rows(libraries, form, group, depth, cols, span):
     rng = np.random.default_rng(depth + group)
-    weight = coded(rng, 1, depth, cols, group, form=form)
+    weight = coded(rng, 1, depth, cols, group, form=form, span=span)
     x = rng.standard_normal((70, depth)).astype(jnp.bfloat16)
     expected, size = looped(x.astype(np.float64), weight, 0)
     assert_products_are_alike(libraries, x, weight, expected, ROUNDING["float32"] * size)

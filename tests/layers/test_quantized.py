@@ -40,13 +40,13 @@ def drawn_halves(rng, form, stack, inputs, outputs, group):
     return codes.view(np.int8) if form == "int4" else codes, scales, numbers
 
 
-def drawn(rng, stack, inputs, outputs, group):
+def drawn(rng, stack, inputs, outputs, group, span=1):
     """Codes, scales and their numbers by a loop."""
     codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), (stack, inputs, outputs)).astype(np.uint8).view(E4M3)
-    scales = rng.uniform(1e-3, 1e-1, (stack, math.ceil(inputs / group), outputs)).astype(np.float32)
-    numbers = np.empty((stack, inputs, outputs))
+    scales = rng.uniform(1e-3, 1e-1, (stack, math.ceil(inputs / group), outputs // span)).astype(np.float32)
+    numbers, spans = np.empty((stack, inputs, outputs)), np.arange(outputs) // span
     for i in range(inputs):
-        numbers[:, i] = codes[:, i].astype(np.float64) * scales[:, i // group].astype(np.float64)
+        numbers[:, i] = codes[:, i].astype(np.float64) * scales[:, i // group, spans].astype(np.float64)
     return codes, scales, numbers
 
 
@@ -80,6 +80,24 @@ def test_numbers_are_codes_times_scales_rounded_once(inputs, outputs, group, out
     expected = numbers.astype(np.float32)
     for numbers_of, own in zip(three_ways(stack), (slice(None), slice(1, None), [2, 0, 2]), strict=True):
         assert np.array_equal(numbers_of, expected[own])
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs", "group"), [(128, 128, 128), (300, 384, 64), (17, 256, 16)])
+def test_outputs_may_share_scales(inputs, outputs, group, outputs_first):
+    codes, scales, numbers = drawn(np.random.default_rng(outputs), 3, inputs, outputs, group, 128)
+    stack = weight(codes, scales, outputs_first=outputs_first)
+    assert stack.shape == (3, inputs, outputs) and stack.span == 128
+    expected = numbers.astype(np.float32)
+    for numbers_of, own in zip(three_ways(stack), (slice(None), slice(1, None), [2, 0, 2]), strict=True):
+        assert np.array_equal(numbers_of, expected[own])
+
+
+def test_scales_of_no_span_are_not_taken():
+    codes, scales, _ = drawn(np.random.default_rng(1), 1, 64, 256, 64)
+    for wrong in (scales[..., :4], scales[..., :128], scales[..., :1]):
+        with pytest.raises(AssertionError):
+            weight(codes, wrong)
 
 
 @pytest.mark.parametrize("form", ["int4", "e2m1"])
@@ -218,6 +236,21 @@ def test_blocks_are_quantised_as_a_loop_does(inputs, segments, group, outputs_fi
         expected, by_number = blocks(numbers[matrix].astype(np.float64), segments)
         assert np.array_equal(codes[matrix].astype(np.float64), expected)
         assert np.array_equal(np.repeat(scales[matrix], group, axis=0)[:inputs], by_number.astype(np.float32))
+
+
+@pytest.mark.parametrize(("segments", "group", "outputs_first"), [((128, 256), 128, False), ((256,), 32, True)])
+def test_blocks_of_whole_spans_have_one_scale_each(segments, group, outputs_first):
+    numbers = np.random.default_rng(3).standard_normal((2, 300, sum(segments))).astype(np.float32)
+    codes, scales = quantize_blocks(
+        jnp.asarray(numbers), segments=segments, group=group, span=128, outputs_first=outputs_first
+    )
+    assert scales.shape == (2, math.ceil(300 / group), sum(segments) // 128)
+    for matrix in range(2):
+        expected, by_number = blocks(numbers[matrix].astype(np.float64), segments)
+        own = np.asarray(codes[matrix].T if outputs_first else codes[matrix])
+        assert np.array_equal(own.astype(np.float64), expected)
+        shown = np.repeat(np.repeat(scales[matrix], group, axis=0)[:300], 128, axis=1)
+        assert np.array_equal(shown, by_number.astype(np.float32))
 
 
 def test_quantised_numbers_are_a_fixed_point():

@@ -87,6 +87,35 @@ def test_a_cut_of_the_inputs_makes_groups_smaller_and_too_small_ones_numbers(qwe
     assert groups["down"] == 128, "whole experts are not cut"
 
 
+WIDE = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+WIDE |= dict(moe_intermediate_size=128, intermediate_size=384, mlp_only_layers=[0])
+
+
+def spans(folder, **options):
+    """By name, where the kernels read spans of 128 outputs."""
+    config = ModelFolder.open(folder).with_codes(support(spans=(128, 1), **options)).config
+    return {name.split(".", 1)[1]: array.span for name, array in config.coded_arrays.items()}
+
+
+@pytest.mark.parametrize(("form", "shared"), [("fp8 blocks", 128), ("fp8 tensor", 128), ("float channel", 1)])
+def test_outputs_share_scales_where_each_tensor_has_them_so(tmp_path, form, shared):
+    Oracle(sized_case("Qwen3Moe", WIDE), tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "small", tmp_path / "copy", forms()[form])
+    found = spans(tmp_path / "small")
+    assert len(found) == len(ALL) and set(found.values()) == {shared}
+    for parallel, own in ((ParallelConfig(2), ("out", "down", "dense_down", "qkv")), (ParallelConfig(4), ("out",))):
+        cut = spans(tmp_path / "small", parallel=parallel)
+        assert {cut[name] for name in cut if name.rsplit(".", 1)[-1] in own} == {shared}
+        assert cut["1.0.gate_up"] == 1, "a device has 64 or 32 outputs of each tensor"
+    config = ModelFolder.open(tmp_path / "small").with_codes(support()).config
+    assert {array.span for array in config.coded_arrays.values()} == {1}, "these kernels read no spans"
+
+
+def test_tensors_that_end_inside_a_span_have_a_scale_for_each_output(qwen):
+    found = spans(qwen.quantized)  # of 192, 320 and fewer outputs
+    assert set(found.values()) == {1}
+
+
 def test_stacks_that_kernels_do_not_read_are_numbers(qwen, caplog):
     """The experts of a layer together, and only they."""
     config = ModelFolder.open(qwen.quantized).config

@@ -90,6 +90,35 @@ def test_float_codes_are_scaled_to_the_bit_and_every_box_is_that_of_the_whole(
 
 @given(
     data=st.data(),
+    spans=st.integers(1, 5),
+    groups=st.integers(1, 5),
+    span=st.sampled_from((1, 2, 8)),
+    group=st.sampled_from((1, 4, 16)),
+    short=st.integers(0, 15),
+)
+def test_every_box_of_the_scales_of_spans_and_groups_is_that_of_the_whole(
+    tmp_path_factory, data, spans, groups, span, group, short
+):
+    """Blocks of 8 x 16, whose scales are shown for each span of outputs and group of inputs that divide them; the last
+    group may be short."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    shape = (8 * spans, max(1, 16 * groups - short))
+    scales, wide = any_scales(rng, grid_of(shape, (8, 16)), "float32")
+    codes = np.zeros(shape, ml_dtypes.float8_e4m3fn)
+    checkpoint = write(tmp_path_factory.mktemp("scales"), {"w": codes, "s": scales})
+    storage = StorageFormat(codes=Codes.E4M3, rows=8, columns=16)
+    matrix = QuantizedMatrix(name="w", shape=shape, storage=storage, codes="w", scales="s")
+    shown = matrix.as_scales(group, span)
+    rows, columns = np.arange(0, shape[0], span) // 8, np.arange(0, shape[1], group) // 16
+    expected = np.stack([[wide[row, column] for column in columns] for row in rows])
+    assert shown.header({}) == (expected.shape, "float32")
+    for _ in range(3):
+        box = any_box(data.draw, expected.shape)
+        assert same_bits(shown.read(checkpoint, box), expected[box].astype(np.float32)), box
+
+
+@given(
+    data=st.data(),
     outputs=st.integers(1, 70),
     groups=st.integers(1, 9),
     group=st.sampled_from([1, 3, 8, 32, 0]),

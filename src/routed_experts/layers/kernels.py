@@ -153,6 +153,7 @@ class Kernels:
     `outputs_first`; others are dequantised when they are loaded. `code_stack_fits`: whether they read a stack of so
     many bytes of codes on one device; larger ones are cut (models/decoder/code_selection.py). `code_runs`: codes of 4
     bits are packed in the first run of these that `packed_run` allows, and dequantised where it allows none.
+    `code_spans`: outputs that may share a scale, the largest first; where they may not, each has its own.
 
     `stream_dtype`: of the residual stream, and so of all values between the products of a layer, whatever the
     weights' dtype is; None: that of the weights. With float32, half precision rounds in these places alone, in a
@@ -176,6 +177,7 @@ class Kernels:
     code_formats: frozenset[str] = frozenset()
     outputs_first: bool = False
     code_runs: tuple[int, ...] = (1,)
+    code_spans: tuple[int, ...] = (1,)
     code_stack_fits: Callable[[int], bool] = lambda num_bytes: True
     stream_dtype: jnp.dtype | None = None
 

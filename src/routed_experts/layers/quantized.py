@@ -1,6 +1,7 @@
-"""Weights as codes and scales: a number of a matrix is its code times the scale of its group of inputs.
+"""Weights as codes and scales: a number of a matrix is its code times the scale of its group of inputs and its span of
+outputs.
 
-    number[r, i, o] = value(codes[r, i, o]) * scales[r, i // group, o]
+    number[r, i, o] = value(codes[r, i, o]) * scales[r, i // group, o // span]
 
 Codes of 4 bits are two a byte. With `run` 1, as in checkpoints, they are neighbours: byte h of an output has input 2h
 in its lower half and 2h + 1 in its upper half. With longer runs, the lower halves of `run` bytes have as many
@@ -13,9 +14,10 @@ The dtype of an array tells the format of its codes.
 Kernels multiply rows by the values of codes, which bfloat16 holds exactly, and each group's sum in float32 by the
 scale of its output, so no weight is rounded:
 
-    y[n, o] = sum over groups j of  scales[j, o] * (sum over inputs i of group j of  x[n, i] * value(codes[i, o]))
+    y[n, o] = sum over groups j of  scales[j, o // span] * sum over inputs i of group j of  x[n, i] * value(codes[i, o])
 
-The last group may be short. Dims: R matrices of a stack, I inputs, O outputs, J = ceil(I / group) groups."""
+The last group may be short; spans are whole. Dims: R matrices of a stack, I inputs, O outputs, J = ceil(I / group)
+groups, P = O / span spans."""
 
 import dataclasses
 import functools
@@ -32,6 +34,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 FLOAT32 = jnp.dtype(jnp.float32)
 SCALE = "_scale"  # behind the name of an array of codes: its scales
 GROUPS = (128, 64, 32, 16)  # inputs that may share a scale
+SPANS = (128, 1)  # outputs that may share a scale
 E4M3 = "e4m3"  # a byte each: float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0; no infinity)
 INT4 = "int4"  # 4 bits: whole numbers plus 8, so -8 to 7 (compressed-tensors, pack-quantized)
 E2M1 = "e2m1"  # 4 bits: sign, two bits of exponent, one behind the point (OCP Microscaling Formats 1.0)
@@ -76,14 +79,16 @@ def has_nan(codes: Shaped[np.ndarray, "..."]) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A stack of matrices. `group`: inputs that share a scale, one of GROUPS. `outputs_first`: the last two axes of
-    the codes are swapped, [R, O, I], as checkpoints have them; scales are [R, J, O] in either case. With codes of 4
-    bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs. `dtype`: of the model, which weights have
-    that are no codes; kernels may round rows to it, as they would for such a weight."""
+    """A stack of matrices. `group`: inputs that share a scale, one of GROUPS; `span`: outputs that do, one of SPANS.
+    `outputs_first`: the last two axes of the codes are swapped, [R, O, I], as checkpoints have them; scales are
+    [R, J, P] in either case. With codes of 4 bits the axis of inputs has I / 2 bytes, packed in runs of `run` inputs.
+    `dtype`: of the model, which weights have that are no codes; kernels may round rows to it, as they would for such a
+    weight."""
 
     codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"]
-    scales: Float[Array, "R J O"]  # float32
+    scales: Float[Array, "R J P"]  # float32
     group: int = dataclasses.field(metadata={"static": True})
+    span: int = dataclasses.field(default=1, metadata={"static": True})
     format: str = dataclasses.field(default=E4M3, metadata={"static": True})  # a key of CODE_DTYPES
     outputs_first: bool = dataclasses.field(default=False, metadata={"static": True})
     run: int = dataclasses.field(default=1, metadata={"static": True})
@@ -92,23 +97,33 @@ class QuantizedWeight:
     @staticmethod
     def create(
         codes: Shaped[Array, "R I O"] | Shaped[Array, "R O I"],
-        scales: Float[Array, "R J O"],
+        scales: Float[Array, "R J P"],
         *,
         outputs_first: bool = False,
         runs: tuple[int, ...] = (1,),
         dtype: jnp.dtype = FLOAT32,
     ) -> "QuantizedWeight":
-        """From its arrays, whose dtype tells the format, and whose shapes tell the group. `runs`: of which codes of 4
-        bits have what `packed_run` chooses."""
+        """From its arrays, whose dtype tells the format, and whose shapes tell group and span. `runs`: of which codes
+        of 4 bits have what `packed_run` chooses."""
         format = next((name for name, dtype in CODE_DTYPES.items() if dtype == codes.dtype), None)
         assert format is not None, codes.dtype
         inputs = codes.shape[-1 if outputs_first else -2] * inputs_of_byte(format)
         group = next((group for group in GROUPS if math.ceil(inputs / group) == scales.shape[-2]), None)
         assert group is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
+        outputs = codes.shape[-2 if outputs_first else -1]
+        span = next((span for span in SPANS if span * scales.shape[-1] == outputs), None)
+        assert span is not None, (codes.shape, codes.dtype, scales.shape, outputs_first)
         run = packed_run(inputs, group, runs) if format in CODE_VALUES else 1
         assert run is not None, (codes.shape, group, runs)
         return QuantizedWeight(
-            codes=codes, scales=scales, group=group, format=format, outputs_first=outputs_first, run=run, dtype=dtype
+            codes=codes,
+            scales=scales,
+            group=group,
+            span=span,
+            format=format,
+            outputs_first=outputs_first,
+            run=run,
+            dtype=dtype,
         )
 
     @property
@@ -130,7 +145,8 @@ class QuantizedWeight:
         """The numbers, float32: one product each, rounded to nearest even."""
         codes = jnp.swapaxes(self.codes, -1, -2) if self.outputs_first else self.codes
         values = self._values(codes)
-        return values * jnp.repeat(self.scales, self.group, axis=1)[:, : values.shape[1]]
+        by_output = self.scales if self.span == 1 else jnp.repeat(self.scales, self.span, axis=2)
+        return values * jnp.repeat(by_output, self.group, axis=1)[:, : values.shape[1]]
 
     def _values(self, codes: Shaped[Array, "R bytes O"]) -> Float[Array, "R I O"]:
         """What the codes are."""
@@ -160,22 +176,30 @@ _AT_ONCE = 1 << 26  # numbers that are quantised at once
 BLOCK = 128  # inputs and outputs that share a scale where plain numbers are quantised
 
 
-@functools.partial(jax.jit, static_argnames=("segments", "group", "outputs_first"))
+@functools.partial(jax.jit, static_argnames=("segments", "group", "span", "outputs_first"))
 def quantize_blocks(
-    numbers: Float[Array, "R I O"], *, segments: tuple[int, ...], group: int, outputs_first: bool = False
-) -> tuple[Float[Array, "R I O"] | Float[Array, "R O I"], Float[Array, "R J O"]]:
-    """Codes of e4m3, and scales for groups of inputs, of blocks of 128 x 128: a block's scale is its largest absolute
-    value over 448, and a code the number over the scale, rounded to nearest even. A block of zeros, or of numbers whose
-    scale would be below the least normal number, has the scale 1 and zeros. Blocks of each of the `segments` of the
-    outputs begin anew, and the last ones are cut short. All in float32. Some matrices at a time: temporaries stay
-    near 1 GiB, or a few matrices."""
+    numbers: Float[Array, "R I O"],
+    *,
+    segments: tuple[int, ...],
+    group: int,
+    span: int = 1,
+    outputs_first: bool = False,
+) -> tuple[Float[Array, "R I O"] | Float[Array, "R O I"], Float[Array, "R J P"]]:
+    """Codes of e4m3, and scales for groups of inputs and spans of outputs, of blocks of 128 x 128: a block's scale is
+    its largest absolute value over 448, and a code the number over the scale, rounded to nearest even. A block of
+    zeros, or of numbers whose scale would be below the least normal number, has the scale 1 and zeros. Blocks of each
+    of the `segments` of the outputs begin anew, and the last ones are cut short; with a span of 128 none is. All in
+    float32. Some matrices at a time: temporaries stay near 1 GiB, or a few matrices."""
+    assert all(size % span == 0 for size in segments), (segments, span)
     stack, dtype = numbers.shape[0], numbers.dtype
     most = max(1, _AT_ONCE // math.prod(numbers.shape[1:]))
     batch = next(size for size in range(min(most, stack), 0, -1) if stack % size == 0)
     bits = {2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]  # bits are not converted outside of the loop
 
     def quantize(stored: Array) -> tuple[Array, Array]:
-        matrix = functools.partial(_quantize_matrix, segments=segments, group=group, outputs_first=outputs_first)
+        matrix = functools.partial(
+            _quantize_matrix, segments=segments, group=group, span=span, outputs_first=outputs_first
+        )
         return jax.vmap(matrix)(lax.bitcast_convert_type(stored, dtype))
 
     stored = lax.bitcast_convert_type(numbers, bits).reshape(stack // batch, batch, *numbers.shape[1:])
@@ -207,8 +231,8 @@ through_grid.defvjp(_through_grid_forward, _through_grid_backward)
 
 
 def _quantize_matrix(
-    numbers: Float[Array, "I O"], *, segments: tuple[int, ...], group: int, outputs_first: bool
-) -> tuple[Float[Array, "I O"] | Float[Array, "O I"], Float[Array, "J O"]]:
+    numbers: Float[Array, "I O"], *, segments: tuple[int, ...], group: int, span: int, outputs_first: bool
+) -> tuple[Float[Array, "I O"] | Float[Array, "O I"], Float[Array, "J P"]]:
     wide, inputs = numbers.astype(jnp.float32), numbers.shape[0]
     parts = jnp.split(jnp.abs(wide), np.cumsum(segments)[:-1].tolist(), axis=1)
     peaks = jnp.concatenate([_block_peaks(part) for part in parts], axis=1)  # [blocks of I, blocks of O]
@@ -216,12 +240,13 @@ def _quantize_matrix(
     # rounds otherwise. So divisors depend on every number.
     is_scaled = peaks >= LEAST_PEAK
     scales = jnp.where(is_scaled, peaks, 1.0) / jnp.where(is_scaled, LARGEST_E4M3, 1.0)
-    scales = jnp.take(scales, block_of_outputs(segments), axis=1)  # [blocks of I, O]
-    by_number = jnp.repeat(scales, BLOCK, axis=0)[:inputs]
+    of_outputs = block_of_outputs(segments)
+    by_number = jnp.repeat(jnp.take(scales, of_outputs, axis=1), BLOCK, axis=0)[:inputs]
     codes = e4m3_bits(wide / jnp.where(wide == 0, 1.0, by_number))
     codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     groups = np.arange(math.ceil(inputs / group)) * group // BLOCK
-    return codes.T if outputs_first else codes, jnp.take(scales, groups, axis=0)
+    shown = jnp.take(jnp.take(scales, of_outputs[::span], axis=1), groups, axis=0)
+    return codes.T if outputs_first else codes, shown
 
 
 def _block_peaks(sizes: Float[Array, "I O"]) -> Float[Array, "I_blocks O_blocks"]:

@@ -198,7 +198,7 @@ class ModelFolder:
             if array is not None and source.name not in retained:
                 self._check_quantizes(array, source)
                 segments = array.segments_of(source)
-                scales = BlockScales(source.name, segments, array.group)
+                scales = BlockScales(source.name, segments, array.group, array.span)
                 quantized |= {source.name: BlockCodes(source.name, segments), f"{source.name}{GROUP_SCALES}": scales}
             sources.append(source)
         if quantized:
@@ -225,7 +225,7 @@ class ModelFolder:
         matrices = self.quantized_tensors
         targets = ((source, coded.get(source.target)) for source in self.sources if source.name in matrices)
         return {
-            source.name: RetainedCodes(group=array.group, run=array.run)
+            source.name: RetainedCodes(group=array.group, span=array.span, run=array.run)
             for source, array in targets
             if array is not None and can_retain(array, source, matrices)
         }

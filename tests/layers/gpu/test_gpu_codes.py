@@ -49,16 +49,16 @@ def as_codes(numbers) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(numbers & 127 == 127, jnp.uint8(0), numbers), jnp.float8_e4m3fn)
 
 
-def random_weight(key, stack, inputs, outputs, group, *, real=None) -> QuantizedWeight:
+def random_weight(key, stack, inputs, outputs, group, *, span=1, real=None) -> QuantizedWeight:
     """Matrices with numbers of about 1 / sqrt(I); those of the stack that are not in the slice `real` are NaN."""
     codes_key, scales_key = jax.random.split(key)
     codes = as_codes(jax.random.bits(codes_key, (stack, outputs, inputs), jnp.uint8))
-    shape = (stack, -(-inputs // group), outputs)
+    shape = (stack, -(-inputs // group), outputs // span)
     scales = jax.random.uniform(scales_key, shape, F32, 0.5, 1.5) / (100 * math.sqrt(inputs))
     if real is not None:
         exists = jnp.zeros((stack, 1, 1), bool).at[real].set(True)
         codes, scales = jnp.where(exists, codes, jnp.float8_e4m3fn(jnp.nan)), jnp.where(exists, scales, jnp.nan)
-    return QuantizedWeight(codes=codes, scales=scales, group=group, outputs_first=True)
+    return QuantizedWeight(codes=codes, scales=scales, group=group, span=span, outputs_first=True)
 
 
 def random_halves(key, stack, inputs, outputs, group, *, form, run, real=None) -> QuantizedWeight:
@@ -96,7 +96,7 @@ def numbers(weight: QuantizedWeight, index: int) -> np.ndarray:
     """A matrix [I, O] in float64."""
     codes = values_of(weight, index).T
     scales = np.repeat(np.asarray(weight.scales[index], np.float64), weight.group, axis=0)
-    return codes * scales[: len(codes)]
+    return codes * np.repeat(scales, weight.span, axis=1)[: len(codes)]
 
 
 def wide(x) -> np.ndarray:
@@ -133,13 +133,23 @@ LINEAR = {
 }
 
 
+# The same, whose outputs are spans that share scales
+SPANS = {
+    "spans": (16, 256, 256, 128, SCALED),
+    "spans, parts, scaled inside": (19, 256, 128, 64, dataclasses.replace(INSIDE, rows=8, splits=4)),
+    "spans, one row": (1, 160, 128, 32, FEW),
+    "spans, the table": (5, 1024, 384, 128, None),
+}
+
+
 @pytest.mark.parametrize("dtype", [HALF, F32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR)
-def test_products_with_codes_equal_float64(case, dtype):
-    rows, inputs, outputs, group, tile = case
+@pytest.mark.parametrize("name", LINEAR | SPANS)
+def test_products_with_codes_equal_float64(name, dtype):
+    rows, inputs, outputs, group, tile = (LINEAR | SPANS)[name]
     keys = jax.random.split(jax.random.key(rows), 2)
     x = jax.random.normal(keys[0], (rows, inputs), dtype)
-    weight = random_weight(keys[1], 3, inputs, outputs, group, real=slice(1, 2))
+    span = 128 if name in SPANS else 1
+    weight = random_weight(keys[1], 3, inputs, outputs, group, span=span, real=slice(1, 2))
     parts = jax.jit(lambda x, w: partial_sums(x, w, jnp.int32(1), tile=tile, interpret=True))(x, weight)
     expected_tile = tile or choose_codes_tile(rows, inputs, outputs, group)
     assert parts.shape == (expected_tile.splits, rows, outputs)
@@ -317,11 +327,12 @@ class Experts:
     shared_codes: bool = True
     form: str = "e4m3"
     run: int = 0  # of codes of 4 bits
+    span: int = 1  # of codes of 8 bits
 
     def matrices(self, key, stack, inputs, outputs, group, *, real) -> QuantizedWeight:
         """A stack of them in the form."""
         if self.form == "e4m3":
-            return random_weight(key, stack, inputs, outputs, group, real=real)
+            return random_weight(key, stack, inputs, outputs, group, span=self.span, real=real)
         return random_halves(key, stack, inputs, outputs, group, form=self.form, run=self.run, real=real)
 
     @property
@@ -437,6 +448,11 @@ EXPERTS = {
         Experts(sizes=(3, 2, 4, 40, 24), groups=(32, 16), dtype=F32, activation="clamped swiglu", biased=True),
         ROWS_UNSORTED,
     ),
+    "spans, lists, shared experts": (
+        Experts(sizes=(9, 2, 4, 128, 128), groups=(128, 64), dtype=HALF, span=128, shared_width=128),
+        STEPS_SORTED,
+    ),
+    "spans, one row, slots": (Experts(sizes=(3, 2, 4, 256, 128), groups=(64, 32), dtype=F32, span=128), ROWS_UNSORTED),
     "int4, lists, shared experts": (
         Experts(sizes=(7, 2, 4, 96, 64), groups=(32, 32), dtype=HALF, form="int4", run=16, shared_width=32),
         STEPS_SORTED,
@@ -592,10 +608,13 @@ def in_full_precision(function, *args):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaled", SCALINGS, ids=["before", "inside", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 16, 33, 256, 3000])
-@pytest.mark.parametrize(("inputs", "outputs", "group"), [(2048, 5120, 128), (4096, 2048, 128), (576, 1000, 64)])
-def test_compiled_products_with_codes(rows, inputs, outputs, group, scaled):
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "group", "span"), [(2048, 5120, 128, 128), (4096, 2048, 128, 1), (576, 1000, 64, 1)]
+)
+def test_compiled_products_with_codes(rows, inputs, outputs, group, span, scaled):
     keys = jax.random.split(jax.random.key(rows), 2)
-    x, weight = jax.random.normal(keys[0], (rows, inputs), HALF), random_weight(keys[1], 3, inputs, outputs, group)
+    x = jax.random.normal(keys[0], (rows, inputs), HALF)
+    weight = random_weight(keys[1], 3, inputs, outputs, group, span=span)
     tile = dataclasses.replace(choose_codes_tile(rows, inputs, outputs, group), scaled=scaled)
     actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), F32, tile=tile))(x, weight)
     assert (
@@ -604,10 +623,11 @@ def test_compiled_products_with_codes(rows, inputs, outputs, group, scaled):
 
 
 ON_GPU = {
-    "Qwen3-30B-A3B": dict(sizes=(8, 128, 2048, 768), groups=(128, 128)),
+    "Qwen3-30B-A3B": dict(sizes=(8, 128, 2048, 768), groups=(128, 128), span=128),
     "a shard of it": dict(sizes=(8, 128, 2048, 192), groups=(128, 64)),
     "ragged": dict(sizes=(3, 60, 1000, 72), groups=(128, 16), kind="padding"),
     "shared": dict(sizes=(6, 64, 2048, 1408), groups=(128, 128), shared_width=2816),
+    "shared, spans": dict(sizes=(6, 64, 2048, 1408), groups=(128, 128), shared_width=2816, span=128),
     "biased": dict(sizes=(4, 32, 2880, 2880), groups=(32, 32), activation="clamped swiglu", biased=True),
     "Qwen3-30B-A3B, int4": dict(sizes=(8, 128, 2048, 768), groups=(128, 128), form="int4", run=64),
     "a shard of it, int4": dict(sizes=(8, 128, 2048, 192), groups=(128, 64), form="int4", run=32),
@@ -659,6 +679,7 @@ def test_compiled_experts_of_codes(name, rows):
 
 FORMS = {
     "e4m3": dict(groups=(128, 128)),
+    "e4m3, spans": dict(groups=(128, 128), span=128),
     "int4": dict(groups=(128, 128), form="int4", run=64),
     "e2m1": dict(groups=(32, 32), form="e2m1", run=32),
 }
@@ -722,15 +743,16 @@ def test_compiled_rows_of_any_size_keep_their_sums(tile):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["e4m3", "int4", "e2m1"])
+@pytest.mark.parametrize("form", ["e4m3", "e4m3, spans", "int4", "e2m1"])
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 @pytest.mark.parametrize(("inputs", "group", "splits"), [(2048, 128, 1), (4096, 128, 2), (576, 64, 1)])
 def test_compiled_products_of_few_rows(rows, inputs, group, splits, form):
     """In one step, in an unrolled loop and in a loop."""
     keys = jax.random.split(jax.random.key(rows), 2)
     x = jax.random.normal(keys[0], (rows, inputs), HALF)
-    if form == "e4m3":
-        weight = random_weight(keys[1], 2, inputs, 1000, group)
+    if form.startswith("e4m3"):
+        outputs, span = (1024, 128) if form.endswith("spans") else (1000, 1)
+        weight = random_weight(keys[1], 2, inputs, outputs, group, span=span)
     else:
         weight = random_halves(keys[1], 2, inputs, 1000, group, form=form, run=32)
     expected = wide(in_full_precision(lambda x, w: reference_linear(x, w, 1, F32), x, weight))

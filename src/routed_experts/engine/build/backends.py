@@ -19,7 +19,7 @@ from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.parallel import AxisGroup, Rerouter
-from routed_experts.layers.quantized import CODE_DTYPES, E4M3
+from routed_experts.layers.quantized import CODE_DTYPES, E4M3, SPANS
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.fused_path import describe_path
@@ -107,7 +107,7 @@ def _constant(value: T) -> BackendEntry[T]:
 
 KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
     {
-        name: _constant(Kernels(moe=backend, code_formats=frozenset(CODE_DTYPES)))
+        name: _constant(Kernels(moe=backend, code_formats=frozenset(CODE_DTYPES), code_spans=SPANS))
         for name, backend in MOE_BACKENDS.items()
     }
     | {

@@ -141,6 +141,7 @@ def code_support(args: ServerArgs, kernels: Kernels, *, offloads_experts: bool =
         quantizes=quantizes,
         outputs_first=kernels.outputs_first,
         runs=kernels.code_runs,
+        spans=kernels.code_spans,
         stack_fits=kernels.code_stack_fits,
         parallel=parallel,
     )

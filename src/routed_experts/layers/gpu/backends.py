@@ -13,7 +13,7 @@ from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
-from routed_experts.layers.quantized import CODE_DTYPES
+from routed_experts.layers.quantized import CODE_DTYPES, SPANS
 
 _UNROLLED = 4  # layers; with more, a program takes longer to compile
 _FUSED_FEATURES = ALL_EXPERTS | {
@@ -53,6 +53,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
         code_formats=frozenset(CODE_DTYPES),
         outputs_first=True,
         code_runs=RUNS,
+        code_spans=SPANS,
         code_stack_fits=is_addressable,
     )
 

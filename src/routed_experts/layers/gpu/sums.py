@@ -87,7 +87,7 @@ def sum_products(
         if not isinstance(weights, QuantizedWeight):
             return ()
         first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
-        at = [weights.scales.at[matrix, first // weights.group, part[:, None]] for part in columns]
+        at = [_scales_at(weights, matrix, first // weights.group, part[:, None]) for part in columns]
         return tuple(load_or_zero(own, None if real is None else real.T) for own in at)
 
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
@@ -120,7 +120,7 @@ def _sum_packed(block: _Block, inputs: Inputs, *, is_inside: bool) -> list[Float
         first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
         return tuple(
             load_or_zero(
-                weights.scales.at[block.matrix, (first + offset + start) // weights.group, part[:, None]], column
+                _scales_at(weights, block.matrix, (first + offset + start) // weights.group, part[:, None]), column
             )
             for offset in range(0, size, pair)
             for start in starts
@@ -192,7 +192,7 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
         for offsets, group_offsets in _sums_of_step(weights, size):
             groups = (first + group_offsets) // weights.group
             is_group = None if deep is None else (first + group_offsets < end)[None, :]
-            at = [weights.scales.at[block.matrix, groups[None, :], part[:, None]] for part in columns]
+            at = [_scales_at(weights, block.matrix, groups[None, :], part[:, None]) for part in columns]
             scales = [load_or_zero(own, combine_masks(is_group, real_column)) for own in at]  # C J
             parts.append((first + offsets, None if deep is None else first + offsets < end, scales))
         if is_packed(weights):
@@ -220,6 +220,12 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
         totals = lax.fori_loop(0, steps, step, totals)
     sums = [jnp.sum(total, axis=1)[None, :] for total in totals]  # 1 C, row by row
     return [_stack_rows(sums[part :: len(columns)], is_row) for part in range(len(columns))]
+
+
+def _scales_at(weights: QuantizedWeight, matrix: Array, groups: Array, columns: Array) -> Any:
+    """The scales of groups and columns, by reference."""
+    scales: Any = weights.scales
+    return scales.at[matrix, groups, columns if weights.span == 1 else columns // weights.span]
 
 
 def _sums_of_step(weights: QuantizedWeight, size: int) -> list[tuple[Int[Array, " I"], Int[Array, " J"]]]:

@@ -3,8 +3,8 @@
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers throughout, while a panel of w streams from the second-level cache and
 // the next panel is prefetched from memory.
 // Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
-// A matrix of codes has a scale for each output and each group of inputs: products of a group are added alone, and their sum is multiplied
-// by the scale once, as it is added to out. Codes of 4 bits are two neighbouring inputs a byte, and are multiplied by two neighbours of a row.
+// A matrix of codes has a scale for each group of inputs and each output, or 128 of them: products of a group are added alone, and their sum is
+// multiplied by the scale once, as it is added to out. Codes of 4 bits are two neighbouring inputs a byte, and are multiplied by two neighbours of a row.
 // All paths add the same products in the same order: a row's result is bitwise independent of the other rows of the call.
 #pragma once
 #include <algorithm>
@@ -28,11 +28,29 @@ constexpr int64_t kPanelFloats = 512;  // of a column of a panel: 128 KiB, which
 constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
+// Scales of a matrix from its column `col` on: a row for each group, in which 2^shift columns share one. Vectors lie within such a span.
+struct ScaleRows {
+  const float* first;
+  int64_t ld;
+  int shift;
+  int64_t col;
+  vf at(int64_t row, int64_t c) const {
+    const float* const own = first + row * ld;
+    return shift == 0 ? load(own + col + c) : vf{} + own[(col + c) >> shift];
+  }
+  vf at(int64_t row, int64_t c, int count) const {
+    const float* const own = first + row * ld;
+    return shift == 0 ? load(own + col + c, count) : vf{} + own[(col + c) >> shift];
+  }
+  ScaleRows below(int64_t rows) const { return {first + rows * ld, ld, shift, col}; }
+};
+inline ScaleRows operator+(const ScaleRows& scales, int64_t cols) { return {scales.first, scales.ld, scales.shift, scales.col + cols}; }
+
 // A matrix of codes W, or some of its columns. `group`: a multiple of 16.
 template <class W>
 struct CodesOf {
   const W* codes;
-  const float* scales;  // [ceil(depth / group)], each a row as long as those of codes
+  ScaleRows scales;  // [ceil(depth / group)]
   int64_t group;
 };
 template <class W>
@@ -43,7 +61,7 @@ enum class Format { kE4m3, kInt4, kE2m1 };
 struct Codes {
   Format format;
   const uint8_t* codes;
-  const float* scales;
+  ScaleRows scales;
   int64_t group;
   int64_t inputs_of_byte() const { return format == Format::kE4m3 ? 1 : 2; }
   template <class Body>
@@ -62,7 +80,7 @@ inline const W* matrix_of(const W* stack, int64_t index, int64_t depth, int64_t 
 }
 inline Codes matrix_of(Codes stack, int64_t index, int64_t depth, int64_t cols) {
   const int64_t groups = (depth + stack.group - 1) / stack.group, rows = depth / stack.inputs_of_byte();
-  return {stack.format, stack.codes + index * rows * cols, stack.scales + index * groups * cols, stack.group};
+  return {stack.format, stack.codes + index * rows * cols, stack.scales.below(index * groups), stack.group};
 }
 
 // Prefetches rows of a matrix one by one, while other work goes on; in bytes, so that tiles are the same for all weights.
@@ -93,10 +111,10 @@ template <class U, int Vectors, class W>
 
 // The scales of a tile's columns, from its first group on; `group` and depth count U's.
 struct Scales {
-  const float* first;
-  int64_t ld, group;
+  ScaleRows rows;
+  int64_t group;
 };
-inline Scales operator+(const Scales& scales, int64_t cols) { return {scales.first + cols, scales.ld, scales.group}; }
+inline Scales operator+(const Scales& scales, int64_t cols) { return {scales.rows + cols, scales.group}; }
 // Of a matrix that has none, depth is one group, whose sum continues what is in out.
 struct NoScales {};
 inline NoScales operator+(NoScales, int64_t) { return {}; }
@@ -106,7 +124,7 @@ inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{
 inline vf first_sum(const Scales&, bool, const float*) { return vf{}; }
 inline vf total(NoScales, int64_t, int, bool, const float*, vf sum) { return sum; }
 inline vf total(const Scales& scales, int64_t begin, int v, bool fresh, const float* out, vf sum) {
-  return add_products(fresh && begin == 0 ? vf{} : load(out), load(scales.first + begin / scales.group * scales.ld + v * kLanes), sum);
+  return add_products(fresh && begin == 0 ? vf{} : load(out), scales.rows.at(begin / scales.group, v * kLanes), sum);
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
@@ -251,7 +269,7 @@ inline void ragged_columns(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, 
     for (int64_t begin = 0; begin < depth; begin += group) {
       vf sums = {};
       for (int64_t d = begin; d < std::min(depth, begin + group); d++) sums = add_product(sums, x + r * ldx + d, load(w.codes + d * ldw, count));
-      whole = add_products(whole, load(w.scales + begin / group * ldw, count), sums);
+      whole = add_products(whole, w.scales.at(begin / group, 0, count), sums);
     }
     store(out + r * ldo, whole, count);
   }
@@ -401,7 +419,7 @@ void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, 
     const int64_t step = width + kPad;
     float* sums = sums_scratch.floats(rows * step);
     for (int64_t begin = 0; begin < depth; begin += group) {
-      const Scales scales{w.scales + begin / group * ldw + c, ldw, group};
+      const Scales scales{w.scales.below(begin / group) + c, group};
       const int64_t end = std::min(depth, begin + group);
       auto add = [&](int64_t d, const auto& by, bool fresh, float* to, int64_t ldt) {
         const W* from = w.codes + d * kRowsOf<U, W> * ldw + c;
@@ -427,11 +445,11 @@ inline const W* numbers(const W* w) { return w; }
 template <class W>
 inline const W* numbers(CodesOf<W> w) { return w.codes; }
 template <class U, class W>
-inline NoScales scales_from(const W*, int64_t, int64_t) { return {}; }
+inline NoScales scales_from(const W*, int64_t) { return {}; }
 template <class U, class W>
-inline Scales scales_from(CodesOf<W> w, int64_t ldw, int64_t d) {
+inline Scales scales_from(CodesOf<W> w, int64_t d) {
   const int64_t group = w.group / kNeighbours<U>;
-  return {w.scales + d / group * ldw, ldw, group};
+  return {w.scales.below(d / group), group};
 }
 
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
@@ -450,7 +468,7 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
     for (int64_t c = 0, width = 0; c < full_cols; c += width) {
       width = panel_width(c, full_cols);
       const int64_t next = c + width;
-      const auto scales = scales_from<U>(w + c, ldw, d);
+      const auto scales = scales_from<U>(w + c, d);
       const Packing<U, W> source{from + c, ldw, panel, width};
       int64_t done = 0;
       if (width == kTileVectors * kLanes) {

@@ -30,6 +30,8 @@ inline int64_t logical_dim(const ffi::AnyBuffer& array, int axis) {
   return array.dimensions()[axis] * (halves && axis == 1 ? 2 : 1);
 }
 
+constexpr int kSpanShift = 7;  // 128 outputs may share a scale
+
 // A stack of matrices as handlers take it: numbers [R, I, O], or codes and their scales; scales are [0] beside numbers.
 struct Matrices {
   ffi::AnyBuffer numbers, scales;
@@ -39,8 +41,9 @@ struct Matrices {
   template <class T>
   const T* plain() { return numbers.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(numbers.untyped_data()); }
   Codes codes() {
-    return {format_of(numbers.element_type()), static_cast<const uint8_t*>(numbers.untyped_data()), static_cast<const float*>(scales.untyped_data()),
-            group};
+    const int64_t ld = scales.dimensions()[2];
+    const ScaleRows rows{static_cast<const float*>(scales.untyped_data()), ld, ld == dim(2) ? 0 : kSpanShift, 0};
+    return {format_of(numbers.element_type()), static_cast<const uint8_t*>(numbers.untyped_data()), rows, group};
   }
 };
 
@@ -60,8 +63,8 @@ inline std::string scales_fault(const Matrices& w, const std::string& name) {
   if (w.scales.element_type() != ffi::F32) return "scales of " + name + " are float32";
   const int64_t dims[] = {w.dim(0), (w.dim(1) + w.group - 1) / w.group, w.dim(2)};
   const auto have = w.scales.dimensions();
-  if (have.size() == 3 && std::equal(have.begin(), have.end(), dims)) return "";
-  return "scales of " + name + " are " + shape_text(have) + ", not " + shape_text(dims);
+  if (have.size() == 3 && std::equal(have.begin(), have.begin() + 2, dims) && (have[2] == dims[2] || have[2] << kSpanShift == dims[2])) return "";
+  return "scales of " + name + " are " + shape_text(have) + ", not " + shape_text(dims) + ", or with a scale for each " + std::to_string(1 << kSpanShift) + " outputs";
 }
 
 // Call `body` with a value of the C++ type of `dtype`.

@@ -18,7 +18,7 @@ from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
 from routed_experts.layers.native.ffi_targets import register_ffi_targets
 from routed_experts.layers.native.kernel_values import ACTIVATION_ORDER, router_law, scale_group, weight_arrays
 from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
-from routed_experts.layers.quantized import E2M1, E4M3, INT4, QuantizedWeight, Weight
+from routed_experts.layers.quantized import E2M1, E4M3, INT4, SPANS, QuantizedWeight, Weight
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, RoutingBlock
 
 
@@ -346,6 +346,7 @@ NATIVE_KERNELS = Kernels(
     logprobs=native_logprobs,
     tied_linear=native_tied_linear,
     code_formats=frozenset({E4M3, INT4, E2M1}),
+    code_spans=SPANS,
     stream_dtype=jnp.dtype(jnp.float32),
 )
 NATIVE_ATTENTION = AttentionBackend(

@@ -174,7 +174,7 @@ void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64
   thread_local Scratch scratch;
   Tiles tiles;
   Prefetcher none;
-  const int64_t step = kRowsOf<pair, W> * ldw, part = stream_depth(scales_from<pair>(w, ldw, 0), rows);
+  const int64_t step = kRowsOf<pair, W> * ldw, part = stream_depth(scales_from<pair>(w, 0), rows);
   pair* const copy = scratch.take<pair>(kMostGroup / 2 * 64 / sizeof(W));
   for (int64_t c = 0, width = 0; c < cols; c += width) {
     width = std::min(cols - c, stream_columns_of(rows));
@@ -183,7 +183,7 @@ void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64
       each_line<W>(width, [&](int64_t i, auto vectors) {
         constexpr int64_t kWidth = decltype(vectors)::value * kLanes;
         copy_panel(numbers(w) + d * step + c + i, ldw, deep, kWidth, d + deep < depth ? deep * step : 0, copy);
-        multiply_tiles(tiles, scales_from<pair>(w + c + i, ldw, d), rows, blocks, x + d * rows, copy, kWidth, false, out + c + i, ldo, none, 0);
+        multiply_tiles(tiles, scales_from<pair>(w + c + i, d), rows, blocks, x + d * rows, copy, kWidth, false, out + c + i, ldo, none, 0);
       });
     }
   }
@@ -260,7 +260,7 @@ template <int Rows, class Matrix>
 void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers(w))>>;
   thread_local Scratch scratch;
-  const int64_t group = stream_depth(scales_from<pair>(w, ldw, 0), Rows), most = std::min(cols, kVectorColumns);
+  const int64_t group = stream_depth(scales_from<pair>(w, 0), Rows), most = std::min(cols, kVectorColumns);
   float* const block = scratch.floats(3 * Rows * most);
   float* const sums = block + 2 * Rows * most;
   for (int64_t c = 0, width = 0; c < cols; c += width) {
@@ -272,7 +272,7 @@ void few_rows_in_vectors(const pair* x, Matrix w, int64_t ldw, int64_t depth, in
       const Bounds bounds{d == begin, is_last || end % kTileSide == 0, begin % group == 0, is_last || end % group == 0};
       const W* const from = numbers(w) + d * kRowsOf<pair, W> * ldw + c;
       each_line<W>(width, [&](int64_t i, auto vectors) {
-        add_vectors<Rows, decltype(vectors)::value>(scales_from<pair>(w + c + i, ldw, d), bounds, x + begin * Rows + d - begin, from + i, ldw, end - d, !is_last,
+        add_vectors<Rows, decltype(vectors)::value>(scales_from<pair>(w + c + i, d), bounds, x + begin * Rows + d - begin, from + i, ldw, end - d, !is_last,
                                                     block + i, sums + i, most, out + c + i, ldo);
       });
     }
@@ -301,7 +301,7 @@ void many_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int6
         const int64_t bytes = std::min(kWidth, cols - next) * sizeof(W);
         prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<pair, W>, bytes};
       }
-      const auto scales = scales_from<pair>(w + c, ldw, d);
+      const auto scales = scales_from<pair>(w + c, d);
       for (int64_t r = 0; r < rows; r += kGroupRows) {
         const int64_t count = std::min(kGroupRows, rows - r);
         multiply_tiles(tiles, scales, count, blocks, x + r * row_pairs + d * count, panel, width, d == 0, out + r * ldo + c, ldo, prefetcher, prefetched);

@@ -2,9 +2,10 @@
 
 Of a quantised checkpoint a matrix stays as it is where the kernels take its format, all its tensors are scaled along
 its inputs in groups that a kernel reads, and no device's part cuts a group below the smallest, nor, of codes of 4 bits,
-a pair of runs. All others are dequantised when they are loaded. A block of layers whose stack the kernels cannot read
-is cut into several. Plain matrices are quantised to e4m3, where that is asked for and the checkpoint has no codes of
-another format. Both arrays of experts are codes, or neither."""
+a pair of runs. All others are dequantised when they are loaded. Outputs share scales where the tensors have them so,
+the kernels read such spans, and neither a tensor nor a device's part ends inside of one. A block of layers whose stack
+the kernels cannot read is cut into several. Plain matrices are quantised to e4m3, where that is asked for and the
+checkpoint has no codes of another format. Both arrays of experts are codes, or neither."""
 
 import dataclasses
 import logging
@@ -12,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from routed_experts.layers.quantized import BLOCK, CODE_VALUES, E4M3, GROUPS, packed_run
+from routed_experts.layers.quantized import BLOCK, CODE_VALUES, E4M3, GROUPS, SPANS, packed_run
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.coded_arrays import CodedArray
@@ -30,13 +31,14 @@ ONE_DEVICE = ParallelConfig(1)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSupport:
-    """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_runs`, `code_stack_fits`), and how
-    the model is sharded. `quantizes`: plain checkpoints, too."""
+    """What an engine's kernels take (`Kernels.code_formats`, `outputs_first`, `code_runs`, `code_spans`,
+    `code_stack_fits`), and how the model is sharded. `quantizes`: plain checkpoints, too."""
 
     formats: frozenset[str] = frozenset()
     quantizes: bool = False
     outputs_first: bool = False
     runs: tuple[int, ...] = (1,)
+    spans: tuple[int, ...] = (1,)
     stack_fits: Callable[[int], bool] = lambda num_bytes: True
     parallel: ParallelConfig = ONE_DEVICE
 
@@ -127,17 +129,18 @@ def _coded(
     for spec in layer.weights(config):
         if len(spec.shape) != _AXES.get(spec.kind) or not stored[spec.name]:  # another one is a bias
             continue
-        form, group = _shared_form(stored[spec.name], matrices)
+        form, group, span = _shared_form(stored[spec.name], matrices)
         if group == 0 and quantizes and not any(source.name in matrices for source in stored[spec.name]):
-            form, group = E4M3, BLOCK
-        cuts = _cuts(spec, support.parallel)
+            form, group, span = E4M3, BLOCK, BLOCK
+        cuts, segments = _cuts(spec, support.parallel, -2), _segments(plain[spec.name])
         group = math.gcd(group, *cuts) if group else 0
         run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if form in CODE_VALUES else 1
         if form in support.formats and group >= GROUPS[-1] and run is not None:
             found[spec.name] = CodedArray(
                 name=spec.name,
                 group=group,
-                segments=_segments(plain[spec.name]),
+                segments=segments,
+                span=_span(span, (*segments, *_cuts(spec, support.parallel, -1)), support),
                 format=form,
                 outputs_first=support.outputs_first,
                 run=run,
@@ -155,8 +158,8 @@ def without_codes(config: FamilyConfig) -> FamilyConfig:
 
 def can_retain(array: CodedArray, source: WeightSource, matrices: Mapping[str, CodedTensor]) -> bool:
     """Whether a tensor of the array has codes that stay as they are."""
-    form, group = _shared_form((source,), matrices)
-    return form == array.format and group % array.group == 0
+    form, group, span = _shared_form((source,), matrices)
+    return form == array.format and group % array.group == 0 and span % array.span == 0
 
 
 def _by_array(sources: Iterable[WeightSource]) -> dict[str, list[WeightSource]]:
@@ -173,24 +176,29 @@ def _segments(sources: Sequence[WeightSource]) -> tuple[int, ...]:
     return tuple(source.shape[-2 if source.transpose else -1] for source in ordered)
 
 
-def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> tuple[str, int]:
-    """The format of all tensors of an array, and the largest group of inputs that the scales of all allow; ("", 0)
-    where one is no code, or has another format."""
-    forms, group = set[str | None](), GROUPS[0]
+def _shared_form(sources: Iterable[WeightSource], matrices: Mapping[str, CodedTensor]) -> tuple[str, int, int]:
+    """The format of all tensors of an array, and the largest group of inputs and span of outputs that the scales of all
+    allow; ("", 0, 0) where one is no code, or has another format."""
+    forms, group, span = set[str | None](), GROUPS[0], SPANS[0]
     for source in sources:
         matrix = matrices.get(source.name) if source.transpose else None
         if matrix is None:
-            return "", 0
+            return "", 0, 0
         forms.add(matrix.code_format)
-        group = math.gcd(group, matrix.group)
+        group, span = math.gcd(group, matrix.group), math.gcd(span, matrix.span)
     form = forms.pop() if len(forms) == 1 else None
-    return ("", 0) if form is None else (form, group)
+    return ("", 0, 0) if form is None else (form, group, span)
 
 
-def _cuts(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """The inputs of an array that each device holds, where devices share them."""
+def _span(largest: int, sizes: Sequence[int], support: CodeSupport) -> int:
+    """The first span that the kernels read, of which `largest` and all sizes are multiples; 1 at least."""
+    return next((span for span in support.spans if math.gcd(largest, *sizes) % span == 0), 1)
+
+
+def _cuts(spec: ParamSpec, parallel: ParallelConfig, axis: int) -> tuple[int, ...]:
+    """The indices of an axis of an array that each device holds, where devices share them."""
     partition = spec.partition_in(1, by_expert=parallel.expert_parallel)
-    if partition is None or partition.axis != -2:
+    if partition is None or partition.axis != axis:
         return ()
     count = parallel.parts(partition)
     if count == 1:

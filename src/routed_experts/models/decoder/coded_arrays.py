@@ -2,9 +2,9 @@
 fill them.
 
 An array `name` [..., I, O] of numbers becomes the codes `name`, of the same shape or with its last two axes swapped,
-and `name_scale` [..., J, O], float32. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers
-were: outputs as they are, inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O
-outputs, J groups of inputs."""
+and `name_scale` [..., J, P], float32. Codes of 4 bits are two a byte, along the inputs. Both are sharded as the numbers
+were: outputs in whole spans, inputs in whole groups, and with codes of 4 bits in whole pairs of runs. Dims: I inputs, O
+outputs, J groups of inputs, P spans of outputs."""
 
 import dataclasses
 import itertools
@@ -23,13 +23,14 @@ from routed_experts.models.loading.quantized_checkpoint import GROUP_SCALES
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodedArray:
-    """An array that is kept as codes: its name in the layer, the inputs that share a scale, the order of the codes, and
-    the run in which those of 4 bits are packed. `segments`: the outputs of each of its tensors, which are side by
-    side."""
+    """An array that is kept as codes: its name in the layer, the inputs and the outputs that share a scale, the order
+    of the codes, and the run in which those of 4 bits are packed. `segments`: the outputs of each of its tensors, which
+    are side by side; multiples of the span."""
 
     name: str
     group: int
     segments: tuple[int, ...]
+    span: int = 1
     format: str = E4M3
     outputs_first: bool = False
     run: int = 1
@@ -67,10 +68,10 @@ def coded_specs(specs: Iterable[ParamSpec], coded: Iterable[CodedArray]) -> Iter
         yield dataclasses.replace(
             spec,
             name=f"{spec.name}{SCALE}",
-            shape=(*lead, array.num_groups(inputs), outputs),
+            shape=(*lead, array.num_groups(inputs), outputs // array.span),
             dtype=jnp.dtype(jnp.float32),
             fill=1.0,
-            partition=_by_group(spec.partition, array.group),
+            partition=_by_span(_by_group(spec.partition, array.group), array.span),
         )
 
 
@@ -84,11 +85,13 @@ def coded_sources(sources: Iterable[WeightSource], coded: Mapping[str, CodedArra
         assert source.transpose, source
         codes = dataclasses.replace(source, shape=(*source.shape[:-1], array.num_bytes(source.shape[-1])))
         yield dataclasses.replace(codes, transpose=False, offset_axis=-2) if array.outputs_first else codes
+        *lead, outputs, inputs = source.shape
         yield dataclasses.replace(
             source,
             name=f"{source.name}{GROUP_SCALES}",
-            shape=(*source.shape[:-1], array.num_groups(source.shape[-1])),
+            shape=(*lead, outputs // array.span, array.num_groups(inputs)),
             target=f"{source.target}{SCALE}",
+            offset=source.offset // array.span,
         )
 
 
@@ -98,7 +101,11 @@ def quantized_arrays(arrays: Mapping[str, Array], coded: Mapping[str, CodedArray
     for name in arrays.keys() & coded.keys():
         array = coded[name]
         found[name], found[f"{name}{SCALE}"] = quantize_blocks(
-            arrays[name], segments=array.segments, group=array.group, outputs_first=array.outputs_first
+            arrays[name],
+            segments=array.segments,
+            group=array.group,
+            span=array.span,
+            outputs_first=array.outputs_first,
         )
     return found
 
@@ -112,11 +119,21 @@ def _swapped(partition: AxisPartition | None) -> AxisPartition | None:
 
 def _by_group(partition: AxisPartition | None, group: int) -> AxisPartition | None:
     """The partition of the scales: inputs are cut between groups."""
-    if partition is None or partition.axis != -2:
+    return _coarser(partition, -2, group)
+
+
+def _by_span(partition: AxisPartition | None, span: int) -> AxisPartition | None:
+    """The same for outputs, which are cut between spans."""
+    return _coarser(partition, -1, span)
+
+
+def _coarser(partition: AxisPartition | None, axis: int, size: int) -> AxisPartition | None:
+    """The partition of an array that has an index for `size` of the axis."""
+    if partition is None or partition.axis != axis:
         return partition
-    segments = tuple(_groups(segment, group) for segment in partition.segments)
+    segments = tuple(_units(segment, size) for segment in partition.segments)
     return dataclasses.replace(partition, segments=segments)
 
 
-def _groups(segment: Segment, group: int) -> Segment:
-    return dataclasses.replace(segment, size=math.ceil(segment.size / group))
+def _units(segment: Segment, size: int) -> Segment:
+    return dataclasses.replace(segment, size=math.ceil(segment.size / size))

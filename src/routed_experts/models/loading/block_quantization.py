@@ -2,7 +2,7 @@
 
 The law is that of `quantize_blocks` (layers/quantized.py), on the host and part by part: a box reads the whole blocks
 that it meets. Blocks of each of the `segments` of a tensor's outputs begin anew. Dims: E experts, O outputs, I inputs,
-J groups of inputs."""
+J groups of inputs, P spans of outputs."""
 
 import dataclasses
 import math
@@ -45,11 +45,12 @@ class BlockCodes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockScales:
-    """Its scales [..., O, J], of groups of inputs."""
+    """Its scales [..., P, J], of groups of inputs and of spans of outputs, which divide the segments."""
 
     name: str
     segments: tuple[int, ...]
     group: int
+    span: int = 1
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -57,16 +58,17 @@ class BlockScales:
 
     def header(self, headers: Mapping[str, Header]) -> Header:
         *lead, outputs, inputs = headers[self.name][0]
-        return (*lead, outputs, math.ceil(inputs / self.group)), "float32"
+        return (*lead, outputs // self.span, math.ceil(inputs / self.group)), "float32"
 
-    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E o j"]:
-        rows, groups = box[-2:]
+    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E p j"]:
+        rows, groups = slice(box[-2].start * self.span, box[-2].stop * self.span), box[-1]
         inputs = checkpoint.names()[self.name][0][-1]
         columns = slice(groups.start * self.group, min(groups.stop * self.group, inputs))
-        blocks = _Blocks.read(checkpoint, self.name, self.segments, (*box[:-1], columns))
+        blocks = _Blocks.read(checkpoint, self.name, self.segments, (*box[:-2], rows, columns))
         inner = slice(rows.start - blocks.first_row, rows.stop - blocks.first_row)
         of_groups = np.arange(columns.start, columns.stop, self.group) // BLOCK - blocks.first_column // BLOCK
-        return np.take(np.take(blocks.scales, blocks.row_blocks[inner], axis=-2), of_groups, axis=-1)
+        of_spans = blocks.row_blocks[inner][:: self.span]
+        return np.take(np.take(blocks.scales, of_spans, axis=-2), of_groups, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

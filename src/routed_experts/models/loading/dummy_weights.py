@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, INT4, SCALE, inputs_of_byte
+from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E4M3, GROUPS, INT4, SCALE, SPANS, inputs_of_byte
 
 M = TypeVar("M", bound=nnx.Module)
 # Standard deviations of codes: of e4m3, of which the largest is 448; and of those of 4 bits, all alike frequent.
@@ -85,9 +85,11 @@ def _balanced(codes: Array) -> Array:
 
 
 def _scales(name: str, scales: Any, codes: Any) -> Float[Array, "..."]:
-    """Of groups of inputs of a matrix of codes."""
+    """Of groups of inputs of a matrix of codes, in either order of its sides."""
     form = next(form for form, dtype in CODE_DTYPES.items() if dtype == codes.dtype)
-    inputs = math.prod(codes.shape[-2:]) * inputs_of_byte(form) // scales.shape[-1]
+    numbers, (num_groups, num_spans) = math.prod(codes.shape[-2:]) * inputs_of_byte(form), scales.shape[-2:]
+    sizes = (numbers // (span * num_spans) for span in SPANS if span * num_spans in codes.shape[-2:])
+    inputs = next(size for size in sizes if any(math.ceil(size / group) == num_groups for group in GROUPS))
     matrix = name.rsplit(".", 1)[-1].removesuffix(SCALE)
     return jnp.full(scales.shape, _matrix_scale(matrix, inputs) / _CODE_SCALES[form], scales.dtype)
 

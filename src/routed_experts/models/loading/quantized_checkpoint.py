@@ -45,10 +45,11 @@ NONE_RETAINED: Mapping[str, "RetainedCodes"] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedCodes:
-    """How the codes of a matrix are kept: inputs that share a scale, and the run in which codes of 4 bits are packed
-    (layers/quantized.py)."""
+    """How the codes of a matrix are kept: inputs and outputs that share a scale, and the run in which codes of 4 bits
+    are packed (layers/quantized.py)."""
 
     group: int
+    span: int = 1
     run: int = 1
 
 
@@ -67,14 +68,14 @@ class QuantizedCheckpoint:
 
 
 def show_codes(tensors: Mapping[str, VirtualTensor], retained: Mapping[str, RetainedCodes]) -> dict[str, VirtualTensor]:
-    """The tensors, and in place of those of `retained` their codes, and a tensor of scales for groups of so many
-    inputs, `<name>.group_scales`. Names of `retained` that are not among them are not looked at."""
+    """The tensors, and in place of those of `retained` their codes, and a tensor of scales for groups of inputs and
+    spans of outputs, `<name>.group_scales`. Names of `retained` that are not among them are not looked at."""
     shown = dict(tensors)
     for name, form in retained.items():
         tensor = tensors.get(name)
         if isinstance(tensor, CodedTensor):
             codes = tensor.as_codes() if form.run == 1 else PackedRuns(tensor.as_codes(), form.run)
-            shown |= {name: codes, f"{name}{GROUP_SCALES}": tensor.as_scales(form.group)}
+            shown |= {name: codes, f"{name}{GROUP_SCALES}": tensor.as_scales(form.group, form.span)}
     return shown
 
 

@@ -6,7 +6,8 @@ One multiplication in float32, rounded to nearest even. The loader rounds once m
 header says float32. Blocks of R x C count from 0 and the last one of an axis is cut short: a box may begin and end
 anywhere. `read_part` reads codes and scales, which a device multiplies (quantized_part.py); `read` does it on the host.
 
-Dims: O outputs, I inputs, R and C of a block, J x G the grid of scales, W words of a row. Leading axes are experts."""
+Dims: O outputs, I inputs, R and C of a block, J x G the grid of scales, W words of a row, P spans of outputs. Leading
+axes are experts."""
 
 import math
 from collections.abc import Mapping
@@ -119,20 +120,25 @@ class QuantizedMatrix(CodedTensor):
         """Neighbouring inputs that share a scale; 0 for all of them."""
         return self.block[1] if self.grid[-1] > 1 else 0
 
+    @property
+    def span(self) -> int:
+        """Neighbouring outputs that share their scales."""
+        return self.block[0]
+
     def as_codes(self) -> "StoredCodes":
         return StoredCodes(self)
 
-    def as_scales(self, group: int) -> "GroupScales":
-        return GroupScales(self, group)
+    def as_scales(self, group: int, span: int) -> "GroupScales":
+        return GroupScales(self, group, span)
 
-    def scales_of(self, checkpoint: Checkpoint, box: Box, *, step: int) -> Float[np.ndarray, "*E o j"]:
-        """The scales of every number of the box in the columns box[-1].start, + step, + 2 step, ..."""
+    def scales_of(self, checkpoint: Checkpoint, box: Box, *, steps: tuple[int, int]) -> Float[np.ndarray, "*E p j"]:
+        """The scales of the numbers of the box in every so many rows and columns, from its first ones on."""
         rows, columns = box[-2:]
         row_side, column_side = self.block
         grid_rows, grid_columns = _grid_side(rows, row_side), _grid_side(columns, column_side)
         scales = self._scales(checkpoint, (*box[:-2], grid_rows, grid_columns))
-        row_groups = np.arange(rows.start, rows.stop) // row_side - grid_rows.start
-        column_groups = np.arange(columns.start, columns.stop, step) // column_side - grid_columns.start
+        row_groups = np.arange(rows.start, rows.stop, steps[0]) // row_side - grid_rows.start
+        column_groups = np.arange(columns.start, columns.stop, steps[1]) // column_side - grid_columns.start
         return np.take(np.take(scales, row_groups, axis=-2), column_groups, axis=-1)
 
     def _codes(self, checkpoint: Checkpoint, box: Box) -> tuple[Shaped[np.ndarray, "*E o b"], int]:
@@ -230,10 +236,11 @@ class StoredCodes:
 
 @dataclass(frozen=True, slots=True)
 class GroupScales:
-    """The scales of a matrix, [..., O, J]: one for each output and `group` inputs, which no block cuts."""
+    """The scales of a matrix, [..., P, J]: one for each `span` outputs and `group` inputs, which no block cuts."""
 
     matrix: QuantizedMatrix
     group: int
+    span: int
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -241,13 +248,14 @@ class GroupScales:
 
     def header(self, headers: Mapping[str, Header]) -> Header:
         *lead, outputs, inputs = self.matrix.shape
-        return (*lead, outputs, math.ceil(inputs / self.group)), "float32"
+        return (*lead, outputs // self.span, math.ceil(inputs / self.group)), "float32"
 
-    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E o j"]:
+    def read(self, checkpoint: Checkpoint, box: Box) -> Float[np.ndarray, "*E p j"]:
         """The box. Raises as `QuantizedMatrix.read` does for scales."""
-        groups, inputs = box[-1], self.matrix.shape[-1]
-        columns = slice(groups.start * self.group, min(groups.stop * self.group, inputs))
-        return self.matrix.scales_of(checkpoint, (*box[:-1], columns), step=self.group)
+        spans, groups = box[-2:]
+        rows = slice(spans.start * self.span, spans.stop * self.span)
+        columns = slice(groups.start * self.group, min(groups.stop * self.group, self.matrix.shape[-1]))
+        return self.matrix.scales_of(checkpoint, (*box[:-2], rows, columns), steps=(self.span, self.group))
 
 
 def scale_values(scales: Shaped[np.ndarray, "*E j g"]) -> Float[np.ndarray, "*E j g"]:

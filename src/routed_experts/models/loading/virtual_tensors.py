@@ -59,13 +59,18 @@ class CodedTensor(DequantizableTensor):
     def group(self) -> int:
         """Neighbouring inputs that share a scale; 0 for all of them."""
 
+    @property
+    @abc.abstractmethod
+    def span(self) -> int:
+        """Neighbouring outputs that share their scales."""
+
     @abc.abstractmethod
     def as_codes(self) -> VirtualTensor:
         """The codes [..., O, I], or [..., O, I / 2] where a byte has two."""
 
     @abc.abstractmethod
-    def as_scales(self, group: int) -> VirtualTensor:
-        """The scales [..., O, J], of groups that divide its own."""
+    def as_scales(self, group: int, span: int) -> VirtualTensor:
+        """The scales [..., P, J], of groups and spans that divide its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +190,15 @@ class Mxfp4(CodedTensor):
     def group(self) -> int:
         return _BLOCK_INPUTS
 
+    @property
+    def span(self) -> int:
+        return 1
+
     def as_codes(self) -> "Mxfp4Codes":
         return Mxfp4Codes(self)
 
-    def as_scales(self, group: int) -> "Mxfp4Scales":
+    def as_scales(self, group: int, span: int) -> "Mxfp4Scales":
+        assert span == 1, span
         return Mxfp4Scales(self, group)
 
     def read_blocks(

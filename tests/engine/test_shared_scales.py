@@ -1,0 +1,138 @@
+"""Engines of a model whose tensors are whole blocks of 128 outputs, which share scales in memory: answers are those of
+the dequantised numbers up to the order of sums, and alike to the bit wherever the codes come from."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from oracles.families import CASES, Oracle
+from routed_experts import Engine, WeightsMismatchError
+from routed_experts.models.decoder.code_selection import CodeSupport
+from routed_experts.models.model_folder import ModelFolder
+from support.quantized_checkpoints import PROJECTIONS, forms, quantize_folder, read_tensors
+from support.quantized_families import ENGINE, Written, answers
+
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
+
+SIZES = dict(
+    num_hidden_layers=2,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    moe_intermediate_size=128,
+    intermediate_size=384,
+    mlp_only_layers=[0],
+)
+ORDER_OF_SUMS = 2e-5  # of logprobs
+FLOAT32 = dict(dtype="float32", **ENGINE)
+ARRAY_CODE = dict(moe_backend="tiled", attention_backend="paged", **FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen")
+    case = CASES["Qwen3Moe"]
+    oracle = Oracle(dataclasses.replace(case, config=case.config | SIZES, layer_ids=(1,)), folder / "plain")
+    small, copy = folder / "small", folder / "copy"
+    names = quantize_folder(oracle.folder, small, copy, forms()["fp8 blocks"], chosen=PROJECTIONS.fullmatch)
+    return Written(oracle, small, copy, names)
+
+
+@pytest.fixture(scope="module")
+def expected(qwen):
+    """What the numbers answer."""
+    with Engine(str(qwen.copy), **ARRAY_CODE) as engine:
+        return answers(engine)
+
+
+@pytest.fixture(scope="module")
+def served(qwen):
+    with Engine(str(qwen.quantized), **ARRAY_CODE) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def codes(served):
+    return answers(served)
+
+
+def assert_near(own, expected):
+    """The same tokens and rows, and logprobs up to the order of sums."""
+    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
+        assert tokens == other_tokens and rows == other_rows
+        pairs = zip(logprobs, other_logprobs, strict=True)
+        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < ORDER_OF_SUMS
+
+
+def scales_of(engine):
+    """Shapes of the scales of an engine's codes, by the name of these."""
+    flat = nnx.to_flat_state(engine.components.served.arrays)
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in flat}
+    return {name.removesuffix("_scale"): shape for name, shape in shapes.items() if name.endswith("_scale")}
+
+
+def test_array_code_answers_as_the_numbers_with_a_scale_a_block(qwen, served, codes, expected):
+    assert_near(codes, expected)
+    shapes = scales_of(served)
+    assert shapes["blocks.1.0.gate_up"] == (CASES["Qwen3Moe"].config["num_experts"], 2, 2)
+    assert shapes["blocks.1.0.qkv"] == (1, 2, 8) and shapes["blocks.0.0.dense_down"] == (1, 3, 2)
+    stored = read_tensors(qwen.quantized)
+    for index, projection in enumerate(("gate_proj", "up_proj")):
+        tensor = stored[f"model.layers.1.mlp.experts.3.{projection}.weight_scale_inv"]
+        served_scales = ModelFolder.open(qwen.quantized).with_codes(support()).load(jnp.dtype("float32"))
+        own = served_scales.blocks[1][0]["gate_up_scale"][...][3]
+        assert np.array_equal(own[:, index : index + 1], tensor.T)
+
+
+def support(**options):
+    return CodeSupport(formats=frozenset({"e4m3"}), spans=(128, 1), **options)
+
+
+def test_native_kernels_answer_as_the_numbers(qwen, expected):
+    with Engine(str(qwen.quantized), moe_backend="native", **FLOAT32) as engine:
+        assert scales_of(engine)["blocks.1.0.down"][-1] == 2
+        assert_near(answers(engine), expected)
+
+
+def test_codes_are_the_same_from_wherever_they_come(qwen, served, codes):
+    """Of the checkpoint, of the plain one as it is loaded, and of pushes of plain weights, of codes and of a folder."""
+    plain = nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32")))
+    with Engine(str(qwen.oracle.folder), quantization="fp8_block", **ARRAY_CODE) as engine:
+        assert scales_of(engine) == scales_of(served)
+        assert answers(engine) == codes
+    stored = nnx.state(ModelFolder.open(qwen.quantized).with_codes(support()).load(jnp.dtype("float32")))
+    for push in (plain, stored):
+        served.update_weights(nnx.state(ModelFolder.open(qwen.copy).load(jnp.dtype("float32"))))
+        served.update_weights(push)
+        assert answers(served) == codes
+    for folder in (qwen.oracle.folder, qwen.quantized):
+        served.update_weights_from_disk(folder)
+        assert answers(served) == codes
+
+
+def test_scales_by_output_are_refused_where_outputs_share_them(qwen, served, codes):
+    by_output = CodeSupport(formats=frozenset({"e4m3"}))
+    stored = nnx.state(ModelFolder.open(qwen.quantized).with_codes(by_output).load(jnp.dtype("float32")))
+    with pytest.raises(WeightsMismatchError, match=r"qkv_scale: .*1024.*\[1, 2, 8\]"):
+        served.update_weights(stored)
+    assert answers(served) == codes
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(("tp_size", "ep_size", "spans"), [(2, 1, {"qkv": 8, "gate_up": 256}), (2, 2, {"gate_up": 2})])
+def test_shards_answer_as_the_numbers(qwen, expected, tp_size, ep_size, spans):
+    """A device's part of the experts' width, 64 outputs of each tensor, cuts a block; whole experts do not."""
+    with Engine(str(qwen.quantized), tp_size=tp_size, ep_size=ep_size, **ARRAY_CODE) as engine:
+        shapes = scales_of(engine)
+        assert {name: shapes[f"blocks.1.0.{name}"][-1] for name in spans} == spans
+        assert_near(answers(engine), expected)
+        of_checkpoint = answers(engine)
+        engine.update_weights(nnx.state(ModelFolder.open(qwen.oracle.folder).load(jnp.dtype("float32"))))
+        assert answers(engine) == of_checkpoint
+        engine.update_weights_from_disk(qwen.copy)  # numbers, which are quantised part by part
+        engine.update_weights_from_disk(qwen.oracle.folder)
+        assert answers(engine) == of_checkpoint
