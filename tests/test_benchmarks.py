@@ -51,6 +51,7 @@ SMALLEST = {
 }
 LONG = {  # 10 s or more, also in their smallest form
     *(
+        "bf16_ways",
         "capture",
         "cpu_parts",
         "draft_models",

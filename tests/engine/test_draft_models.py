@@ -246,7 +246,8 @@ def test_memory_that_is_released_and_taken_back_serves_drafts_again(written):
 
 def test_the_plan_has_a_line_for_the_draft_model(written):
     _, folder = written("Glm4Moe")
-    with lazy_compilation(), Engine(str(folder), **SIZES, speculative=SpeculativeConfig(algorithm="mtp")) as engine:
+    options = SIZES | EXACT | dict(speculative=SpeculativeConfig(algorithm="mtp"))  # programs of the tests above
+    with lazy_compilation(), Engine(str(folder), **options) as engine:
         plan = engine.components.plan
     assert plan.draft.weights > 0 and plan.draft.bytes_per_token == plan.pool.bytes_per_token // plan.pool.num_layers
     assert [line for line in plan.lines() if line.startswith("draft model")]

@@ -16,7 +16,9 @@ WATCHDOG_S = 8.0  # where silence is tested; on busy cores a process may be late
 PATIENT_S = 60.0  # elsewhere
 SLACK_S = 2.0  # of callers, beyond the watchdog's bound
 EXIT_S = 5.0  # until every process is gone
-ENGINE = {
+ENGINE = {  # array code, which is compiled soonest: a death does not depend on the model or on its kernels
+    "moe_backend": "reference",
+    "attention_backend": "reference",
     "enable_return_routed_experts": True,
     "precompile_bs_paddings": [2],
     "precompile_token_paddings": [16],
@@ -32,7 +34,8 @@ def folder(tmp_path_factory):
     return write_tiny_checkpoint(
         tmp_path_factory.mktemp("tiny"),
         tokenizer=False,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
+        mlp_only_layers=[],
         num_experts=8,
         max_position_embeddings=256,
     )

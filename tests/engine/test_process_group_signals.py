@@ -16,6 +16,7 @@ from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = "--precompile-bs-paddings 2 --precompile-token-paddings 16 --max-running-requests 2 --page-size 4".split()
 SIZES += "--context-length 256 --max-total-tokens 1024 --tp-size 2 --enable-return-routed-experts".split()
+SIZES += "--moe-backend reference --attention-backend reference".split()  # array code, which is compiled soonest
 COMMIT = "a" * 40
 BODY = {"prompt": "the expert", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
 

@@ -1,5 +1,8 @@
 """STANDALONE: another model drafts. The target as its own draft is always right; of any other model the drafts are
-those of an independent run, they are accepted as often as the formula says, and no answer changes."""
+those of an independent run, they are accepted as often as the formula says, and no answer changes.
+
+Programs are compiled without optimisations. test_drafts_ahead.py has the bits of the same target, and of a draft model
+beside it, in programs as they are shipped."""
 
 import functools
 import json
@@ -13,9 +16,10 @@ from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.drafting_runner import OF_TARGET, STANDALONE
 from routed_experts.models.drafts.vocabularies import check_vocabularies
 from support.family_folders import write_family
-from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
 from support.small_qwen3_moe import CONTEXT, V, write_target
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
@@ -78,7 +82,7 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(target):
+def plain(target, fast_compilation):
     """The answers of an engine without drafts, one list for each of SAMPLINGS."""
     with lazy_compilation(), Engine(str(target), **SIZES, **EXACT) as engine:
         return [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
@@ -132,8 +136,8 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
 def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
     """Pages of two shapes, and latent rows."""
     folder = write_family(tmp_path, family)
-    options = SIZES | dict(deterministic=True, speculative=standalone(folder))
-    with fast_compilation(), lazy_compilation(), Engine(str(folder), **options) as engine:
+    options = SIZES | dict(deterministic=True, speculative=standalone(folder, num_steps=2))
+    with lazy_compilation(), Engine(str(folder), **options) as engine:
         _, metas = answers_without_rows(engine, temperature=1.0, seed=3, top_p=0.9)
     assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
 
@@ -182,7 +186,8 @@ def test_a_model_with_experts_and_other_attention_drafts_and_records_nothing(tar
     """Attention with sinks needs other kernels than the target's; rows are those of the target alone. Prompts may hold
     ids that the draft model has no embedding for."""
     folder = write_family(tmp_path, "gpt-oss", vocab_size=57)
-    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=standalone(folder)) as engine:
+    speculative = standalone(folder, num_steps=2)
+    with lazy_compilation(), Engine(str(target), **SIZES, **EXACT, speculative=speculative) as engine:
         found = [answers(engine, prompts_of(V), new=NEW, **sampling)[0] for sampling in SAMPLINGS]
         totals = engine.stats().speculative.requests
     assert found == plain
@@ -298,8 +303,8 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 
 def test_random_weights_of_the_target_mean_random_weights_of_the_draft(target, tmp_path):
     (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
-    options = SIZES | dict(load_format="dummy", speculative=standalone(tmp_path))
-    with fast_compilation(), lazy_compilation(), Engine(str(tmp_path), **options) as engine:
+    options = SIZES | dict(load_format="dummy", speculative=standalone(tmp_path, num_steps=2))
+    with lazy_compilation(), Engine(str(tmp_path), **options) as engine:
         _, metas = answers_without_rows(engine)
     assert all(meta["spec_accept_rate"] > 0.9 for meta in metas), "the same random weights"
 
