@@ -4,6 +4,8 @@ proposes for the tokens so far, and no answer changes."""
 import contextlib
 import functools
 import itertools
+import logging
+import re
 
 import numpy as np
 import pytest
@@ -172,7 +174,7 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
 @pytest.mark.parametrize(
     "schedules",
     [
-        pytest.param((dict(), dict(max_total_tokens=96)), id="few"),
+        pytest.param((dict(), dict(max_total_tokens=128)), id="few"),
         pytest.param(
             (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True)),
             id="others",
@@ -191,7 +193,7 @@ def assert_same_under(schedules, mode, written):
     common = np.random.default_rng(2).integers(0, VOCAB_SIZE, 20).tolist()
     prompts = [*prompts_of(VOCAB_SIZE, (3, 12, 30)), [*common, 1], [*common, 2, 3]]
     sampling = [
-        dict(n=2, temperature=1.0, new=18),
+        dict(n=2, temperature=1.0, new=26),
         dict(temperature=0.7, top_k=5, new=9),
         dict(
             temperature=1.0, top_p=0.8, min_p=0.05, new=17, min_tokens=8, stop_token_ids=list(range(0, VOCAB_SIZE, 7))
@@ -206,6 +208,7 @@ def assert_same_under(schedules, mode, written):
             with lazy_compilation(), Engine(str(folder), **options, speculative=drafts) as engine:
                 found.append([answers(engine, prompts, **how)[0] for how in map(dict, sampling)])
                 assert not engine.check_integrity()
+                assert drafts is None or engine.stats().speculative.requests.accepted > 0, schedule
         plain = found[0] if plain is None else plain
         for expected, got in zip(itertools.chain(*plain), itertools.chain(*found[-1]), strict=True):
             if mode:
@@ -214,6 +217,15 @@ def assert_same_under(schedules, mode, written):
                 assert got[0] == expected[0], schedule
         if schedule.get("max_total_tokens"):
             assert engine.components.core.ranks[0].num_retracted > 0
+
+
+def test_a_pool_too_small_to_time_steps_has_no_drafts_and_the_log_says_so(written, caplog):
+    _, folder = written("Glm4Moe")
+    options = SIZES | EXACT | dict(max_total_tokens=96, speculative=SpeculativeConfig(algorithm="NEXTN"))
+    with caplog.at_level(logging.WARNING), lazy_compilation(), Engine(str(folder), **options) as engine:
+        answers(engine, prompts_of(VOCAB_SIZE), new=4)
+        assert engine.stats().speculative.requests.proposed == 0
+    assert re.search(r"max_total_tokens=96 do not hold \d+ requests of \d+ tokens, which are timed", caplog.text)
 
 
 def test_the_policy_rests_and_asks_the_draft_model_again(written, offers):

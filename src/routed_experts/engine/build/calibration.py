@@ -4,6 +4,7 @@ Each padded size is timed on synthetic requests, through the core that serves: s
 drafts do not, and take their host work along. The drafts are random tokens, which read as many experts as any."""
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.speculation.cost_table import CostTable
 from routed_experts.speculation.drafter import Draft, Sample, SequenceInfo
 
+logger = logging.getLogger(__name__)
 STEPS, WARM_UP = 4, 2  # that are timed, and before them
 PROMPT = 8  # tokens of a request
 
@@ -29,7 +31,7 @@ NewCore = Callable[[Speculation | None], EngineCore]
 def measure_costs(new_core: NewCore, buckets: Buckets, limits: DraftLimits, *, request: int, total: int) -> CostTable:
     """Seconds of a step of each padded size: without drafts, and with the fewest and the most tokens of each verify
     size. `request`, `total`: KV tokens that one request and all together may have; a size whose requests need more is
-    left out, and never has drafts."""
+    left out, and never has drafts, which the log says."""
     costs, bench = CostTable(), _Bench(new_core, limits)
     for size in sorted({size for size, _ in buckets.verify}):
         capacities = {tokens: tokens - tokens % size for requests, tokens in buckets.verify if requests == size}
@@ -38,6 +40,9 @@ def measure_costs(new_core: NewCore, buckets: Buckets, limits: DraftLimits, *, r
             points += [(padded, below + 1), (padded, most)]
         length = PROMPT + len(points) * (STEPS + WARM_UP) + buckets.num_drafts + 1
         if length > request or size * length > total:
+            limits = f"context_length={request} and max_total_tokens={total}"
+            text = "%s do not hold %d requests of %d tokens, which are timed: steps of so many or more have no drafts"
+            logger.warning(text, limits, size, length)
             break
         requests = bench.begin(size, length)
         for padded, num_tokens in points:
