@@ -40,9 +40,9 @@ def measure_costs(new_core: NewCore, buckets: Buckets, limits: DraftLimits, *, r
             points += [(padded, below + 1), (padded, most)]
         length = PROMPT + len(points) * (STEPS + WARM_UP) + buckets.num_drafts + 1
         if length > request or size * length > total:
-            limits = f"context_length={request} and max_total_tokens={total}"
+            room = f"context_length={request} and max_total_tokens={total}"
             text = "%s do not hold %d requests of %d tokens, which are timed: steps of so many or more have no drafts"
-            logger.warning(text, limits, size, length)
+            logger.warning(text, room, size, length)
             break
         requests = bench.begin(size, length)
         for padded, num_tokens in points:
