@@ -2,6 +2,9 @@
 the dequantised numbers up to the order of sums, and alike to the bit wherever the codes come from."""
 
 import dataclasses
+import json
+import logging
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +13,19 @@ from flax import nnx
 
 from oracles.families import CASES, Oracle
 from routed_experts import Engine, WeightsMismatchError
+from routed_experts.layers.quantized import QuantizedWeight
 from routed_experts.models.decoder.code_selection import CodeSupport
 from routed_experts.models.model_folder import ModelFolder
-from support.quantized_checkpoints import PROJECTIONS, forms, quantize_folder, read_tensors
+from support.quantized_checkpoints import (
+    PROJECTIONS,
+    Form,
+    compressed_config,
+    forms,
+    fp8,
+    quantize_folder,
+    read_tensors,
+    write_folder,
+)
 from support.quantized_families import ENGINE, Written, answers
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
@@ -120,6 +133,69 @@ def test_scales_by_output_are_refused_where_outputs_share_them(qwen, served, cod
     with pytest.raises(WeightsMismatchError, match=r"qkv_scale: .*1024.*\[1, 2, 8\]"):
         served.update_weights(stored)
     assert answers(served) == codes
+
+
+def test_codes_with_a_scale_a_channel_are_quantised_again_where_blocks_are_served(
+    qwen, served, codes, tmp_path, caplog
+):
+    channel, copy = tmp_path / "channel", tmp_path / "copy"
+    quantize_folder(qwen.oracle.folder, channel, copy, forms()["float channel"], chosen=PROJECTIONS.fullmatch)
+    with Engine(str(copy), quantization="fp8_block", **ARRAY_CODE) as engine:
+        expected = answers(engine)
+    with caplog.at_level(logging.WARNING):
+        served.update_weights_from_disk(channel)
+    assert answers(served) == expected != codes
+    assert "are codes, but not in the blocks that are served: they are quantised again" in caplog.text
+    served.update_weights_from_disk(qwen.quantized)
+    assert answers(served) == codes
+
+
+def test_tensors_of_one_array_with_and_without_blocks_have_a_scale_for_each_output(qwen, tmp_path):
+    """k_proj and gate_proj by channel, which are not last in their arrays, beside blocks."""
+    blocks = Form(
+        compressed_config("float-quantized", strategy="block", block_structure=[128, 128]),
+        lambda weights: fp8(weights, scale="bfloat16", end="weight_scale"),
+    )
+    folders = {name: (tmp_path / name, tmp_path / f"{name} copy") for name in ("blocks", "channel")}
+    for name, form in (("blocks", blocks), ("channel", forms()["float channel"])):
+        quantize_folder(qwen.oracle.folder, *folders[name], form, chosen=PROJECTIONS.fullmatch)
+    is_channel = re.compile(r".*(k_proj|gate_proj)\..*").fullmatch
+    mixed = []
+    for own, others in zip(folders["blocks"], folders["channel"], strict=True):
+        tensors, by_channel = read_tensors(own), read_tensors(others)
+        config = json.loads((own / "config.json").read_text())
+        if "quantization_config" in config:
+            groups = config["quantization_config"]["config_groups"]
+            other = json.loads((others / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+            groups["group_1"] = groups.pop("group_0") | {"targets": [r"re:.*(q_proj|v_proj|o_proj|up_proj|down_proj)$"]}
+            groups["group_0"] = other | {"targets": [r"re:.*(k_proj|gate_proj)$"]}
+        chosen = {name: (by_channel if is_channel(name) else tensors)[name] for name in tensors}
+        mixed.append(write_folder(tmp_path / f"mixed {own.name}", config, chosen))
+    with Engine(str(mixed[1]), **ARRAY_CODE) as engine:
+        expected = answers(engine)
+    with Engine(str(mixed[0]), **ARRAY_CODE) as engine:
+        shapes = scales_of(engine)
+        assert shapes["blocks.1.0.qkv"][-1] == 1024 and shapes["blocks.1.0.gate_up"][-1] == 256
+        assert shapes["blocks.1.0.out"][-1] == shapes["blocks.1.0.down"][-1] == 2
+        assert_near(answers(engine), expected)
+
+
+def test_random_weights_have_scales_of_spans(qwen):
+    folder = ModelFolder.open(qwen.oracle.folder, load_format="dummy").with_codes(support(quantizes=True))
+    arrays = folder.load(jnp.dtype("float32")).blocks[1][0]
+    qkv = QuantizedWeight.create(arrays["qkv"][...], arrays["qkv_scale"][...])
+    assert qkv.span == 128 and np.std(qkv.dequantize()) == pytest.approx(256**-0.5, rel=0.1)
+
+
+@pytest.mark.devices(4)
+def test_a_tensor_of_q_k_and_v_is_cut_between_its_parts(tmp_path):
+    """Of 64, 32 and 32 outputs, together a span, in two data ranks of one device each; experts are whole."""
+    oracle = Oracle(CASES["BailingMoeV2"], tmp_path / "plain")
+    options = dict(quantization="fp8_block", **ARRAY_CODE)
+    with Engine(str(oracle.folder), **options) as engine:
+        expected = answers(engine)
+    with Engine(str(oracle.folder), tp_size=2, dp_size=2, ep_size=2, **options) as engine:
+        assert_near(answers(engine), expected)
 
 
 @pytest.mark.devices(4)

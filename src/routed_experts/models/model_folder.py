@@ -203,6 +203,10 @@ class ModelFolder:
             sources.append(source)
         if quantized:
             logger.info("%d tensors are quantised to e4m3 as they are loaded", len(quantized) // 2)
+        if again := len(quantized.keys() & self.quantized_tensors.keys()):
+            logger.warning(
+                "%d of them are codes, but not in the blocks that are served: they are quantised again", again
+            )
         for tensors in (swapped, quantized):
             checkpoint = VirtualCheckpoint(checkpoint, tensors) if tensors else checkpoint
         return dataclasses.replace(folder, checkpoint=checkpoint, sources=tuple(coded_sources(sources, coded)))

@@ -514,6 +514,7 @@ def test_every_activation_has_its_formula_here():
 def test_the_bundle_takes_codes_as_checkpoints_have_them():
     kernels = gpu_kernels(interpret=True)
     assert kernels.code_formats == {"e4m3", "int4", "e2m1"} and kernels.outputs_first
+    assert kernels.code_spans == (128, 1)
     weight = random_weight(jax.random.key(0), 1, 32, 16, 16)
     swapped = dataclasses.replace(weight, codes=jnp.swapaxes(weight.codes, 1, 2), outputs_first=False)
     with pytest.raises(ConfigError, match=r"codes are e4m3 \[R, I, O\]"):

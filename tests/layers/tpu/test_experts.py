@@ -362,10 +362,13 @@ def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path, forms)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"group": 48}, {"outputs_first": True}, {"format": "e2m1"}], ids=["group", "order", "format"]
+    "fields",
+    [{"group": 48}, {"span": 128}, {"outputs_first": True}, {"format": "e2m1"}],
+    ids=["group", "span", "order", "format"],
 )
 def test_codes_that_no_kernel_reads_are_refused(fields):
     call = with_codes(random_call(14, STANDARD), 16)
     forms = r"reads e4m3 \(float8_e4m3fn\), int4 \(int8\), e2m1 \(uint8\)"
-    with pytest.raises(ConfigError, match=forms + r", inputs first, in groups of 128, 64, 32, 16; dequantise"):
+    groups = r", inputs first, in groups of 128, 64, 32, 16 and with a scale for each output; dequantise"
+    with pytest.raises(ConfigError, match=forms + groups):
         fused_experts(dataclasses.replace(call, gate_up=dataclasses.replace(call.gate_up, **fields)), interpret=True)

@@ -38,10 +38,7 @@ struct ScaleRows {
     const float* const own = first + row * ld;
     return shift == 0 ? load(own + col + c) : vf{} + own[(col + c) >> shift];
   }
-  vf at(int64_t row, int64_t c, int count) const {
-    const float* const own = first + row * ld;
-    return shift == 0 ? load(own + col + c, count) : vf{} + own[(col + c) >> shift];
-  }
+  vf at(int64_t row, int64_t c, int count) const { return load(first + row * ld + col + c, count); }  // part of a vector: no span has one
   ScaleRows below(int64_t rows) const { return {first + rows * ld, ld, shift, col}; }
 };
 inline ScaleRows operator+(const ScaleRows& scales, int64_t cols) { return {scales.first, scales.ld, scales.shift, scales.col + cols}; }

@@ -237,12 +237,12 @@ def weight_arrays(weight: Weight) -> list[Array]:
         return [weight]
     dtype, forms = weight.codes.dtype, ", ".join(f"{form} ({CODE_DTYPES[form]})" for form in FORMATS)
     is_read = weight.format in FORMATS and dtype == CODE_DTYPES[weight.format]
-    if not is_read or weight.outputs_first or weight.group not in GROUPS:
+    if not is_read or weight.outputs_first or weight.group not in GROUPS or weight.span != 1:
         order = "outputs first" if weight.outputs_first else "inputs first"
         raise ConfigError(
-            f"codes {weight.format} ({dtype}), {order}, in groups of {weight.group} inputs came to a TPU kernel, which "
-            f"reads {forms}, inputs first, in groups of {', '.join(map(str, GROUPS))}; dequantise them when they are "
-            "loaded"
+            f"codes {weight.format} ({dtype}), {order}, in groups of {weight.group} inputs and spans of {weight.span} "
+            f"outputs came to a TPU kernel, which reads {forms}, inputs first, in groups of "
+            f"{', '.join(map(str, GROUPS))} and with a scale for each output; dequantise them when they are loaded"
         )
     num_groups = -(-weight.shape[1] // weight.group)
     assert weight.scales.shape == (weight.shape[0], num_groups, weight.shape[2]), (weight.scales.shape, weight.shape)

@@ -132,7 +132,7 @@ def _coded(
         form, group, span = _shared_form(stored[spec.name], matrices)
         if group == 0 and quantizes and not any(source.name in matrices for source in stored[spec.name]):
             form, group, span = E4M3, BLOCK, BLOCK
-        cuts, segments = _cuts(spec, support.parallel, -2), _segments(plain[spec.name])
+        cuts, segments = _input_cuts(spec, support.parallel), _segments(plain[spec.name])
         group = math.gcd(group, *cuts) if group else 0
         run = packed_run(math.gcd(spec.shape[-2], *cuts), group, support.runs) if form in CODE_VALUES else 1
         if form in support.formats and group >= GROUPS[-1] and run is not None:
@@ -140,7 +140,7 @@ def _coded(
                 name=spec.name,
                 group=group,
                 segments=segments,
-                span=_span(span, (*segments, *_cuts(spec, support.parallel, -1)), support),
+                span=_span(span, (*segments, *_output_parts(spec, support.parallel)), support),
                 format=form,
                 outputs_first=support.outputs_first,
                 run=run,
@@ -195,10 +195,21 @@ def _span(largest: int, sizes: Sequence[int], support: CodeSupport) -> int:
     return next((span for span in support.spans if math.gcd(largest, *sizes) % span == 0), 1)
 
 
-def _cuts(spec: ParamSpec, parallel: ParallelConfig, axis: int) -> tuple[int, ...]:
-    """The indices of an axis of an array that each device holds, where devices share them."""
+def _output_parts(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The outputs of the segments of an array's partition, of which a tensor may have several (q, k and v in one), and
+    what a device holds of them."""
+    served = spec.partition_in(1, by_expert=parallel.expert_parallel)
+    partitions = ((spec.partition, 1), (served, 1 if served is None else parallel.parts(served)))
+    pieces = (
+        partition.pieces(0, count) for partition, count in partitions if partition is not None and partition.axis == -1
+    )
+    return tuple(end - first for piece in pieces for first, end in piece)
+
+
+def _input_cuts(spec: ParamSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The inputs of an array that each device holds, where devices share them."""
     partition = spec.partition_in(1, by_expert=parallel.expert_parallel)
-    if partition is None or partition.axis != axis:
+    if partition is None or partition.axis != -2:
         return ()
     count = parallel.parts(partition)
     if count == 1:

@@ -123,7 +123,9 @@ def _by_group(partition: AxisPartition | None, group: int) -> AxisPartition | No
 
 
 def _by_span(partition: AxisPartition | None, span: int) -> AxisPartition | None:
-    """The same for outputs, which are cut between spans."""
+    """The same for outputs, which are cut between spans; `select_codes` chooses one that divides the segments."""
+    if partition is not None and partition.axis == -1:
+        assert all(segment.size % span == 0 for segment in partition.segments), (partition, span)
     return _coarser(partition, -1, span)
 
 

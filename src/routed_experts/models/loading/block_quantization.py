@@ -45,7 +45,7 @@ class BlockCodes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockScales:
-    """Its scales [..., P, J], of groups of inputs and of spans of outputs, which divide the segments."""
+    """Its scales [..., P, J], of groups of inputs and of spans of outputs; a span divides all segments."""
 
     name: str
     segments: tuple[int, ...]

@@ -62,7 +62,7 @@ class CodedTensor(DequantizableTensor):
     @property
     @abc.abstractmethod
     def span(self) -> int:
-        """Neighbouring outputs that share their scales."""
+        """Neighbouring outputs that share their scales; the number of outputs where all do."""
 
     @abc.abstractmethod
     def as_codes(self) -> VirtualTensor:
