@@ -11,8 +11,7 @@ them, or all matrices in 4 bits.
 Both engines are in one process, and their runs take turns; capture is on and asked, and of the codes' engine off too.
 A step is the median over a run's steps, as in step.py; a ratio is the median over neighbouring runs. The floor is the
 bytes that a step must read over --bandwidth: codes have one or half a one, scales four a block of 128 x 128, or a group
-of 32. A run
-whose logprobs are not finite fails."""
+of 32. A run whose logprobs are not finite fails."""
 
 import argparse
 import dataclasses

@@ -38,9 +38,11 @@ from support.quantized_families import (
     ASK,
     ENGINE,
     GPT_OSS,
+    ORDER_OF_SUMS,
     PROMPTS,
     Written,
     answers,
+    assert_near,
     sized_case,
     write,
 )
@@ -53,9 +55,6 @@ ARRAY_CODE = dict(dtype="float32", moe_backend="tiled", attention_backend="paged
 def rarely(*values, id=None):
     """A case of scripts/thorough: another one of its kind runs always."""
     return pytest.param(*values, id=id, marks=pytest.mark.thorough)
-
-
-ORDER_OF_SUMS = 2e-5  # of logprobs
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +95,6 @@ def quantised(engine_that_quantises):
     brings these back."""
     engine_that_quantises.flush_cache()
     return engine_that_quantises
-
-
-def assert_near(own, expected):
-    """The same tokens and rows, and logprobs up to the order of sums."""
-    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
-        assert tokens == other_tokens and rows == other_rows
-        pairs = zip(logprobs, other_logprobs, strict=True)
-        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < ORDER_OF_SUMS
 
 
 def of_codes(engine):

@@ -26,7 +26,7 @@ from support.quantized_checkpoints import (
     read_tensors,
     write_folder,
 )
-from support.quantized_families import ENGINE, Written, answers
+from support.quantized_families import ENGINE, Written, answers, assert_near
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
@@ -40,7 +40,6 @@ SIZES = dict(
     intermediate_size=384,
     mlp_only_layers=[0],
 )
-ORDER_OF_SUMS = 2e-5  # of logprobs
 FLOAT32 = dict(dtype="float32", **ENGINE)
 ARRAY_CODE = dict(moe_backend="tiled", attention_backend="paged", **FLOAT32)
 
@@ -73,12 +72,8 @@ def codes(served):
     return answers(served)
 
 
-def assert_near(own, expected):
-    """The same tokens and rows, and logprobs up to the order of sums."""
-    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
-        assert tokens == other_tokens and rows == other_rows
-        pairs = zip(logprobs, other_logprobs, strict=True)
-        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < ORDER_OF_SUMS
+def support(**options):
+    return CodeSupport(formats=frozenset({"e4m3"}), spans=(128, 1), **options)
 
 
 def scales_of(engine):
@@ -94,15 +89,11 @@ def test_array_code_answers_as_the_numbers_with_a_scale_a_block(qwen, served, co
     assert shapes["blocks.1.0.gate_up"] == (CASES["Qwen3Moe"].config["num_experts"], 2, 2)
     assert shapes["blocks.1.0.qkv"] == (1, 2, 8) and shapes["blocks.0.0.dense_down"] == (1, 3, 2)
     stored = read_tensors(qwen.quantized)
+    loaded = ModelFolder.open(qwen.quantized).with_codes(support()).load(jnp.dtype("float32"))
+    of_expert = loaded.blocks[1][0]["gate_up_scale"][...][3]
     for index, projection in enumerate(("gate_proj", "up_proj")):
         tensor = stored[f"model.layers.1.mlp.experts.3.{projection}.weight_scale_inv"]
-        served_scales = ModelFolder.open(qwen.quantized).with_codes(support()).load(jnp.dtype("float32"))
-        own = served_scales.blocks[1][0]["gate_up_scale"][...][3]
-        assert np.array_equal(own[:, index : index + 1], tensor.T)
-
-
-def support(**options):
-    return CodeSupport(formats=frozenset({"e4m3"}), spans=(128, 1), **options)
+        assert np.array_equal(of_expert[:, index : index + 1], tensor.T)
 
 
 def test_native_kernels_answer_as_the_numbers(qwen, expected):

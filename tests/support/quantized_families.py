@@ -33,6 +33,7 @@ FAMILIES = {  # by name: the case, its sizes, the form
         "int4",
     ),
 }
+ORDER_OF_SUMS = 2e-5  # of logprobs
 GPT_OSS = "GPT-OSS"  # with experts of MXFP4
 PROMPTS = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 20), (1, 7))]
 ENGINE = dict(
@@ -94,3 +95,11 @@ def answers(engine):
         )
         for result in results
     ]
+
+
+def assert_near(own, expected):
+    """The same tokens and rows, and logprobs up to the order of sums."""
+    for (tokens, logprobs, rows), (other_tokens, other_logprobs, other_rows) in zip(own, expected, strict=True):
+        assert tokens == other_tokens and rows == other_rows
+        pairs = zip(logprobs, other_logprobs, strict=True)
+        assert max(abs(value - other) for (value, *_), (other, *_) in pairs) < ORDER_OF_SUMS
