@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from routed_experts.layers.gpu.attention import GPU_ATTENTION
-from routed_experts.layers.gpu.backends import GPU_KERNELS
+from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
@@ -40,6 +40,7 @@ BESIDE = DenseBesideSparse(
     router_scale="d",
     expert_scale="e",
 )
+GPU_KERNELS = gpu_kernels(interpret=False)
 PLATFORMS = {"cpu": (NATIVE_KERNELS, NATIVE_ATTENTION), "gpu": (GPU_KERNELS, GPU_ATTENTION)}
 MIXERS = {
     "no q/k norm": dict(qk_norm=""),

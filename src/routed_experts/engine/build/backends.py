@@ -71,10 +71,12 @@ def _native_unavailable_reason() -> str | None:
     return unavailable_reason()
 
 
+@functools.cache  # one bundle: programs are told apart by what they call
 def _gpu_kernels() -> Kernels:
-    from routed_experts.layers.gpu.backends import GPU_KERNELS
+    from routed_experts.layers.gpu.backends import gpu_kernels
+    from routed_experts.layers.gpu.warpgroup_experts import find_warpgroups
 
-    return GPU_KERNELS
+    return gpu_kernels(interpret=False, warpgroups=find_warpgroups())
 
 
 def _gpu_attention() -> AttentionBackend:

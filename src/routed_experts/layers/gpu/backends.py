@@ -10,6 +10,7 @@ from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.gpu.warpgroup_experts import Warpgroups
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend
@@ -23,8 +24,8 @@ _FUSED_FEATURES = ALL_EXPERTS | {
 }
 
 
-def gpu_kernels(*, interpret: bool) -> Kernels:
-    """The bundle; `interpret` runs it on any device, slowly, for tests."""
+def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Kernels:
+    """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU."""
 
     def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
         return slot_outputs(call, tiles_for(call, shared), shared, stride=call.num_experts, interpret=interpret)
@@ -41,7 +42,11 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
         unrolled=1 if interpret else _UNROLLED,  # interpreted kernels take long to compile
     )
     return Kernels(
-        moe=MoeBackend(name="gpu", run=functools.partial(gpu_experts, interpret=interpret), features=ALL_EXPERTS),
+        moe=MoeBackend(
+            name="gpu",
+            run=functools.partial(gpu_experts, warpgroups=warpgroups, interpret=interpret),
+            features=ALL_EXPERTS,
+        ),
         linear=linear,
         router=FusedRouter(
             name="gpu",
@@ -56,6 +61,3 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
         code_spans=SPANS,
         code_stack_fits=is_addressable,
     )
-
-
-GPU_KERNELS = gpu_kernels(interpret=False)

@@ -25,6 +25,7 @@ from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
+from routed_experts.layers.gpu.warpgroup_experts import Warpgroups, suits_warpgroups, warpgroup_experts
 from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight
@@ -425,8 +426,12 @@ def slot_outputs(
     return product(_down, "experts_down", tiles.down, arrays, [(slots + num_rows, dim)], 1)[0]
 
 
-def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
-    """The whole expert computation of a layer."""
+def gpu_experts(
+    call: ExpertCall, *, warpgroups: Warpgroups | None = None, interpret: bool = False
+) -> Float[Array, "N D"]:
+    """The whole expert computation of a layer; by warpgroups where the GPU has them and the call suits them."""
+    if warpgroups is not None and suits_warpgroups(call):
+        return warpgroup_experts(call, warpgroups, interpret=interpret)
     num_rows, top_k = call.ids.shape
     outputs = slot_outputs(call, tiles_for(call), interpret=interpret)
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

@@ -1,0 +1,175 @@
+"""Experts by warpgroups: rows in tiles against a loop, the products against plain code in JAX's interpreter of Mosaic
+GPU kernels, lowered for CUDA, and on a Hopper GPU against the Triton kernels, bit by bit."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from routed_experts.layers.gpu.expert_rows import group_rows
+from routed_experts.layers.gpu.moe import gpu_experts
+from routed_experts.layers.gpu.warpgroup_experts import (
+    FEWEST_ROWS,
+    Warpgroups,
+    find_warpgroups,
+    suits_warpgroups,
+    warpgroup_experts,
+)
+from routed_experts.layers.moe import ExpertCall, reference_experts
+from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
+from support.gpu_cases import distance, random_ids
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+INTERPRETED = Warpgroups(num_programs=3, interpret=InterpretGPUParams())
+
+
+def make_call(shape, kind="spread", *, dtype=jnp.bfloat16, activation="silu", seed=0) -> ExpertCall:
+    """The second of three layers; the others are NaN, and so are the rows of padding."""
+    rows, top_k, experts, dim, width = shape
+    rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 3)
+    valid = rng.random(rows) < (0.7 if kind == "padding" else 2)
+    ids = np.where(valid[:, None], random_ids(rng, rows, experts, top_k, kind), 7 * experts)
+    layers = jnp.repeat(jnp.array([jnp.nan, 1, jnp.nan], dtype), experts)[:, None, None]
+
+    def stack(key, inputs, outputs):
+        own = (jax.random.normal(key, (experts, inputs, outputs), dtype) * inputs**-0.5).astype(dtype)
+        return layers * jnp.tile(own, (3, 1, 1))
+
+    scale = 1 if activation == "silu" else 5  # reaches the bounds of a clamped activation
+    return ExpertCall(
+        x=jnp.where(valid[:, None], jax.random.normal(keys[0], (rows, dim), dtype) * scale, jnp.nan).astype(dtype),
+        ids=jnp.asarray(ids, jnp.int32),
+        weights=jnp.asarray(rng.random((rows, top_k)), jnp.float32),
+        valid=jnp.asarray(valid),
+        gate_up=stack(keys[1], dim, 2 * width),
+        down=stack(keys[2], width, dim),
+        first_expert=jnp.int32(experts),
+        num_experts=experts,
+        activation=activation,
+    )
+
+
+def plain(call: ExpertCall) -> jax.Array:
+    """By plain code, which multiplies rows of padding too."""
+    x, ids = jnp.where(call.valid[:, None], call.x, 0), jnp.where(call.valid[:, None], call.ids, 0)
+    return jax.jit(reference_experts)(dataclasses.replace(call, x=x, ids=ids))
+
+
+grouped = jax.jit(group_rows, static_argnames=("num_experts", "tile", "interpret"))
+
+
+@hypothesis.given(
+    size=st.sampled_from([(1, 1, 1), (40, 3, 2), (33, 9, 4)]), tile=st.sampled_from([1, 16]), seed=st.integers(0, 2**16)
+)
+def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
+    (rows, experts, top_k), rng = size, np.random.default_rng(seed)
+    valid = rng.random(rows) < 0.8
+    ids = np.where(valid[:, None], [rng.permutation(experts)[:top_k] for _ in range(rows)], 99)
+    x = rng.standard_normal((rows, 5)).astype(np.float32)
+    args = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
+    tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
+    values, places, tile_expert = (np.asarray(part) for part in tiles[:3])
+
+    next_row, expected = 0, {}  # (token, k) -> row, in order of experts and tokens
+    tile_experts = []
+    for expert in range(experts):
+        slots = [(n, k) for n in range(rows) for k in range(top_k) if valid[n] and ids[n, k] == expert]
+        expected |= {slot: next_row + i for i, slot in enumerate(slots)}
+        tile_experts += [expert] * -(-len(slots) // tile)
+        next_row = len(tile_experts) * tile
+    assert tiles.num_tiles.tolist() == [len(tile_experts)]
+    assert tile_expert[: len(tile_experts)].tolist() == tile_experts and tile_expert.max() < experts
+    assert len(values) == len(tile_expert) * tile >= next_row
+    for (n, k), row in expected.items():
+        assert places[n, k] == row
+        np.testing.assert_array_equal(values[row], x[n])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "activation", "dtype"),
+    [
+        ((150, 2, 3, 64, 192), "spread", "clamped swiglu", jnp.bfloat16),  # experts of one tile and of two; one step
+        ((60, 2, 5, 320, 128), "padding", "silu", jnp.float16),  # more steps than the ring has
+        ((30, 1, 4, 256, 64), "few experts", "tanh gelu", jnp.bfloat16),  # experts without a row
+    ],
+)
+def test_experts_equal_plain_code(shape, kind, activation, dtype):
+    call = make_call(shape, kind, dtype=dtype, activation=activation)
+    actual = warpgroup_experts(call, INTERPRETED, interpret=True)
+    assert distance(actual, plain(call)) < 1e-2
+    assert not np.asarray(actual)[~np.asarray(call.valid)].any()
+
+
+def test_experts_of_no_row_are_zeros():
+    call = make_call((8, 2, 3, 64, 64))
+    nothing = dataclasses.replace(call, valid=jnp.zeros(8, bool))
+    assert not np.asarray(warpgroup_experts(nothing, INTERPRETED, interpret=True)).any()
+
+
+@pytest.mark.parametrize("shape", [(16384, 8, 128, 2048, 768), (4096, 2, 8, 4096, 14336), (2048, 4, 32, 2880, 2880)])
+def test_products_of_published_shapes_lower_for_cuda(shape):
+    """Registers and shared memory suffice: Mosaic GPU refuses blocks that do not fit."""
+    rows, top_k, experts, dim, width = shape
+    call = jax.eval_shape(lambda: make_call((1, 1, 1, 64, 64)))
+    sizes = dict(
+        x=((rows, dim), jnp.bfloat16),
+        ids=((rows, top_k), jnp.int32),
+        weights=((rows, top_k), jnp.float32),
+        valid=((rows,), bool),
+        gate_up=((experts, dim, 2 * width), jnp.bfloat16),
+        down=((experts, width, dim), jnp.bfloat16),
+    )
+    arrays = {name: jax.ShapeDtypeStruct(*size) for name, size in sizes.items()}
+    call = dataclasses.replace(call, num_experts=experts, **arrays)
+    assert suits_warpgroups(call)
+    run = jax.jit(lambda call: gpu_experts(call, warpgroups=Warpgroups(num_programs=132)))
+    text = run.trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 2
+
+
+def test_calls_that_do_not_suit_are_left_to_the_other_kernels():
+    call = make_call((2 * FEWEST_ROWS, 2, 4, 64, 64))
+    assert suits_warpgroups(call)
+    codes, scales = quantize_blocks(jnp.ones((12, 64, 64)), segments=(64,), group=64, outputs_first=True)
+    weight = QuantizedWeight.create(codes, scales, outputs_first=True)
+    others = {
+        "few rows": make_call((2 * FEWEST_ROWS - 1, 2, 4, 64, 64)),
+        "float32": make_call((2 * FEWEST_ROWS, 2, 4, 64, 64), dtype=jnp.float32),
+        "a width of half a step": make_call((2 * FEWEST_ROWS, 2, 4, 64, 96)),
+        "biases": dataclasses.replace(call, gate_up_bias=jnp.zeros((12, 128)), down_bias=jnp.zeros((12, 64))),
+        "codes": dataclasses.replace(call, down=weight),
+    }
+    assert not [name for name, other in others.items() if suits_warpgroups(other)]
+
+
+def test_a_machine_without_hopper_gpus_has_no_warpgroups():
+    assert find_warpgroups() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "kind", "activation", "dtype"),
+    [
+        ((1024, 8, 128, 2048, 768), "spread", "silu", jnp.bfloat16),
+        ((4096, 8, 128, 2048, 768), "padding", "silu", jnp.bfloat16),
+        ((3000, 4, 32, 2880, 2880), "spread", "clamped swiglu", jnp.bfloat16),
+        ((2000, 2, 8, 4096, 14336), "one hot expert", "silu", jnp.bfloat16),
+        ((1000, 6, 64, 2048, 1408), "few experts", "tanh gelu", jnp.float16),
+        ((700, 8, 16, 320, 192), "padding", "silu", jnp.float16),
+    ],
+)
+def test_bits_are_those_of_the_triton_kernels(shape, kind, activation, dtype):
+    call = make_call(shape, kind, dtype=dtype, activation=activation)
+    warpgroups = find_warpgroups()
+    if warpgroups is None:
+        pytest.fail("this GPU has no Hopper instructions; deselect this test on it")
+    assert suits_warpgroups(call)
+    actual = jax.jit(lambda call: gpu_experts(call, warpgroups=warpgroups))(call)
+    np.testing.assert_array_equal(actual, jax.jit(gpu_experts)(call))
+    assert np.isfinite(np.asarray(actual, np.float32)).all() and np.asarray(actual).any()
