@@ -14,12 +14,12 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
 from routed_experts.layers.gpu.warpgroup_experts import (
+    FEWEST_CODE_ROWS,
     FEWEST_ROWS,
-    Warpgroups,
-    find_warpgroups,
     suits_warpgroups,
     warpgroup_experts,
 )
+from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.moe import ExpertCall, reference_experts
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
 from support.gpu_cases import distance, random_ids
@@ -55,10 +55,35 @@ def make_call(shape, kind="spread", *, dtype=jnp.bfloat16, activation="silu", se
     )
 
 
+def make_coded_call(shape, kind="spread", *, activation="silu", seed=0) -> ExpertCall:
+    """The same with codes, in blocks of 128 x 128; those of the other layers are NaN."""
+    call, (dim, width) = make_call(shape, kind, activation=activation, seed=seed), shape[3:]
+
+    def coded(stack, segments):
+        codes, scales = quantize_blocks(
+            jnp.nan_to_num(stack), segments=segments, group=128, span=128, outputs_first=True
+        )
+        others = jnp.isnan(stack[:, :1, :1])
+        codes = jnp.where(others, jnp.float8_e4m3fn(jnp.nan), codes)
+        return QuantizedWeight.create(codes, scales, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
+
+    return dataclasses.replace(call, gate_up=coded(call.gate_up, (width, width)), down=coded(call.down, (dim,)))
+
+
 def plain(call: ExpertCall) -> jax.Array:
-    """By plain code, which multiplies rows of padding too."""
+    """By plain code, which multiplies rows of padding too; codes as the float32 that they stand for."""
     x, ids = jnp.where(call.valid[:, None], call.x, 0), jnp.where(call.valid[:, None], call.ids, 0)
-    return jax.jit(reference_experts)(dataclasses.replace(call, x=x, ids=ids))
+    call = dataclasses.replace(call, x=x, ids=ids)
+    if isinstance(call.down, QuantizedWeight):
+        numbers = {name: jnp.asarray(decoded(vars(call)[name])) for name in ("gate_up", "down")}
+        call = dataclasses.replace(call, x=x.astype(jnp.float32), **numbers)
+    return jax.jit(reference_experts)(call)
+
+
+def decoded(weight: QuantizedWeight) -> np.ndarray:
+    """Codes times the scale of their block, [R, I, O]."""
+    codes, scales = np.asarray(weight.codes, np.float32), np.asarray(weight.scales)
+    return codes.transpose(0, 2, 1) * scales.repeat(128, axis=1).repeat(128, axis=2)
 
 
 grouped = jax.jit(group_rows, static_argnames=("num_experts", "tile", "interpret"))
@@ -73,8 +98,8 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
     ids = np.where(valid[:, None], [rng.permutation(experts)[:top_k] for _ in range(rows)], 99)
     x = rng.standard_normal((rows, 5)).astype(np.float32)
     args = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
-    tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
-    values, places, tile_expert = (np.asarray(part) for part in tiles[:3])
+    values, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
+    places, tile_expert = np.asarray(tiles.rows), np.asarray(tiles.tile_expert)
 
     next_row, expected = 0, {}  # (token, k) -> row, in order of experts and tokens
     tile_experts = []
@@ -106,27 +131,57 @@ def test_experts_equal_plain_code(shape, kind, activation, dtype):
     assert not np.asarray(actual)[~np.asarray(call.valid)].any()
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind", "activation"),
+    [
+        ((70, 2, 3, 256, 128), "padding", "silu"),  # experts of one tile and of two; down has a group a step
+        ((20, 1, 3, 128, 256), "few experts", "clamped swiglu"),  # down has two groups a step
+    ],
+)
+def test_experts_of_codes_equal_plain_code(shape, kind, activation):
+    call = make_coded_call(shape, kind, activation=activation)
+    actual = warpgroup_experts(call, INTERPRETED, interpret=True)
+    assert distance(actual, plain(call)) < 1e-2
+    assert not np.asarray(actual)[~np.asarray(call.valid)].any()
+
+
 def test_experts_of_no_row_are_zeros():
     call = make_call((8, 2, 3, 64, 64))
     nothing = dataclasses.replace(call, valid=jnp.zeros(8, bool))
     assert not np.asarray(warpgroup_experts(nothing, INTERPRETED, interpret=True)).any()
 
 
-@pytest.mark.parametrize("shape", [(16384, 8, 128, 2048, 768), (4096, 2, 8, 4096, 14336), (2048, 4, 32, 2880, 2880)])
-def test_products_of_published_shapes_lower_for_cuda(shape):
+@pytest.mark.parametrize(
+    ("shape", "is_coded"),
+    [
+        ((16384, 8, 128, 2048, 768), False),
+        ((4096, 2, 8, 4096, 14336), False),
+        ((2048, 4, 32, 2880, 2880), False),
+        ((4096, 8, 128, 2048, 768), True),
+        ((2048, 8, 256, 7168, 2048), True),
+    ],
+)
+def test_products_of_published_shapes_lower_for_cuda(shape, is_coded):
     """Registers and shared memory suffice: Mosaic GPU refuses blocks that do not fit."""
     rows, top_k, experts, dim, width = shape
-    call = jax.eval_shape(lambda: make_call((1, 1, 1, 64, 64)))
-    sizes = dict(
-        x=((rows, dim), jnp.bfloat16),
-        ids=((rows, top_k), jnp.int32),
-        weights=((rows, top_k), jnp.float32),
-        valid=((rows,), bool),
-        gate_up=((experts, dim, 2 * width), jnp.bfloat16),
-        down=((experts, width, dim), jnp.bfloat16),
+
+    def stack(inputs, outputs):
+        if not is_coded:
+            return jax.ShapeDtypeStruct((experts, inputs, outputs), jnp.bfloat16)
+        codes = jax.ShapeDtypeStruct((experts, outputs, inputs), jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct((experts, inputs // 128, outputs // 128), jnp.float32)
+        return QuantizedWeight.create(codes, scales, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
+
+    call = ExpertCall(
+        x=jax.ShapeDtypeStruct((rows, dim), jnp.bfloat16),
+        ids=jax.ShapeDtypeStruct((rows, top_k), jnp.int32),
+        weights=jax.ShapeDtypeStruct((rows, top_k), jnp.float32),
+        valid=jax.ShapeDtypeStruct((rows,), bool),
+        gate_up=stack(dim, 2 * width),
+        down=stack(width, dim),
+        first_expert=jax.ShapeDtypeStruct((), jnp.int32),
+        num_experts=experts,
     )
-    arrays = {name: jax.ShapeDtypeStruct(*size) for name, size in sizes.items()}
-    call = dataclasses.replace(call, num_experts=experts, **arrays)
     assert suits_warpgroups(call)
     run = jax.jit(lambda call: gpu_experts(call, warpgroups=Warpgroups(num_programs=132)))
     text = run.trace(call).lower(lowering_platforms=("cuda",)).as_text()
@@ -134,16 +189,21 @@ def test_products_of_published_shapes_lower_for_cuda(shape):
 
 
 def test_calls_that_do_not_suit_are_left_to_the_other_kernels():
-    call = make_call((2 * FEWEST_ROWS, 2, 4, 64, 64))
-    assert suits_warpgroups(call)
-    codes, scales = quantize_blocks(jnp.ones((12, 64, 64)), segments=(64,), group=64, outputs_first=True)
-    weight = QuantizedWeight.create(codes, scales, outputs_first=True)
+    call, coded = make_call((2 * FEWEST_ROWS, 2, 4, 64, 64)), make_coded_call((2 * FEWEST_CODE_ROWS, 2, 4, 128, 128))
+    assert suits_warpgroups(call) and suits_warpgroups(coded)
+    fine = QuantizedWeight.create(
+        *quantize_blocks(jnp.ones((12, 128, 128)), segments=(128,), group=64, outputs_first=True), outputs_first=True
+    )
+    few = dict(ids=coded.ids[1:], x=coded.x[1:], valid=coded.valid[1:], weights=coded.weights[1:])
     others = {
         "few rows": make_call((2 * FEWEST_ROWS - 1, 2, 4, 64, 64)),
         "float32": make_call((2 * FEWEST_ROWS, 2, 4, 64, 64), dtype=jnp.float32),
         "a width of half a step": make_call((2 * FEWEST_ROWS, 2, 4, 64, 96)),
         "biases": dataclasses.replace(call, gate_up_bias=jnp.zeros((12, 128)), down_bias=jnp.zeros((12, 64))),
-        "codes": dataclasses.replace(call, down=weight),
+        "few rows of codes": dataclasses.replace(coded, **few),
+        "rows of float32 and codes": dataclasses.replace(coded, x=coded.x.astype(jnp.float32)),
+        "scales that outputs do not share": dataclasses.replace(coded, down=fine),
+        "codes beside numbers": dataclasses.replace(coded, down=jnp.zeros((12, 128, 128), jnp.bfloat16)),
     }
     assert not [name for name, other in others.items() if suits_warpgroups(other)]
 
@@ -166,10 +226,33 @@ def test_a_machine_without_hopper_gpus_has_no_warpgroups():
 )
 def test_bits_are_those_of_the_triton_kernels(shape, kind, activation, dtype):
     call = make_call(shape, kind, dtype=dtype, activation=activation)
-    warpgroups = find_warpgroups()
-    if warpgroups is None:
-        pytest.fail("this GPU has no Hopper instructions; deselect this test on it")
-    assert suits_warpgroups(call)
-    actual = jax.jit(lambda call: gpu_experts(call, warpgroups=warpgroups))(call)
+    actual = on_this_gpu(call)
     np.testing.assert_array_equal(actual, jax.jit(gpu_experts)(call))
     assert np.isfinite(np.asarray(actual, np.float32)).all() and np.asarray(actual).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "kind", "activation"),
+    [
+        ((400, 8, 128, 2048, 768), "spread", "silu"),
+        ((4096, 8, 128, 2048, 768), "padding", "silu"),
+        ((2000, 8, 16, 7168, 2048), "one hot expert", "silu"),
+        ((1000, 6, 64, 2048, 1408), "few experts", "tanh gelu"),  # an odd number of groups
+        ((700, 2, 8, 384, 128), "padding", "clamped swiglu"),
+    ],
+)
+def test_codes_equal_the_triton_kernels(shape, kind, activation):
+    call = make_coded_call(shape, kind, activation=activation)
+    actual, expected = on_this_gpu(call), jax.jit(gpu_experts)(call)
+    assert distance(actual, expected) < 1e-3  # sums of groups are rounded in other places
+    if shape[0] * shape[3] < 2**20:
+        assert distance(actual, plain(call)) < 1e-2
+
+
+def on_this_gpu(call: ExpertCall) -> jax.Array:
+    """By warpgroups, which the GPU must have."""
+    warpgroups = find_warpgroups()
+    assert warpgroups is not None, "this GPU has no Hopper instructions; deselect this test on it"
+    assert suits_warpgroups(call)
+    return jax.jit(lambda call: gpu_experts(call, warpgroups=warpgroups))(call)

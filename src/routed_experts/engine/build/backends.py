@@ -74,7 +74,7 @@ def _native_unavailable_reason() -> str | None:
 @functools.cache  # one bundle: programs are told apart by what they call
 def _gpu_kernels() -> Kernels:
     from routed_experts.layers.gpu.backends import gpu_kernels
-    from routed_experts.layers.gpu.warpgroup_experts import find_warpgroups
+    from routed_experts.layers.gpu.warpgroups import find_warpgroups
 
     return gpu_kernels(interpret=False, warpgroups=find_warpgroups())
 

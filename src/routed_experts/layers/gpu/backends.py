@@ -10,7 +10,7 @@ from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
-from routed_experts.layers.gpu.warpgroup_experts import Warpgroups
+from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ALL_EXPERTS, ExpertCall, MoeBackend

@@ -5,26 +5,27 @@ once and written K times. A slot's rank in its expert depends on the slots befor
 Dims: N tokens, K experts per token, E experts of a layer, D hidden, M tiles, P = M * T rows of all tiles."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.gpu.scaled_rows import ScaledRows
 
 _CHUNK = 4096  # slots that a program ranks at once
 _LANES = 2048  # columns that a program copies
+AnyRows = TypeVar("AnyRows", Array, ScaledRows)  # [N, D]
 
 
 class ExpertRows(NamedTuple):
-    """`values`: the rows of all tiles. `rows`: the row of each slot; not defined for slots of padding.
-    `tile_expert`: the expert of each tile, of which the first `num_tiles` exist."""
+    """`rows`: the row of each slot; not defined for slots of padding. `tile_expert`: the expert of each tile, of which
+    the first `num_tiles` exist."""
 
-    values: Float[Array, "P D"]
     rows: Int[Array, "N K"]
     tile_expert: Int[Array, " M"]
     num_tiles: Int[Array, "1"]
@@ -46,37 +47,46 @@ def _rank_slots(ids: Any, valid: Any, counts: Any, ranks: Any, *, slots: int, to
     counts[expert] = lax.fori_loop(0, pl.cdiv(slots, chunk), write, jnp.zeros((), jnp.int32))
 
 
+def _numbers(rows: Any) -> Any:
+    """The numbers of rows, scaled or not."""
+    return rows.values if isinstance(rows, ScaledRows) else rows
+
+
 def _copy_row(
-    x: Any, valid: Any, ids: Any, ranks: Any, starts: Any, values: Any, rows: Any, *, top_k: int, lanes: int
+    x: Any, valid: Any, ids: Any, ranks: Any, starts: Any, copies: Any, rows: Any, *, top_k: int, lanes: int
 ) -> None:
     """Program (n, block of columns): row n, to the row of each of its slots."""
     token, block = pl.program_id(0), pl.program_id(1)
+    numbers, copied = _numbers(x), _numbers(copies)
     columns, dim = block * lanes + jnp.arange(lanes), x.shape[1]
     real = None if dim % lanes == 0 else columns < dim
 
     @pl.when(valid[token])
     def _() -> None:
-        row = plgpu.load(x.at[token, columns], mask=real)
+        row = plgpu.load(numbers.at[token, columns], mask=real)
         for k in range(top_k):
             slot = token * top_k + k
             place = starts[ids[slot]] + ranks[slot]
-            plgpu.store(values.at[place, columns], row, mask=real)
+            plgpu.store(copied.at[place, columns], row, mask=real)
 
             @pl.when(block == 0)
             def _(slot: Array = slot, place: Array = place) -> None:
                 rows[slot] = place
+                if isinstance(x, ScaledRows):
+                    copies.inverse[place] = x.inverse[token]
 
 
 def group_rows(
-    x: Float[Array, "N D"],
+    x: AnyRows,
     ids: Int[Array, "N K"],
     valid: Bool[Array, " N"],
-    *,
     num_experts: int,
     tile: int,
+    *,
     interpret: bool,
-) -> ExpertRows:
-    """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile."""
+) -> tuple[AnyRows, ExpertRows]:
+    """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Returns
+    the rows of all tiles, [P, D], and where they are."""
     (num_rows, top_k), dim = ids.shape, x.shape[1]
     slots, flat = num_rows * top_k, ids.reshape(-1)
     chunk, lanes = min(power_of_two(slots), _CHUNK), min(power_of_two(dim), _LANES)
@@ -93,12 +103,13 @@ def group_rows(
     most = min(slots, slots // tile + num_experts)
     index = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
-    values, rows = pl.pallas_call(
+    copies = jax.tree.map(lambda own: jax.ShapeDtypeStruct((most * tile, *own.shape[1:]), own.dtype), x)
+    copied, rows = pl.pallas_call(
         functools.partial(_copy_row, top_k=top_k, lanes=lanes),
-        (jax.ShapeDtypeStruct((most * tile, dim), x.dtype), jax.ShapeDtypeStruct((slots,), jnp.int32)),
+        (copies, jax.ShapeDtypeStruct((slots,), jnp.int32)),
         grid=(num_rows, pl.cdiv(dim, lanes)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="copy_rows",
     )(x, valid, flat, ranks, (ends - tiles) * tile)
-    return ExpertRows(values, rows.reshape(ids.shape), jnp.minimum(expert, num_experts - 1), ends[-1:])
+    return copied, ExpertRows(rows.reshape(ids.shape), jnp.minimum(expert, num_experts - 1), ends[-1:])

@@ -25,7 +25,8 @@ from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
-from routed_experts.layers.gpu.warpgroup_experts import Warpgroups, suits_warpgroups, warpgroup_experts
+from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
+from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import SharedExperts
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import Weight

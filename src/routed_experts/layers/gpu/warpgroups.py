@@ -1,0 +1,164 @@
+"""Products of tiles of rows by the warpgroups of a Hopper GPU (Pallas' Mosaic GPU): who does what, and when.
+
+A program stays on its multiprocessor and computes every B-th block of a product, of one tile's rows and some columns.
+One warpgroup has the copy engine (TMA) bring what each step reads into rings in shared memory, also for the next block;
+two others multiply, each a half of the block, and store. A step waits for its place in the rings to be filled, and is
+copied once both have emptied it.
+
+Dims: M tiles, B programs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+HOPPER = "9.0"  # the compute capability that has these instructions; later ones have others
+MULTIPLIERS = 2  # warpgroups that multiply
+SIDE = 64  # of a warpgroup's part of a product, along its left operand
+SHARED_BYTES = 226 * 1024  # of a multiprocessor's shared memory; the rest is for barriers
+_COPIER = MULTIPLIERS  # the warpgroup that copies
+_COPIER_REGISTERS, _MULTIPLIER_REGISTERS = 40, 232  # of a thread
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Warpgroups:
+    """The GPU that multiplies by warpgroups: `num_programs`, one a multiprocessor. `interpret`: as in `pallas_call`;
+    JAX's interpreter of Mosaic GPU kernels, in tests."""
+
+    num_programs: int
+    interpret: Any = False
+
+
+def find_warpgroups() -> Warpgroups | None:
+    """Those of this process's GPUs, if all are Hopper GPUs."""
+    devices = [device for device in jax.local_devices() if device.platform == "gpu"]
+    if not devices or any(device.compute_capability != HOPPER for device in devices):
+        return None
+    return Warpgroups(num_programs=min(device.core_count for device in devices))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How a product is cut: blocks of `columns` of `outputs`, which `steps` along the inputs add up, through rings of
+    `stages`. `halves`: 2 where each block has gate and up, of as many columns each."""
+
+    outputs: int
+    columns: int
+    steps: int
+    stages: int
+    halves: int
+    num_programs: int
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns of a tile."""
+        return self.outputs // self.columns
+
+    def num_blocks(self, num_tiles: Array) -> Array:
+        """Blocks of the product that this program computes."""
+        rest = num_tiles * self.column_blocks - lax.axis_index("program")
+        return lax.div(rest + self.num_programs - 1, jnp.int32(self.num_programs))
+
+    def place(self, index: Array) -> tuple[Array, Array]:
+        """(tile, first column) of that block of this program. Programs work on the same experts at one time."""
+        block = lax.axis_index("program") + index * self.num_programs
+        tile = lax.div(block, jnp.int32(self.column_blocks))
+        return tile, (block - tile * self.column_blocks) * self.columns
+
+    def stage(self, step: Array) -> Array:
+        """Where in the rings a step is, of all steps of the program."""
+        return lax.rem(step, jnp.int32(self.stages))
+
+
+def accumulator(columns: int) -> Any:
+    """Sums of a warpgroup in its registers, [64, columns]."""
+    return plgpu.ACC((SIDE, columns))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def split_work(copy: Callable[[], None], multiply: Callable[[Array], None]) -> None:
+    """Inside a kernel: run `copy` in one warpgroup, and `multiply` in the others, with their numbers."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == _COPIER)
+    def _() -> None:
+        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        copy()
+
+    @pl.when(warpgroup != _COPIER)
+    def _() -> None:
+        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        multiply(warpgroup)
+
+
+def copy_blocks(
+    schedule: Schedule, num_tiles: Array, emptied: Any, copy: Callable[[Array, Array, Array, Array], None]
+) -> None:
+    """Bring the blocks of all steps, as far ahead as there is room: `copy(tile, column, inner, stage)` starts the
+    copies of one step of a block."""
+
+    def copy_block(index: Array, step: Array) -> Array:
+        tile, column = schedule.place(index)
+
+        def copy_step(inner: Array, step: Array) -> Array:
+            stage = schedule.stage(step)
+
+            @pl.when(step >= schedule.stages)
+            def _() -> None:
+                plgpu.barrier_wait(emptied.at[stage])
+
+            copy(tile, column, inner, stage)
+            return step + 1
+
+        return lax.fori_loop(0, schedule.steps, copy_step, step)
+
+    def wait(step: Array, carry: None) -> None:
+        plgpu.barrier_wait(emptied.at[schedule.stage(step)])
+
+    end = lax.fori_loop(0, schedule.num_blocks(num_tiles), copy_block, jnp.int32(0))
+    lax.fori_loop(jnp.maximum(end - schedule.stages, 0), end, wait, None)  # barriers end with no arrival left
+
+
+def multiply_blocks(schedule: Schedule, num_tiles: Array, multiply: Callable[[Array, Array, Array], None]) -> None:
+    """Compute all blocks of the program: `multiply(tile, column, step)` computes one, from that step on."""
+
+    def multiply_block(index: Array, step: Array) -> Array:
+        multiply(*schedule.place(index), step)
+        return step + schedule.steps
+
+    lax.fori_loop(0, schedule.num_blocks(num_tiles), multiply_block, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    arrays: list[Array],
+    out: jax.ShapeDtypeStruct,
+    rings: list[Any],
+    copies: int,
+    schedule: Schedule,
+    warpgroups: Warpgroups,
+) -> Float[Array, "P O"]:
+    """Run `kernel(*arrays, out, *rings, filled, emptied)`; a step has so many copies."""
+    barriers = [
+        plgpu.Barrier(num_arrivals=copies, num_barriers=schedule.stages),
+        plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=schedule.stages),
+    ]
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=[*rings, *barriers],
+        grid=(warpgroups.num_programs,),
+        grid_names=("program",),
+        num_threads=MULTIPLIERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=warpgroups.interpret,
+        kernel_name=name,
+    )(*arrays)
