@@ -41,6 +41,7 @@ from routed_experts.layers.gpu.linear import LinearTile, partial_sums, tile_for
 from routed_experts.layers.gpu.moe import MoeTiles, Tile, slot_outputs, tiles_for
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.scaled_rows import RowScaling
+from routed_experts.layers.gpu.warpgroups import find_warpgroups
 from routed_experts.layers.kernels import FusedSteps, RouterBiases, SlotOutputs, StreamNorm
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, tiled_experts
@@ -187,7 +188,8 @@ class Layers:
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed, routing.ids, routing.weights, matrices, layer, self.sizes.experts)
-        outputs = SlotOutputs(slots=self.slots(call), weights=routing.weights, valid=call.valid, inputs=normed)
+        slots, places = self.slots(call)
+        outputs = SlotOutputs(slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, places=places)
         return self.fused.add_slots(x, outputs, norm), routing.ids
 
     @property
@@ -210,14 +212,16 @@ class Layers:
             tile = dataclasses.replace(tile, scaled=RowScaling.INSIDE)
         return partial_sums(x, weights, layer, tile=tile, interpret=INTERPRET)
 
-    def slots(self, call: ExpertCall) -> Array:
-        """Each slot's expert."""
+    def slots(self, call: ExpertCall) -> tuple[Array, Array | None]:
+        """Each slot's expert, and the places of the slots; as served where the variant says nothing of experts."""
+        if self.variant in (PLAIN, CODES):
+            return self.fused.slots(call, None)
         tiles = tiles_for(call)
         if self.variant in SCALINGS:
             tiles = dataclasses.replace(tiles, scaled=SCALINGS[self.variant])
         if self.variant == FEW and call.ids.size <= FEW_SLOTS:
             tiles = MoeTiles(rows=1, sorted_slots=False, scaled=RowScaling.INSIDE, **FEW_TILES)
-        return slot_outputs(call, tiles, stride=call.num_experts, interpret=INTERPRET)
+        return slot_outputs(call, tiles, stride=call.num_experts, interpret=INTERPRET), None
 
 
 def block_rows(num_rows: int) -> int:
@@ -427,7 +431,7 @@ def main() -> None:
     elif INTERPRET:
         parser.error("this needs a GPU; --small runs on a CPU")
     matrices, rows, path = make_matrices(sizes), [], Path()
-    fused = gpu_kernels(interpret=INTERPRET).fused_layer
+    fused = gpu_kernels(interpret=INTERPRET, warpgroups=find_warpgroups()).fused_layer
     assert fused is not None
     for batch in args.batches:
         if args.tune:

@@ -573,7 +573,7 @@ def test_a_layer_in_few_kernels_equals_plain_code():
         routing, _ = fused.route(logits, None, None, layer, spec, RouterBiases(layer=layer))
         own = SharedExperts(gate_up=gate_up, down=down)
         call = dataclasses.replace(call, x=normed, ids=routing.ids, weights=routing.weights)
-        slots = fused.slots(call, own)
+        slots, _ = fused.slots(call, own)
         outputs = SlotOutputs(slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, shared=own)
         return *fused.add_slots(x, outputs, norm), routing.ids
 

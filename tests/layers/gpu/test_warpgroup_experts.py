@@ -2,6 +2,7 @@
 GPU kernels, lowered for CUDA, and on a Hopper GPU against the Triton kernels, bit by bit."""
 
 import dataclasses
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from routed_experts.layers.gpu import linear
+from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
 from routed_experts.layers.gpu.warpgroup_experts import (
@@ -20,6 +23,7 @@ from routed_experts.layers.gpu.warpgroup_experts import (
     warpgroup_experts,
 )
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
+from routed_experts.layers.kernels import SlotOutputs, StreamNorm
 from routed_experts.layers.moe import ExpertCall, reference_experts
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
 from support.gpu_cases import distance, random_ids
@@ -98,8 +102,8 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
     ids = np.where(valid[:, None], [rng.permutation(experts)[:top_k] for _ in range(rows)], 99)
     x = rng.standard_normal((rows, 5)).astype(np.float32)
     args = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
-    values, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
-    places, tile_expert = np.asarray(tiles.rows), np.asarray(tiles.tile_expert)
+    values, places, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
+    tile_expert = np.asarray(tiles.expert)
 
     next_row, expected = 0, {}  # (token, k) -> row, in order of experts and tokens
     tile_experts = []
@@ -108,7 +112,7 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
         expected |= {slot: next_row + i for i, slot in enumerate(slots)}
         tile_experts += [expert] * -(-len(slots) // tile)
         next_row = len(tile_experts) * tile
-    assert tiles.num_tiles.tolist() == [len(tile_experts)]
+    assert tiles.total.tolist() == [len(tile_experts)]
     assert tile_expert[: len(tile_experts)].tolist() == tile_experts and tile_expert.max() < experts
     assert len(values) == len(tile_expert) * tile >= next_row
     for (n, k), row in expected.items():
@@ -143,6 +147,34 @@ def test_experts_of_codes_equal_plain_code(shape, kind, activation):
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2
     assert not np.asarray(actual)[~np.asarray(call.valid)].any()
+
+
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_slots_of_a_fused_step_are_added_where_they_are(is_coded):
+    """The layer's number counts in layers, and slots of padding rows are never read."""
+    rows, experts = (48, 2) if is_coded else (2 * FEWEST_ROWS, 2)
+    call = (make_coded_call if is_coded else make_call)((rows, 1, experts, 128, 128), "padding")
+    fused = gpu_kernels(interpret=True, warpgroups=INTERPRETED).fused_layer
+    assert suits_warpgroups(call)
+    slots, places = fused.slots(dataclasses.replace(call, first_expert=jnp.int32(1)), None)
+    unread = jnp.where(call.valid[:, None], places, 10**6)
+    x, norm = jnp.ones_like(call.x), StreamNorm(scales=jnp.ones((3, 128), call.x.dtype), layer=jnp.int32(1), eps=1e-6)
+    outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=call.x, places=unread)
+    stream, _ = fused.add_slots(x, outputs, norm)
+    assert distance(stream - x, plain(call)) < 2e-2  # of a sum with 1, in bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_projection_of_many_rows_of_codes_equals_plain_code(dtype, monkeypatch):
+    monkeypatch.setattr(linear, "LARGEST", 127)
+    numbers = jax.random.normal(jax.random.key(0), (3, 256, 384), jnp.bfloat16)
+    codes = quantize_blocks(numbers, segments=(384,), group=128, span=128, outputs_first=True)
+    weights = QuantizedWeight.create(*codes, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
+    x = jax.random.normal(jax.random.key(1), (128, 256), jnp.bfloat16)
+    project = functools.partial(linear.linear_in_place, warpgroups=INTERPRETED, interpret=True)
+    actual = project(x, weights, jnp.int32(1), dtype)
+    expected = np.asarray(x, np.float64) @ decoded(weights)[1]
+    assert actual.dtype == dtype and distance(actual, expected) < (3e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
 def test_experts_of_no_row_are_zeros():

@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
 from routed_experts.layers.gpu.moe import gpu_experts, slot_outputs, tiles_for
@@ -10,6 +10,7 @@ from routed_experts.layers.gpu.operands import is_addressable
 from routed_experts.layers.gpu.packed_codes import RUNS
 from routed_experts.layers.gpu.residual import add_parts_and_multiply, add_slots
 from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, tiled_outputs
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels, SharedExperts
 from routed_experts.layers.linear import LinearBackend
@@ -27,10 +28,16 @@ _FUSED_FEATURES = ALL_EXPERTS | {
 def gpu_kernels(*, interpret: bool, warpgroups: Warpgroups | None = None) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU."""
 
-    def slots(call: ExpertCall, shared: SharedExperts | None) -> Float[Array, "NK D"]:
-        return slot_outputs(call, tiles_for(call, shared), shared, stride=call.num_experts, interpret=interpret)
+    def slots(call: ExpertCall, shared: SharedExperts | None) -> tuple[Float[Array, "P D"], Int[Array, "N K"] | None]:
+        if warpgroups is not None and shared is None and suits_warpgroups(call):
+            return tiled_outputs(call, warpgroups, stride=call.num_experts, interpret=interpret)
+        return slot_outputs(call, tiles_for(call, shared), shared, stride=call.num_experts, interpret=interpret), None
 
-    linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
+    linear = LinearBackend(
+        name="gpu",
+        run=functools.partial(linear_in_place, warpgroups=warpgroups, interpret=interpret),
+        takes_stacked=True,
+    )
     fused = FusedSteps(
         max_tokens=LARGEST,
         product=functools.partial(partial_sums, interpret=interpret),

@@ -22,13 +22,17 @@ _LANES = 2048  # columns that a program copies
 AnyRows = TypeVar("AnyRows", Array, ScaledRows)  # [N, D]
 
 
-class ExpertRows(NamedTuple):
-    """`rows`: the row of each slot; not defined for slots of padding. `tile_expert`: the expert of each tile, of which
-    the first `num_tiles` exist."""
+class Tiles(NamedTuple):
+    """Which matrix each tile of rows is multiplied by, counted from the first of the layer; `total` tiles exist."""
 
-    rows: Int[Array, "N K"]
-    tile_expert: Int[Array, " M"]
-    num_tiles: Int[Array, "1"]
+    expert: Int[Array, " M"]
+    total: Int[Array, "1"]
+
+
+def one_matrix(num_rows: int, tile: int) -> Tiles:
+    """Tiles of rows that are all multiplied by the first matrix."""
+    count = num_rows // tile
+    return Tiles(jnp.zeros((count,), jnp.int32), jnp.full((1,), count, jnp.int32))
 
 
 def _rank_slots(ids: Any, valid: Any, counts: Any, ranks: Any, *, slots: int, top_k: int, chunk: int) -> None:
@@ -53,20 +57,49 @@ def _numbers(rows: Any) -> Any:
 
 
 def _copy_row(
-    x: Any, valid: Any, ids: Any, ranks: Any, starts: Any, copies: Any, rows: Any, *, top_k: int, lanes: int
+    x: Any,
+    valid: Any,
+    ids: Any,
+    ranks: Any,
+    counts: Any,
+    copies: Any,
+    rows: Any,
+    tile_expert: Any,
+    num_tiles: Any,
+    *,
+    top_k: int,
+    lanes: int,
+    tile: int,
 ) -> None:
-    """Program (n, block of columns): row n, to the row of each of its slots."""
-    token, block = pl.program_id(0), pl.program_id(1)
-    numbers, copied = _numbers(x), _numbers(copies)
-    columns, dim = block * lanes + jnp.arange(lanes), x.shape[1]
-    real = None if dim % lanes == 0 else columns < dim
+    """Program (n, block of columns): row n, to the row of each of its slots, and the expert of tile n."""
+    index, block = pl.program_id(0), pl.program_id(1)
+    num_rows, dim, num_experts = *x.shape, counts.shape[0]
+    experts = jnp.arange(power_of_two(num_experts))
+    counted = plgpu.load(counts.at[experts], mask=experts < num_experts, other=0)
+    tiles = (counted + tile - 1) // tile
+    ends = jnp.cumsum(tiles)
 
-    @pl.when(valid[token])
+    @pl.when((block == 0) & (index < tile_expert.shape[0]))
     def _() -> None:
+        before = jnp.sum((ends <= index).astype(jnp.int32))
+        tile_expert[index] = jnp.minimum(before, num_experts - 1)
+
+        @pl.when(index == 0)
+        def _() -> None:
+            num_tiles[0] = jnp.sum(tiles)
+
+    token = jnp.minimum(index, num_rows - 1)
+
+    @pl.when(valid[token] & (index < num_rows))
+    def _() -> None:
+        numbers, copied = _numbers(x), _numbers(copies)
+        columns = block * lanes + jnp.arange(lanes)
+        real = None if dim % lanes == 0 else columns < dim
         row = plgpu.load(numbers.at[token, columns], mask=real)
         for k in range(top_k):
             slot = token * top_k + k
-            place = starts[ids[slot]] + ranks[slot]
+            first = jnp.sum(jnp.where(experts == ids[slot], (ends - tiles) * tile, 0))
+            place = first + ranks[slot]
             plgpu.store(copied.at[place, columns], row, mask=real)
 
             @pl.when(block == 0)
@@ -84,9 +117,9 @@ def group_rows(
     tile: int,
     *,
     interpret: bool,
-) -> tuple[AnyRows, ExpertRows]:
+) -> tuple[AnyRows, Int[Array, "N K"], Tiles]:
     """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Returns
-    the rows of all tiles, [P, D], and where they are."""
+    the rows of all tiles [P, D], the row of each slot, which is not defined for slots of padding, and the tiles."""
     (num_rows, top_k), dim = ids.shape, x.shape[1]
     slots, flat = num_rows * top_k, ids.reshape(-1)
     chunk, lanes = min(power_of_two(slots), _CHUNK), min(power_of_two(dim), _LANES)
@@ -98,18 +131,14 @@ def group_rows(
         interpret=interpret,
         name="rank_slots",
     )(flat, valid)
-    tiles = (counts + tile - 1) // tile
-    ends = jnp.cumsum(tiles)
     most = min(slots, slots // tile + num_experts)
-    index = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     copies = jax.tree.map(lambda own: jax.ShapeDtypeStruct((most * tile, *own.shape[1:]), own.dtype), x)
-    copied, rows = pl.pallas_call(
-        functools.partial(_copy_row, top_k=top_k, lanes=lanes),
-        (copies, jax.ShapeDtypeStruct((slots,), jnp.int32)),
-        grid=(num_rows, pl.cdiv(dim, lanes)),
+    copied, rows, expert, count = pl.pallas_call(
+        functools.partial(_copy_row, top_k=top_k, lanes=lanes, tile=tile),
+        (copies, *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (slots, most, 1))),
+        grid=(max(num_rows, most), pl.cdiv(dim, lanes)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="copy_rows",
-    )(x, valid, flat, ranks, (ends - tiles) * tile)
-    return copied, ExpertRows(rows.reshape(ids.shape), jnp.minimum(expert, num_experts - 1), ends[-1:])
+    )(x, valid, flat, ranks, counts)
+    return copied, rows.reshape(ids.shape), Tiles(expert, count)

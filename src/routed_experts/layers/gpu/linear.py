@@ -15,9 +15,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import combine_masks, power_of_two, scaled_step
+from routed_experts.layers.gpu.expert_rows import one_matrix
 from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
-from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes
+from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes, scale_rows
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
+from routed_experts.layers.gpu.warpgroup_codes import CODE_TILE, has_code_blocks, multiply_codes
+from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 
@@ -154,9 +157,15 @@ def linear_in_place(
     dtype: Any,
     *,
     tile: LinearTile | None = None,
+    warpgroups: Warpgroups | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N O"]:
-    """x times the layer's matrix."""
+    """x times the layer's matrix; many rows times codes by warpgroups, where the GPU has them."""
+    num_rows = x.shape[0]
+    are_many = num_rows > LARGEST and num_rows % CODE_TILE == 0 and x.dtype == jnp.bfloat16
+    if warpgroups is not None and are_many and has_code_blocks(weights):
+        first, tiles = jnp.asarray(layer, jnp.int32).reshape(1), one_matrix(num_rows, CODE_TILE)
+        return multiply_codes(scale_rows(x, interpret=interpret), weights, first, tiles, None, dtype, warpgroups)
     if tile is None:
         if not isinstance(weights, QuantizedWeight) and (x.shape[0] > LARGEST or weights.shape[0] == 1):
             return reference_linear(x, weights, layer, dtype)

@@ -131,12 +131,13 @@ def _row_and_product(*refs: Any, tile: LinearTile, static: _Norm) -> None:
     plgpu.store(out.at[split, 0, columns], sums, mask=None if real is None else columns < outputs)
 
 
-def _of_slots(*refs: Any, shared: bool, gated: bool, static: _Norm) -> None:
+def _of_slots(*refs: Any, shared: bool, gated: bool, placed: bool, static: _Norm) -> None:
     x, scales, layer, slots, weights, valid, *more, stream, normed = refs
     row, (num_rows, top_k) = pl.program_id(0), weights.shape
 
     def addend(lanes: Array, real: Array | None) -> Array:
-        loaded = [load_or_zero(slots.at[row * top_k + k, lanes], real).astype(jnp.float32) for k in range(top_k)]
+        slot_of = (lambda k: jnp.where(valid[row], more[0][row, k], 0)) if placed else (lambda k: row * top_k + k)
+        loaded = [load_or_zero(slots.at[slot_of(k), lanes], real).astype(jnp.float32) for k in range(top_k)]
         total = functools.reduce(jnp.add, [part * weights[row, k] for k, part in enumerate(loaded)])
         total = jnp.where(valid[row], total, 0.0)  # slots of padding rows were never written
         if not shared:
@@ -190,7 +191,11 @@ def add_slots(
     args, gate = [outputs.slots, outputs.weights, outputs.valid], outputs.shared and outputs.shared.gate
     if gate is not None:
         args += [outputs.inputs, gate]
-    kernel = functools.partial(_of_slots, shared=outputs.shared is not None, gated=gate is not None)
+    if outputs.places is not None:
+        assert outputs.shared is None, "places are of routed experts alone"
+        args.append(outputs.places)
+    features = dict(shared=outputs.shared is not None, gated=gate is not None, placed=outputs.places is not None)
+    kernel = functools.partial(_of_slots, **features)
     return _call(kernel, "add_slots", x, norm, *args, interpret=interpret)
 
 

@@ -9,7 +9,7 @@ Dims: R matrices of the stack, I inputs, J groups of inputs, O outputs, G spans 
 P rows of all tiles."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import rounded
-from routed_experts.layers.gpu.expert_rows import ExpertRows
+from routed_experts.layers.gpu.expert_rows import Tiles
 from routed_experts.layers.gpu.scaled_rows import ScaledRows
 from routed_experts.layers.gpu.warpgroups import (
     MULTIPLIERS,
@@ -34,17 +34,20 @@ from routed_experts.layers.gpu.warpgroups import (
     multiply_blocks,
     split_work,
 )
-from routed_experts.layers.quantized import QuantizedWeight
+from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 
-CODE_ROWS = 64  # of a tile; measured best on an H200 with 128 experts of 2048 x 768, top-8, for 1024 and 4096 tokens
+# Rows of a tile, up to so many rows of an expert on average. Measured best on an H200 with 128 experts of 2048 x 768,
+# top-8, for 256, 1024 and 4096 tokens.
+CODE_TILE = 64
+_FEW_ROWS, _FEW_TILE = 24, 32
 GROUP = 128  # inputs, and outputs of a span
 _COLUMNS = MULTIPLIERS * SIDE  # of a block, of each half
 _MOST_STAGES = 8
 _ALIGNED = 32  # numbers of float32 in 128 bytes, where the copy engine writes
 
 
-def _schedule(inputs: int, outputs: int, halves: int, tile: int, num_programs: int) -> Schedule:
-    """Steps of two groups, where they are as many, and as many stages as fit."""
+def _schedule(inputs: int, outputs: int, halves: int, tile: int, size: int, stride: int, num_programs: int) -> Schedule:
+    """Steps of two groups, where they are as many, and as many stages as fit. `size`: bytes of a result."""
     groups = _groups_of_step(inputs, halves)
     step = groups * GROUP * (halves * _COLUMNS + tile * 2) + max(tile, _ALIGNED) * 4
     steps = inputs // (groups * GROUP)
@@ -52,8 +55,9 @@ def _schedule(inputs: int, outputs: int, halves: int, tile: int, num_programs: i
         outputs=outputs,
         columns=_COLUMNS,
         steps=steps,
-        stages=min((SHARED_BYTES - tile * _COLUMNS * 2) // step, _MOST_STAGES, steps),
+        stages=min((SHARED_BYTES - tile * _COLUMNS * size) // step, _MOST_STAGES, steps),
         halves=halves,
+        stride=stride,
         num_programs=num_programs,
     )
 
@@ -126,7 +130,7 @@ def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, groups: in
     num_tiles, dtype, halves = refs.num_tiles[0], refs.out.dtype, schedule.halves
 
     def copy(tile: Array, column: Array, inner: Array, stage: Array) -> None:
-        matrix, filled = refs.first[0] + refs.tile_expert[tile], refs.filled.at[stage]
+        matrix, filled = refs.first[0] * schedule.stride + refs.tile_expert[tile], refs.filled.at[stage]
         inputs, own_rows = pl.ds(inner * depth, depth), pl.ds(tile * tile_rows, tile_rows)
         for half in range(halves):
             columns = pl.ds(half * schedule.outputs + column, _COLUMNS)
@@ -163,7 +167,7 @@ def _add_up(
     products: _Products,
 ) -> tuple[tuple[Float[Array, "64 T"], ...], Float[Array, " T"]]:
     """The sums of a block, and what they are multiplied by. Scales are loaded a step ahead."""
-    matrix = refs.first[0] + refs.tile_expert[tile]
+    matrix = refs.first[0] * schedule.stride + refs.tile_expert[tile]
     parts = [(half, group) for half in range(schedule.halves) for group in range(groups)]
     spans = [lax.div(half * schedule.outputs + column, jnp.int32(GROUP)) for half in range(schedule.halves)]
 
@@ -191,26 +195,42 @@ def _add_up(
     return sums, inverse
 
 
+def tile_of_codes(rows: int) -> int:
+    """Rows of a tile, for so many rows of a matrix."""
+    return _FEW_TILE if rows <= _FEW_ROWS else CODE_TILE
+
+
+def has_code_blocks(matrices: Weight) -> TypeGuard[QuantizedWeight]:
+    """Whether they are codes that `multiply_codes` reads: e4m3, with a scale for each 128 x 128."""
+    if not isinstance(matrices, QuantizedWeight):
+        return False
+    (_, inputs, outputs), is_read = matrices.shape, matrices.format == E4M3 and matrices.outputs_first
+    return is_read and matrices.group == matrices.span == GROUP and inputs % GROUP == 0 and outputs % GROUP == 0
+
+
 def multiply_codes(
     rows: ScaledRows,
     matrices: QuantizedWeight,
     first: Int[Array, "1"],
-    tiles: ExpertRows,
+    tiles: Tiles,
     activation: str | None,
     dtype: Any,
     warpgroups: Warpgroups,
+    *,
+    stride: int = 1,
 ) -> Float[Array, "P O"]:
     """Rows of each tile times the matrix of its expert, in `dtype`; with an activation the activated halves,
     [P, O / 2]."""
     (num_rows, inputs), halves = rows.shape, 1 if activation is None else 2
-    tile = num_rows // tiles.tile_expert.shape[0]
-    schedule = _schedule(inputs, matrices.shape[2] // halves, halves, tile, warpgroups.num_programs)
+    tile = num_rows // tiles.expert.shape[0]
+    outputs, size = matrices.shape[2] // halves, jnp.dtype(dtype).itemsize
+    schedule = _schedule(inputs, outputs, halves, tile, size, stride, warpgroups.num_programs)
     groups = _groups_of_step(inputs, halves)
     products = _Products(tile, warpgroups.interpret is not False)
     return launch(
         functools.partial(_kernel, schedule=schedule, activation=activation, groups=groups, products=products),
-        "coded_experts_down" if activation is None else "coded_experts_gate_up",
-        [rows.values, rows.inverse, matrices.codes, matrices.scales, first, tiles.tile_expert, tiles.num_tiles],
+        "codes" if activation is None else "activated_codes",
+        [rows.values, rows.inverse, matrices.codes, matrices.scales, first, tiles.expert, tiles.total],
         jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
         [
             plgpu.SMEM((schedule.stages, tile, groups * GROUP), rows.values.dtype),

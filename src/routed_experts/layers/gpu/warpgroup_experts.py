@@ -4,18 +4,18 @@ Both products read and write the rows of expert_rows.py, so no copy has a mask. 
 D hidden."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.expert_rows import group_rows
+from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows
-from routed_experts.layers.gpu.warpgroup_codes import CODE_ROWS, GROUP, multiply_codes
-from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_ROWS, STEP, multiply_numbers
+from routed_experts.layers.gpu.warpgroup_codes import GROUP, has_code_blocks, multiply_codes, tile_of_codes
+from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, STEP, multiply_numbers
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
-from routed_experts.layers.quantized import E4M3, QuantizedWeight
+from routed_experts.layers.quantized import QuantizedWeight
 
 FEWEST_ROWS = 64  # of an expert, on average; with fewer, the Triton kernels are as fast
-FEWEST_CODE_ROWS = 24  # the same of codes
+FEWEST_CODE_ROWS = 12  # the same of codes
 
 
 def suits_warpgroups(call: ExpertCall) -> bool:
@@ -24,7 +24,7 @@ def suits_warpgroups(call: ExpertCall) -> bool:
     matrices, rows = (call.gate_up, call.down), call.ids.size // call.num_experts
     if call.gate_up_bias is not None:
         return False
-    if all(isinstance(matrix, QuantizedWeight) and _has_blocks(matrix) for matrix in matrices):
+    if all(has_code_blocks(matrix) for matrix in matrices):
         return rows >= FEWEST_CODE_ROWS and call.x.dtype == jnp.bfloat16 and call.down.shape[1] % GROUP == 0
     return (
         rows >= FEWEST_ROWS
@@ -34,26 +34,30 @@ def suits_warpgroups(call: ExpertCall) -> bool:
     )
 
 
-def _has_blocks(matrix: QuantizedWeight) -> bool:
-    """Whether the codes are what the kernels read."""
-    inputs, outputs = matrix.shape[1:]
-    blocks = matrix.group == matrix.span == GROUP and inputs % GROUP == 0 and outputs % GROUP == 0
-    return matrix.format == E4M3 and matrix.outputs_first and blocks
+def tiled_outputs(
+    call: ExpertCall, warpgroups: Warpgroups, *, stride: int = 1, interpret: bool
+) -> tuple[Float[Array, "P D"], Int[Array, "N K"]]:
+    """Each slot's expert applied to its row, of a call that suits, and the row of each slot, which is not defined for
+    slots of padding. `first_expert` counts in steps of `stride`."""
+    first, gate_up, down, dtype = call.first_expert.reshape(1), call.gate_up, call.down, call.x.dtype
+
+    def grouped(x: AnyRows, tile: int) -> tuple[AnyRows, Int[Array, "N K"], Tiles]:
+        return group_rows(x, call.ids, call.valid, call.num_experts, tile, interpret=interpret)
+
+    if isinstance(gate_up, QuantizedWeight):
+        assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
+        tile = tile_of_codes(call.ids.size // call.num_experts)
+        scaled, places, tiles = grouped(scale_rows(call.x, interpret=interpret), tile)
+        hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
+        scaled = scale_rows(hidden, interpret=interpret)
+        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), places
+    assert not isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
+    rows, places, tiles = grouped(call.x, NUMBER_TILE)
+    hidden = multiply_numbers(rows, gate_up, first, tiles, call.activation, warpgroups, stride=stride)
+    return multiply_numbers(hidden, down, first, tiles, None, warpgroups, stride=stride), places
 
 
 def warpgroup_experts(call: ExpertCall, warpgroups: Warpgroups, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer, of a call that suits."""
-    first, gate_up, down = call.first_expert.reshape(1), call.gate_up, call.down
-    if isinstance(gate_up, QuantizedWeight):
-        assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-        scaled, dtype = scale_rows(call.x, interpret=interpret), call.x.dtype
-        rows, tiles = group_rows(scaled, call.ids, call.valid, call.num_experts, CODE_ROWS, interpret=interpret)
-        hidden = multiply_codes(rows, gate_up, first, tiles, call.activation, dtype, warpgroups)
-        hidden = scale_rows(hidden, interpret=interpret)
-        outputs = multiply_codes(hidden, down, first, tiles, None, dtype, warpgroups)
-    else:
-        assert not isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-        rows, tiles = group_rows(call.x, call.ids, call.valid, call.num_experts, NUMBER_ROWS, interpret=interpret)
-        hidden = multiply_numbers(rows, gate_up, first, tiles, call.activation, warpgroups)
-        outputs = multiply_numbers(hidden, down, first, tiles, None, warpgroups)
-    return combine(jnp.take(outputs, tiles.rows, axis=0, mode="clip"), call.weights, call.valid)
+    outputs, places = tiled_outputs(call, warpgroups, interpret=interpret)
+    return combine(jnp.take(outputs, places, axis=0, mode="clip"), call.weights, call.valid)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import rounded
-from routed_experts.layers.gpu.expert_rows import ExpertRows
+from routed_experts.layers.gpu.expert_rows import Tiles
 from routed_experts.layers.gpu.warpgroups import (
     MULTIPLIERS,
     SHARED_BYTES,
@@ -29,22 +29,23 @@ from routed_experts.layers.gpu.warpgroups import (
     split_work,
 )
 
-NUMBER_ROWS = MULTIPLIERS * SIDE  # of a tile
+NUMBER_TILE = MULTIPLIERS * SIDE  # of a tile
 STEP = 64  # inputs: 128 bytes, the widest pattern of the copy engine
 _COLUMNS = (256, 192, 128, 64)  # of a block, of both halves together; the sums of more fill the registers
 
 
-def _schedule(inputs: int, outputs: int, halves: int, num_programs: int) -> Schedule:
+def _schedule(inputs: int, outputs: int, halves: int, stride: int, num_programs: int) -> Schedule:
     """Blocks as wide as there are registers for, of widths that divide the outputs, and as many stages as fit. Measured
     best on an H200 for 16384 tokens of 128 experts of 2048 x 768, top-8."""
     columns = next(size for size in _COLUMNS if size * halves <= _COLUMNS[0] and outputs % size == 0)
-    stages = (SHARED_BYTES // 2 - NUMBER_ROWS * columns) // ((NUMBER_ROWS + halves * columns) * STEP)
+    stages = (SHARED_BYTES // 2 - NUMBER_TILE * columns) // ((NUMBER_TILE + halves * columns) * STEP)
     return Schedule(
         outputs=outputs,
         columns=columns,
         steps=inputs // STEP,
         stages=min(stages, inputs // STEP),
         halves=halves,
+        stride=stride,
         num_programs=num_programs,
     )
 
@@ -70,9 +71,9 @@ def _kernel(*arrays: Any, schedule: Schedule, activation: str | None) -> None:
     num_tiles, dtype = refs.num_tiles[0], refs.out.dtype
 
     def copy(tile: Array, column: Array, inner: Array, stage: Array) -> None:
-        matrix, filled = refs.first[0] + refs.tile_expert[tile], refs.filled.at[stage]
+        matrix, filled = refs.first[0] * schedule.stride + refs.tile_expert[tile], refs.filled.at[stage]
         inputs = pl.ds(inner * STEP, STEP)
-        own_rows = refs.rows.at[pl.ds(tile * NUMBER_ROWS, NUMBER_ROWS), inputs]
+        own_rows = refs.rows.at[pl.ds(tile * NUMBER_TILE, NUMBER_TILE), inputs]
         plgpu.copy_gmem_to_smem(own_rows, refs.row_ring.at[stage], filled)
         for half in range(schedule.halves):
             columns = pl.ds(half * schedule.outputs + column, schedule.columns)
@@ -88,7 +89,7 @@ def _kernel(*arrays: Any, schedule: Schedule, activation: str | None) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the block before have been read
         refs.results[warpgroup] = result.astype(dtype)
         plgpu.commit_smem()
-        place = pl.ds(tile * NUMBER_ROWS + warpgroup * SIDE, SIDE), pl.ds(column, schedule.columns)
+        place = pl.ds(tile * NUMBER_TILE + warpgroup * SIDE, SIDE), pl.ds(column, schedule.columns)
         plgpu.copy_smem_to_gmem(refs.results.at[warpgroup], refs.out.at[place])
 
     split_work(
@@ -126,20 +127,22 @@ def multiply_numbers(
     rows: Float[Array, "P I"],
     matrices: Float[Array, "R I O"],
     first: Int[Array, "1"],
-    tiles: ExpertRows,
+    tiles: Tiles,
     activation: str | None,
     warpgroups: Warpgroups,
+    *,
+    stride: int = 1,
 ) -> Float[Array, "P O"]:
     """Rows of each tile times the matrix of its expert; with an activation the activated halves, [P, O / 2]."""
     (num_rows, inputs), dtype, halves = rows.shape, rows.dtype, 1 if activation is None else 2
-    schedule = _schedule(inputs, matrices.shape[2] // halves, halves, warpgroups.num_programs)
+    schedule = _schedule(inputs, matrices.shape[2] // halves, halves, stride, warpgroups.num_programs)
     return launch(
         functools.partial(_kernel, schedule=schedule, activation=activation),
-        "experts_down" if activation is None else "experts_gate_up",
-        [rows, matrices, first, tiles.tile_expert, tiles.num_tiles],
+        "numbers" if activation is None else "activated_numbers",
+        [rows, matrices, first, tiles.expert, tiles.total],
         jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
         [
-            plgpu.SMEM((schedule.stages, NUMBER_ROWS, STEP), dtype),
+            plgpu.SMEM((schedule.stages, NUMBER_TILE, STEP), dtype),
             plgpu.SMEM((schedule.stages, halves, STEP, schedule.columns), dtype),
             plgpu.SMEM((MULTIPLIERS, SIDE, schedule.columns), dtype),
         ],

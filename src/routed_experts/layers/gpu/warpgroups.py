@@ -46,13 +46,15 @@ def find_warpgroups() -> Warpgroups | None:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """How a product is cut: blocks of `columns` of `outputs`, which `steps` along the inputs add up, through rings of
-    `stages`. `halves`: 2 where each block has gate and up, of as many columns each."""
+    `stages`. `halves`: 2 where each block has gate and up, of as many columns each. `stride`: matrices that the number
+    of the first one counts in."""
 
     outputs: int
     columns: int
     steps: int
     stages: int
     halves: int
+    stride: int
     num_programs: int
 
     @property

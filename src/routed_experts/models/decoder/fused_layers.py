@@ -182,8 +182,15 @@ class _FusedLayer:
             self._get("down_bias"),
             feed.activation,
         )
-        slots = self.fused.slots(call, shared)
-        return SlotOutputs(slots=slots, weights=routing.weights, valid=self.step.valid, inputs=inputs, shared=shared)
+        slots, places = self.fused.slots(call, shared)
+        return SlotOutputs(
+            slots=slots,
+            weights=routing.weights,
+            valid=self.step.valid,
+            inputs=inputs,
+            shared=shared,
+            places=places,
+        )
 
     def _norm(self, scales: Float[Array, "R D"], repeat: Int[Array, ""]) -> StreamNorm:
         config = self.config
