@@ -13,7 +13,8 @@ as is: XLA's own choice. On Hopper its launches wait for the kernel before them 
 dependent launch). Loops of layers are graphs of one repeat each. no pdl: plain launches. loop: the loop is part of a
 graph. unroll: and its repeats are the graph's nodes. early, and the variants named for some kernels: each kernel lets
 the next one start as soon as all of its own blocks run; XLA's wait holds the next one's first load. This is
-an experiment: a next kernel that XLA made could load too early."""
+an experiment: a next kernel that XLA made could load too early. Kernels of Mosaic GPU, which steps of many rows have,
+are as they are in all variants."""
 
 import argparse
 import contextlib

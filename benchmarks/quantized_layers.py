@@ -188,8 +188,10 @@ class Layers:
         x, normed, logits = self.fused.add_parts(x, parts, None, norm, matrices.router)
         routing, _ = self.fused.route(logits, None, None, layer, self.spec, RouterBiases(layer=layer))
         call = expert_call(normed, routing.ids, routing.weights, matrices, layer, self.sizes.experts)
-        slots, places = self.slots(call)
-        outputs = SlotOutputs(slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, places=places)
+        slots, slot_rows = self.slots(call)
+        outputs = SlotOutputs(
+            slots=slots, weights=routing.weights, valid=call.valid, inputs=normed, slot_rows=slot_rows
+        )
         return self.fused.add_slots(x, outputs, norm), routing.ids
 
     @property
@@ -213,7 +215,7 @@ class Layers:
         return partial_sums(x, weights, layer, tile=tile, interpret=INTERPRET)
 
     def slots(self, call: ExpertCall) -> tuple[Array, Array | None]:
-        """Each slot's expert, and the places of the slots; as served where the variant says nothing of experts."""
+        """Each slot's expert, and the rows of the slots; as served where the variant says nothing of experts."""
         if self.variant in (PLAIN, CODES):
             return self.fused.slots(call, None)
         tiles = tiles_for(call)

@@ -78,7 +78,7 @@ class StreamNorm:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutputs:
     """What experts made of a step's rows, in slots n*K + k and, where there are shared experts, N more behind them;
-    `inputs` and `gate` (of the run) say how much of the latter counts. `places`: the row of `slots` that slot (n, k)
+    `inputs` and `gate` (of the run) say how much of the latter counts. `slot_rows`: the row of `slots` that slot (n, k)
     has, where their order is another one."""
 
     slots: Float[Array, "NK D"] | Float[Array, "NKN D"] | Float[Array, "P D"]
@@ -86,7 +86,7 @@ class SlotOutputs:
     valid: Bool[Array, " N"]
     inputs: Float[Array, "N D"]
     shared: SharedExperts | None = None
-    places: Int[Array, "N K"] | None = None
+    slot_rows: Int[Array, "N K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class FusedSteps:
     launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
     up. `add_parts`: (x, parts, biases [R D] or None, norm, matrices) -> (x plus the parts, its norm, the norm's product
     by the layer's matrix in parts). `route`: as a FusedRouter, with the biases of the run. `slots`: (call, shared
-    experts or None) -> each slot's expert applied to its row, and the shared ones to all rows, and the places of a
+    experts or None) -> each slot's expert applied to its row, and the shared ones to all rows, and the `slot_rows` of
     SlotOutputs; the call's `first_expert` is the layer's offset in the run. `add_slots`: (x, outputs, norm) -> (x plus
     the weighted slots, its norm). `unrolled`: layers in the body of the loop over layers; a loop's counter and the
     layers' numbers are launches of their own."""

@@ -20,7 +20,8 @@ from routed_experts.layers.quantized import QuantizedWeight, Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertCall:
-    """One layer's expert computation. Rows that are not `valid` are padding: they may be skipped and yield zeros."""
+    """One layer's expert computation. Rows that are not `valid` are padding: they may be skipped and yield zeros; of
+    many devices that share the experts, each has all rows, and one in `devices` is valid there."""
 
     x: Float[Array, "N D"]
     ids: Int[Array, "N K"]
@@ -35,6 +36,12 @@ class ExpertCall:
     activation: str = dataclasses.field(default="silu", metadata={"static": True})  # a key of ACTIVATIONS
     replicas: Int[Array, "E J"] | None = None  # instances of each expert, where experts are on several devices
     instances: Int[Array, "N K"] | None = None  # those that run each slot, where the router has chosen them; -1: none
+    devices: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of an expert, on average, if all rows are valid on some device."""
+        return self.ids.size // (self.num_experts * self.devices)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -95,6 +95,7 @@ def _run_replicated(call: ExpertCall, backend: MoeBackend, group: AxisGroup) -> 
             // call.num_experts
             * share,  # counted in the experts of each layer that are here
             num_experts=share,
+            devices=group.count,
             replicas=None,
             instances=None,
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.sharding import PartitionSpec
 
 from routed_experts.layers.gpu import linear
 from routed_experts.layers.gpu.backends import gpu_kernels
@@ -23,8 +24,10 @@ from routed_experts.layers.gpu.warpgroup_experts import (
     warpgroup_experts,
 )
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
-from routed_experts.layers.kernels import SlotOutputs, StreamNorm
-from routed_experts.layers.moe import ExpertCall, reference_experts
+from routed_experts.layers.kernels import SharedExperts, SlotOutputs, StreamNorm
+from routed_experts.layers.moe import ExpertCall, MoeBackend, reference_experts
+from routed_experts.layers.parallel import AxisGroup
+from routed_experts.layers.parallel_experts import parallel_moe
 from routed_experts.layers.quantized import QuantizedWeight, quantize_blocks
 from support.gpu_cases import distance, random_ids
 
@@ -102,7 +105,7 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
     ids = np.where(valid[:, None], [rng.permutation(experts)[:top_k] for _ in range(rows)], 99)
     x = rng.standard_normal((rows, 5)).astype(np.float32)
     args = (jnp.asarray(x), jnp.asarray(ids, jnp.int32), jnp.asarray(valid))
-    values, places, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
+    values, rows_of_slots, tiles = grouped(*args, num_experts=experts, tile=tile, interpret=True)
     tile_expert = np.asarray(tiles.expert)
 
     next_row, expected = 0, {}  # (token, k) -> row, in order of experts and tokens
@@ -116,7 +119,7 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
     assert tile_expert[: len(tile_experts)].tolist() == tile_experts and tile_expert.max() < experts
     assert len(values) == len(tile_expert) * tile >= next_row
     for (n, k), row in expected.items():
-        assert places[n, k] == row
+        assert rows_of_slots[n, k] == row
         np.testing.assert_array_equal(values[row], x[n])
 
 
@@ -156,12 +159,20 @@ def test_slots_of_a_fused_step_are_added_where_they_are(is_coded):
     call = (make_coded_call if is_coded else make_call)((rows, 1, experts, 128, 128), "padding")
     fused = gpu_kernels(interpret=True, warpgroups=INTERPRETED).fused_layer
     assert suits_warpgroups(call)
-    slots, places = fused.slots(dataclasses.replace(call, first_expert=jnp.int32(1)), None)
-    unread = jnp.where(call.valid[:, None], places, 10**6)
+    slots, rows_of_slots = fused.slots(dataclasses.replace(call, first_expert=jnp.int32(1)), None)
+    unread = jnp.where(call.valid[:, None], rows_of_slots, 10**6)
     x, norm = jnp.ones_like(call.x), StreamNorm(scales=jnp.ones((3, 128), call.x.dtype), layer=jnp.int32(1), eps=1e-6)
-    outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=call.x, places=unread)
+    outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=call.x, slot_rows=unread)
     stream, _ = fused.add_slots(x, outputs, norm)
     assert distance(stream - x, plain(call)) < 2e-2  # of a sum with 1, in bfloat16
+
+
+def test_steps_with_shared_experts_are_left_to_the_other_kernels():
+    call = dataclasses.replace(make_coded_call((24, 1, 2, 128, 128)), first_expert=jnp.int32(1))
+    shared = SharedExperts(gate_up=jnp.ones((3, 128, 256), jnp.bfloat16), down=jnp.ones((3, 128, 128), jnp.bfloat16))
+    fused = gpu_kernels(interpret=True, warpgroups=INTERPRETED).fused_layer
+    outputs, rows_of_slots = jax.eval_shape(lambda: fused.slots(call, shared))
+    assert suits_warpgroups(call) and rows_of_slots is None and outputs.shape == (48, 128)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -172,14 +183,22 @@ def test_a_projection_of_many_rows_of_codes_equals_plain_code(dtype, monkeypatch
     weights = QuantizedWeight.create(*codes, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
     x = jax.random.normal(jax.random.key(1), (128, 256), jnp.bfloat16)
     project = functools.partial(linear.linear_in_place, warpgroups=INTERPRETED, interpret=True)
+
+    def by_warpgroups(x):
+        return "barrier_wait" in str(jax.make_jaxpr(lambda x: project(x, weights, jnp.int32(1), dtype))(x))
+
+    assert by_warpgroups(x)
+    assert not any(by_warpgroups(other) for other in (x[:127], x[:120], jnp.tile(x, (2, 1))[:160], x.astype("float32")))
     actual = project(x, weights, jnp.int32(1), dtype)
     expected = np.asarray(x, np.float64) @ decoded(weights)[1]
     assert actual.dtype == dtype and distance(actual, expected) < (3e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
-def test_experts_of_no_row_are_zeros():
+def test_a_step_without_a_row_has_no_tile_and_ends():
     call = make_call((8, 2, 3, 64, 64))
     nothing = dataclasses.replace(call, valid=jnp.zeros(8, bool))
+    *_, tiles = group_rows(call.x, call.ids, nothing.valid, 3, 16, interpret=True)
+    assert tiles.total.tolist() == [0]
     assert not np.asarray(warpgroup_experts(nothing, INTERPRETED, interpret=True)).any()
 
 
@@ -189,12 +208,13 @@ def test_experts_of_no_row_are_zeros():
         ((16384, 8, 128, 2048, 768), False),
         ((4096, 2, 8, 4096, 14336), False),
         ((2048, 4, 32, 2880, 2880), False),
+        ((256, 8, 128, 2048, 768), True),
         ((4096, 8, 128, 2048, 768), True),
         ((2048, 8, 256, 7168, 2048), True),
     ],
 )
 def test_products_of_published_shapes_lower_for_cuda(shape, is_coded):
-    """Registers and shared memory suffice: Mosaic GPU refuses blocks that do not fit."""
+    """Shared memory suffices: lowering refuses more. Registers are checked on a GPU."""
     rows, top_k, experts, dim, width = shape
 
     def stack(inputs, outputs):
@@ -240,8 +260,50 @@ def test_calls_that_do_not_suit_are_left_to_the_other_kernels():
     assert not [name for name, other in others.items() if suits_warpgroups(other)]
 
 
-def test_a_machine_without_hopper_gpus_has_no_warpgroups():
-    assert find_warpgroups() is None
+def test_calls_of_a_device_count_the_rows_that_are_valid_there():
+    """With experts on several devices each has all rows, of which most are padding there."""
+    call = make_call((2 * FEWEST_ROWS, 2, 4, 64, 64))
+    assert suits_warpgroups(call) and not suits_warpgroups(dataclasses.replace(call, devices=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What is read of a device."""
+
+    platform: str
+    compute_capability: str = ""
+    core_count: int = 0
+
+
+def test_warpgroups_are_those_of_hopper_gpus():
+    cpu, hopper, small, blackwell = (
+        Device("cpu"),
+        Device("gpu", "9.0", 132),
+        Device("gpu", "9.0", 114),
+        Device("gpu", "10.0", 148),
+    )
+    assert find_warpgroups() is None and find_warpgroups([cpu]) is None
+    assert find_warpgroups([blackwell]) is None and find_warpgroups([hopper, blackwell]) is None
+    assert find_warpgroups([cpu, hopper]) == Warpgroups(num_programs=132)
+    assert find_warpgroups([hopper, small]) == Warpgroups(num_programs=114)
+
+
+def test_experts_of_several_devices_lower_for_cuda():
+    """Each has whole experts, and rows of which most are padding there."""
+    group = AxisGroup(axis="x", count=2, expert_parallel=True)
+    moe = MoeBackend(name="gpu", run=functools.partial(gpu_experts, warpgroups=Warpgroups(num_programs=132)))
+    sizes = [((2048, 512), jnp.bfloat16), ((2048, 4), jnp.int32), ((2048, 4), jnp.float32), ((2048,), bool)]
+    sizes += [((16, 512, 512), jnp.bfloat16), ((16, 256, 512), jnp.bfloat16)]
+
+    def run(x, ids, weights, valid, gate_up, down):
+        call = ExpertCall(x, ids, weights, valid, gate_up, down, jnp.int32(0), 16)
+        return jax.lax.psum(parallel_moe(moe, group).run(call), "x")
+
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    specs = (*(PartitionSpec(),) * 4, *(PartitionSpec("x"),) * 2)
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
+    traced = sharded.trace(*(jax.ShapeDtypeStruct(*size) for size in sizes))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
 @pytest.mark.gpu
@@ -267,7 +329,7 @@ def test_bits_are_those_of_the_triton_kernels(shape, kind, activation, dtype):
 @pytest.mark.parametrize(
     ("shape", "kind", "activation"),
     [
-        ((400, 8, 128, 2048, 768), "spread", "silu"),
+        ((256, 8, 128, 2048, 768), "spread", "silu"),  # tiles of 32 rows
         ((4096, 8, 128, 2048, 768), "padding", "silu"),
         ((2000, 8, 16, 7168, 2048), "one hot expert", "silu"),
         ((1000, 6, 64, 2048, 1408), "few experts", "tanh gelu"),  # an odd number of groups
@@ -282,9 +344,48 @@ def test_codes_equal_the_triton_kernels(shape, kind, activation):
         assert distance(actual, plain(call)) < 1e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_projections_of_codes_equal_the_triton_kernel(dtype):
+    numbers = jax.random.normal(jax.random.key(0), (3, 2048, 5120), jnp.bfloat16)
+    codes = quantize_blocks(numbers, segments=(5120,), group=128, span=128, outputs_first=True)
+    weights = QuantizedWeight.create(*codes, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
+    x = jax.random.normal(jax.random.key(1), (1024, 2048), jnp.bfloat16)
+    actual, expected = (
+        jax.jit(lambda x, w, own=own: linear.linear_in_place(x, w, jnp.int32(1), dtype, warpgroups=own))(x, weights)
+        for own in (these_warpgroups(), None)
+    )
+    assert actual.dtype == dtype and distance(actual, expected) < (1e-5 if dtype == jnp.float32 else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_fused_steps_equal_those_of_the_triton_kernels(is_coded):
+    shape = (256, 8, 128, 2048, 768) if is_coded else (512, 2, 8, 4096, 14336)
+    call = (make_coded_call if is_coded else make_call)(shape, "padding")
+    call, dim = dataclasses.replace(call, first_expert=jnp.int32(1)), shape[3]
+    norm = StreamNorm(scales=jnp.ones((3, dim), call.x.dtype), layer=jnp.int32(1), eps=1e-6)
+    inputs = jnp.nan_to_num(call.x)
+    assert suits_warpgroups(call)
+
+    def run(call, fused):
+        slots, rows = fused.slots(call, None)
+        outputs = SlotOutputs(slots=slots, weights=call.weights, valid=call.valid, inputs=inputs, slot_rows=rows)
+        return fused.add_slots(jnp.zeros_like(inputs), outputs, norm)[0]
+
+    bundles = (gpu_kernels(interpret=False, warpgroups=own) for own in (these_warpgroups(), None))
+    actual, expected = (jax.jit(functools.partial(run, fused=own.fused_layer))(call) for own in bundles)
+    assert distance(actual, expected) < (1e-3 if is_coded else 1e-30)
+
+
 def on_this_gpu(call: ExpertCall) -> jax.Array:
-    """By warpgroups, which the GPU must have."""
+    """By warpgroups."""
+    assert suits_warpgroups(call)
+    return jax.jit(lambda call: gpu_experts(call, warpgroups=these_warpgroups()))(call)
+
+
+def these_warpgroups() -> Warpgroups:
+    """Those of the GPU, which must have some."""
     warpgroups = find_warpgroups()
     assert warpgroups is not None, "this GPU has no Hopper instructions; deselect this test on it"
-    assert suits_warpgroups(call)
-    return jax.jit(lambda call: gpu_experts(call, warpgroups=warpgroups))(call)
+    return warpgroups

@@ -35,15 +35,25 @@ def one_matrix(num_rows: int, tile: int) -> Tiles:
     return Tiles(jnp.zeros((count,), jnp.int32), jnp.full((1,), count, jnp.int32))
 
 
+def load_experts(
+    ids: Any, valid: Any, index: Array, *, slots: int, top_k: int, chunk: int
+) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
+    """Inside a kernel: the slots of that chunk of C, and the expert of each; 2^30 for slots of rows that are not valid,
+    and -1 or 2^30 past the last slot."""
+    slot_ids = index * chunk + jnp.arange(chunk)
+    is_slot = slot_ids < slots
+    expert_ids = plgpu.load(ids.at[slot_ids], mask=is_slot, other=-1)
+    is_valid = plgpu.load(valid.at[slot_ids // top_k], mask=is_slot, other=False)
+    return slot_ids, jnp.where(is_valid, expert_ids, 2**30)
+
+
 def _rank_slots(ids: Any, valid: Any, counts: Any, ranks: Any, *, slots: int, top_k: int, chunk: int) -> None:
     """Program e: how many slots chose expert e, and how many before each of them."""
     expert = pl.program_id(0)
 
     def write(index: Array, offset: Array) -> Array:
-        slot_ids = index * chunk + jnp.arange(chunk)
-        is_slot = slot_ids < slots
-        is_own = plgpu.load(ids.at[slot_ids], mask=is_slot, other=-1) == expert
-        is_own &= plgpu.load(valid.at[slot_ids // top_k], mask=is_slot, other=False)
+        slot_ids, expert_ids = load_experts(ids, valid, index, slots=slots, top_k=top_k, chunk=chunk)
+        is_own = expert_ids == expert
         matches = is_own.astype(jnp.int32)
         plgpu.store(ranks.at[slot_ids], offset + jnp.cumsum(matches) - matches, mask=is_own)
         return offset + jnp.sum(matches)
@@ -99,14 +109,14 @@ def _copy_row(
         for k in range(top_k):
             slot = token * top_k + k
             first = jnp.sum(jnp.where(experts == ids[slot], (ends - tiles) * tile, 0))
-            place = first + ranks[slot]
-            plgpu.store(copied.at[place, columns], row, mask=real)
+            copy = first + ranks[slot]
+            plgpu.store(copied.at[copy, columns], row, mask=real)
 
             @pl.when(block == 0)
-            def _(slot: Array = slot, place: Array = place) -> None:
-                rows[slot] = place
+            def _(slot: Array = slot, copy: Array = copy) -> None:
+                rows[slot] = copy
                 if isinstance(x, ScaledRows):
-                    copies.inverse[place] = x.inverse[token]
+                    copies.inverse[copy] = x.inverse[token]
 
 
 def group_rows(
@@ -118,7 +128,8 @@ def group_rows(
     *,
     interpret: bool,
 ) -> tuple[AnyRows, Int[Array, "N K"], Tiles]:
-    """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Returns
+    """Copy each row to the tiles of its experts, in order of tokens; rows that are not valid are in no tile. Ids of
+    valid rows are experts: another one would be written outside of the tiles. Returns
     the rows of all tiles [P, D], the row of each slot, which is not defined for slots of padding, and the tiles."""
     (num_rows, top_k), dim = ids.shape, x.shape[1]
     slots, flat = num_rows * top_k, ids.reshape(-1)

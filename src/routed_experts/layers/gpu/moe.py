@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.activations import activate
 from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_of_two, rounded, scaled_step
+from routed_experts.layers.gpu.expert_rows import load_experts
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
@@ -142,12 +143,7 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     """Program e: how many slots chose expert e, and which, behind those of all lower experts."""
     expert = pl.program_id(0)
 
-    def chosen(index: Array) -> tuple[Array, Array]:
-        slot_ids = index * chunk + jnp.arange(chunk)
-        is_slot = slot_ids < slots
-        expert_ids = plgpu.load(ids.at[slot_ids], mask=is_slot, other=-1)
-        is_valid = plgpu.load(valid.at[slot_ids // top_k], mask=is_slot, other=False)
-        return slot_ids, jnp.where(is_valid, expert_ids, 2**30)
+    chosen = functools.partial(load_experts, ids, valid, slots=slots, top_k=top_k, chunk=chunk)
 
     def count(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         _, expert_ids = chosen(index)

@@ -131,12 +131,12 @@ def _row_and_product(*refs: Any, tile: LinearTile, static: _Norm) -> None:
     plgpu.store(out.at[split, 0, columns], sums, mask=None if real is None else columns < outputs)
 
 
-def _of_slots(*refs: Any, shared: bool, gated: bool, placed: bool, static: _Norm) -> None:
+def _of_slots(*refs: Any, shared: bool, gated: bool, moved: bool, static: _Norm) -> None:
     x, scales, layer, slots, weights, valid, *more, stream, normed = refs
     row, (num_rows, top_k) = pl.program_id(0), weights.shape
 
     def addend(lanes: Array, real: Array | None) -> Array:
-        slot_of = (lambda k: jnp.where(valid[row], more[0][row, k], 0)) if placed else (lambda k: row * top_k + k)
+        slot_of = (lambda k: jnp.where(valid[row], more[0][row, k], 0)) if moved else (lambda k: row * top_k + k)
         loaded = [load_or_zero(slots.at[slot_of(k), lanes], real).astype(jnp.float32) for k in range(top_k)]
         total = functools.reduce(jnp.add, [part * weights[row, k] for k, part in enumerate(loaded)])
         total = jnp.where(valid[row], total, 0.0)  # slots of padding rows were never written
@@ -191,10 +191,10 @@ def add_slots(
     args, gate = [outputs.slots, outputs.weights, outputs.valid], outputs.shared and outputs.shared.gate
     if gate is not None:
         args += [outputs.inputs, gate]
-    if outputs.places is not None:
-        assert outputs.shared is None, "places are of routed experts alone"
-        args.append(outputs.places)
-    features = dict(shared=outputs.shared is not None, gated=gate is not None, placed=outputs.places is not None)
+    if outputs.slot_rows is not None:
+        assert outputs.shared is None, "rows of slots are those of routed experts alone"
+        args.append(outputs.slot_rows)
+    features = dict(shared=outputs.shared is not None, gated=gate is not None, moved=outputs.slot_rows is not None)
     kernel = functools.partial(_of_slots, **features)
     return _call(kernel, "add_slots", x, norm, *args, interpret=interpret)
 

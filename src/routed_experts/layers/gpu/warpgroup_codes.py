@@ -5,8 +5,7 @@ The sum of a group of 128 inputs is float32, and so is the scale that it is mult
 of 128, so that one number scales a warpgroup's product. A step reads two groups, of gate and of up or of neighbouring
 inputs, whose products run at one time.
 
-Dims: R matrices of the stack, I inputs, J groups of inputs, O outputs, G spans of outputs, M tiles, T rows of a tile,
-P rows of all tiles."""
+Dims: R matrices of the stack, I inputs, O outputs, M tiles, T rows of a tile, P rows of all tiles."""
 
 import functools
 from typing import Any, NamedTuple, TypeGuard
@@ -46,25 +45,25 @@ _MOST_STAGES = 8
 _ALIGNED = 32  # numbers of float32 in 128 bytes, where the copy engine writes
 
 
-def _schedule(inputs: int, outputs: int, halves: int, tile: int, size: int, stride: int, num_programs: int) -> Schedule:
-    """Steps of two groups, where they are as many, and as many stages as fit. `size`: bytes of a result."""
-    groups = _groups_of_step(inputs, halves)
-    step = groups * GROUP * (halves * _COLUMNS + tile * 2) + max(tile, _ALIGNED) * 4
-    steps = inputs // (groups * GROUP)
+def _schedule(
+    inputs: int, outputs: int, halves: int, *, tile: int, result_bytes: int, stride: int, num_programs: int
+) -> Schedule:
+    """Steps of two groups of inputs where there is one half and an even number of groups, else of one; as many stages
+    as fit. `result_bytes`: of a number."""
+    groups = 2 if halves == 1 and inputs % (2 * GROUP) == 0 else 1
+    depth = groups * GROUP
+    step_bytes = depth * (halves * _COLUMNS + tile * 2) + max(tile, _ALIGNED) * 4
+    stages = (SHARED_BYTES - tile * _COLUMNS * result_bytes) // step_bytes
     return Schedule(
         outputs=outputs,
         columns=_COLUMNS,
-        steps=steps,
-        stages=min((SHARED_BYTES - tile * _COLUMNS * size) // step, _MOST_STAGES, steps),
+        steps=inputs // depth,
+        step_inputs=depth,
+        stages=min(stages, _MOST_STAGES, inputs // depth),
         halves=halves,
         stride=stride,
         num_programs=num_programs,
     )
-
-
-def _groups_of_step(inputs: int, halves: int) -> int:
-    """Groups of inputs of a step."""
-    return 2 if halves == 1 and inputs % (2 * GROUP) == 0 else 1
 
 
 class _Refs(NamedTuple):
@@ -125,8 +124,8 @@ class _Products(NamedTuple):
             results.at[warpgroup].T[...] = plgpu.layout_cast(numbers, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, groups: int, products: _Products) -> None:
-    refs, tile_rows, depth = _Refs(*arrays), products.tile, groups * GROUP
+def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, products: _Products) -> None:
+    refs, tile_rows, depth = _Refs(*arrays), products.tile, schedule.step_inputs
     num_tiles, dtype, halves = refs.num_tiles[0], refs.out.dtype, schedule.halves
 
     def copy(tile: Array, column: Array, inner: Array, stage: Array) -> None:
@@ -140,15 +139,15 @@ def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, groups: in
         plgpu.copy_gmem_to_smem(refs.inverse.at[own_rows], inverse, filled)
 
     def multiply(warpgroup: Array, tile: Array, column: Array, step: Array) -> None:
-        sums, inverse = _add_up(refs, warpgroup, tile, column, step, schedule, groups, products)
+        sums, inverse = _add_up(refs, (warpgroup, tile, column), step, schedule, products)
         factors = lax.broadcast_in_dim(inverse, (SIDE, tile_rows), (1,))
         numbers = [rounded(half_sums * factors, dtype) for half_sums in sums]
         result = numbers[0] if activation is None else activate(numbers[0], numbers[1], activation, dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the block before have been read
         products.store(refs.results, warpgroup, result.astype(dtype))
         plgpu.commit_smem()
-        place = pl.ds(tile * tile_rows, tile_rows), pl.ds(column + warpgroup * SIDE, SIDE)
-        plgpu.copy_smem_to_gmem(refs.results.at[warpgroup], refs.out.at[place])
+        block = pl.ds(tile * tile_rows, tile_rows), pl.ds(column + warpgroup * SIDE, SIDE)
+        plgpu.copy_smem_to_gmem(refs.results.at[warpgroup], refs.out.at[block])
 
     split_work(
         lambda: copy_blocks(schedule, num_tiles, refs.emptied, copy),
@@ -157,16 +156,11 @@ def _kernel(*arrays: Any, schedule: Schedule, activation: str | None, groups: in
 
 
 def _add_up(
-    refs: _Refs,
-    warpgroup: Array,
-    tile: Array,
-    column: Array,
-    first_step: Array,
-    schedule: Schedule,
-    groups: int,
-    products: _Products,
+    refs: _Refs, block: tuple[Array, Array, Array], first_step: Array, schedule: Schedule, products: _Products
 ) -> tuple[tuple[Float[Array, "64 T"], ...], Float[Array, " T"]]:
-    """The sums of a block, and what they are multiplied by. Scales are loaded a step ahead."""
+    """The sums of a block (warpgroup, tile, first column), and what they are multiplied by. Scales are loaded a step
+    ahead."""
+    (warpgroup, tile, column), groups = block, schedule.step_inputs // GROUP
     matrix = refs.first[0] * schedule.stride + refs.tile_expert[tile]
     parts = [(half, group) for half in range(schedule.halves) for group in range(groups)]
     spans = [lax.div(half * schedule.outputs + column, jnp.int32(GROUP)) for half in range(schedule.halves)]
@@ -223,22 +217,28 @@ def multiply_codes(
     [P, O / 2]."""
     (num_rows, inputs), halves = rows.shape, 1 if activation is None else 2
     tile = num_rows // tiles.expert.shape[0]
-    outputs, size = matrices.shape[2] // halves, jnp.dtype(dtype).itemsize
-    schedule = _schedule(inputs, outputs, halves, tile, size, stride, warpgroups.num_programs)
-    groups = _groups_of_step(inputs, halves)
-    products = _Products(tile, warpgroups.interpret is not False)
+    schedule = _schedule(
+        inputs,
+        matrices.shape[2] // halves,
+        halves,
+        tile=tile,
+        result_bytes=jnp.dtype(dtype).itemsize,
+        stride=stride,
+        num_programs=warpgroups.num_programs,
+    )
+    products = _Products(tile=tile, is_interpreted=warpgroups.interpret is not False)
     return launch(
-        functools.partial(_kernel, schedule=schedule, activation=activation, groups=groups, products=products),
-        "codes" if activation is None else "activated_codes",
+        functools.partial(_kernel, schedule=schedule, activation=activation, products=products),
         [rows.values, rows.inverse, matrices.codes, matrices.scales, first, tiles.expert, tiles.total],
-        jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
-        [
-            plgpu.SMEM((schedule.stages, tile, groups * GROUP), rows.values.dtype),
+        name="codes" if activation is None else "activated_codes",
+        out=jax.ShapeDtypeStruct((num_rows, schedule.outputs), dtype),
+        rings=[
+            plgpu.SMEM((schedule.stages, tile, schedule.step_inputs), rows.values.dtype),
             plgpu.SMEM((schedule.stages, max(tile, _ALIGNED)), jnp.float32),
-            plgpu.SMEM((schedule.stages, halves, _COLUMNS, groups * GROUP), matrices.codes.dtype),
+            plgpu.SMEM((schedule.stages, halves, _COLUMNS, schedule.step_inputs), matrices.codes.dtype),
             plgpu.SMEM((MULTIPLIERS, tile, SIDE), dtype),
         ],
-        2 + halves,
-        schedule,
-        warpgroups,
+        copies=2 + halves,
+        schedule=schedule,
+        warpgroups=warpgroups,
     )

@@ -1,6 +1,7 @@
 """Experts of many rows on a Hopper GPU: rows are copied into tiles of one expert each, and warpgroups multiply tiles.
 
-Both products read and write the rows of expert_rows.py, so no copy has a mask. Dims: N tokens, K experts per token,
+Both products read and write the rows of expert_rows.py, so no copy has a mask. These rows are memory that the other
+kernels do not take: K copies of each row, and up to a tile more an expert. Dims: N tokens, K experts per token,
 D hidden."""
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows
-from routed_experts.layers.gpu.warpgroup_codes import GROUP, has_code_blocks, multiply_codes, tile_of_codes
+from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes, tile_of_codes
 from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, STEP, multiply_numbers
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
@@ -21,11 +22,11 @@ FEWEST_CODE_ROWS = 12  # the same of codes
 def suits_warpgroups(call: ExpertCall) -> bool:
     """Whether these kernels compute the call, and faster than the Triton kernels do: many rows an expert, no biases,
     matrices of 16-bit numbers with sides of whole steps, or of e4m3 codes in blocks of 128 x 128."""
-    matrices, rows = (call.gate_up, call.down), call.ids.size // call.num_experts
+    matrices, rows = (call.gate_up, call.down), call.expert_rows
     if call.gate_up_bias is not None:
         return False
     if all(has_code_blocks(matrix) for matrix in matrices):
-        return rows >= FEWEST_CODE_ROWS and call.x.dtype == jnp.bfloat16 and call.down.shape[1] % GROUP == 0
+        return rows >= FEWEST_CODE_ROWS and call.x.dtype == jnp.bfloat16
     return (
         rows >= FEWEST_ROWS
         and call.x.dtype in (jnp.bfloat16, jnp.float16)
@@ -46,18 +47,17 @@ def tiled_outputs(
 
     if isinstance(gate_up, QuantizedWeight):
         assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-        tile = tile_of_codes(call.ids.size // call.num_experts)
-        scaled, places, tiles = grouped(scale_rows(call.x, interpret=interpret), tile)
+        scaled, rows, tiles = grouped(scale_rows(call.x, interpret=interpret), tile_of_codes(call.expert_rows))
         hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
         scaled = scale_rows(hidden, interpret=interpret)
-        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), places
+        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), rows
     assert not isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
-    rows, places, tiles = grouped(call.x, NUMBER_TILE)
-    hidden = multiply_numbers(rows, gate_up, first, tiles, call.activation, warpgroups, stride=stride)
-    return multiply_numbers(hidden, down, first, tiles, None, warpgroups, stride=stride), places
+    copied, rows, tiles = grouped(call.x, NUMBER_TILE)
+    hidden = multiply_numbers(copied, gate_up, first, tiles, call.activation, warpgroups, stride=stride)
+    return multiply_numbers(hidden, down, first, tiles, None, warpgroups, stride=stride), rows
 
 
 def warpgroup_experts(call: ExpertCall, warpgroups: Warpgroups, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer, of a call that suits."""
-    outputs, places = tiled_outputs(call, warpgroups, interpret=interpret)
-    return combine(jnp.take(outputs, places, axis=0, mode="clip"), call.weights, call.valid)
+    outputs, rows = tiled_outputs(call, warpgroups, interpret=interpret)
+    return combine(jnp.take(outputs, rows, axis=0, mode="clip"), call.weights, call.valid)

@@ -1,14 +1,14 @@
-"""Products of tiles of rows by the warpgroups of a Hopper GPU (Pallas' Mosaic GPU): who does what, and when.
+"""Products of tiles of rows by the warpgroups of a Hopper GPU (Pallas' Mosaic GPU): their roles and their order.
 
-A program stays on its multiprocessor and computes every B-th block of a product, of one tile's rows and some columns.
-One warpgroup has the copy engine (TMA) bring what each step reads into rings in shared memory, also for the next block;
-two others multiply, each a half of the block, and store. A step waits for its place in the rings to be filled, and is
-copied once both have emptied it.
+A program stays on its multiprocessor and computes one block of a product in so many as there are programs: of one
+tile's rows and some columns. One warpgroup starts copies (TMA) of what each step reads into rings in shared memory,
+also for the next block; two others multiply, each a half of the block, and store. A step is multiplied once its stage
+of the rings is filled, and a stage is filled again once both have emptied it.
 
-Dims: M tiles, B programs."""
+Dims: P rows of all tiles, O outputs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,23 +35,25 @@ class Warpgroups:
     interpret: Any = False
 
 
-def find_warpgroups() -> Warpgroups | None:
-    """Those of this process's GPUs, if all are Hopper GPUs."""
-    devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-    if not devices or any(device.compute_capability != HOPPER for device in devices):
+def find_warpgroups(devices: Sequence[Any] | None = None) -> Warpgroups | None:
+    """Return the Warpgroups of the GPUs among `devices`; None unless all are Hopper GPUs. By default the devices of
+    this process: those of a group of processes must be equal, as they run the same programs."""
+    gpus = [device for device in devices or jax.local_devices() if device.platform == "gpu"]
+    if not gpus or any(device.compute_capability != HOPPER for device in gpus):
         return None
-    return Warpgroups(num_programs=min(device.core_count for device in devices))
+    return Warpgroups(num_programs=min(device.core_count for device in gpus))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How a product is cut: blocks of `columns` of `outputs`, which `steps` along the inputs add up, through rings of
+    """How a product is cut: blocks of `columns` of `outputs`, which `steps` of `step_inputs` add up, through rings of
     `stages`. `halves`: 2 where each block has gate and up, of as many columns each. `stride`: matrices that the number
     of the first one counts in."""
 
     outputs: int
     columns: int
     steps: int
+    step_inputs: int
     stages: int
     halves: int
     stride: int
@@ -67,14 +69,14 @@ class Schedule:
         rest = num_tiles * self.column_blocks - lax.axis_index("program")
         return lax.div(rest + self.num_programs - 1, jnp.int32(self.num_programs))
 
-    def place(self, index: Array) -> tuple[Array, Array]:
+    def block(self, index: Array) -> tuple[Array, Array]:
         """(tile, first column) of that block of this program. Programs work on the same experts at one time."""
         block = lax.axis_index("program") + index * self.num_programs
         tile = lax.div(block, jnp.int32(self.column_blocks))
         return tile, (block - tile * self.column_blocks) * self.columns
 
     def stage(self, step: Array) -> Array:
-        """Where in the rings a step is, of all steps of the program."""
+        """The stage of the rings that a step has, of all steps of the program."""
         return lax.rem(step, jnp.int32(self.stages))
 
 
@@ -105,7 +107,7 @@ def copy_blocks(
     copies of one step of a block."""
 
     def copy_block(index: Array, step: Array) -> Array:
-        tile, column = schedule.place(index)
+        tile, column = schedule.block(index)
 
         def copy_step(inner: Array, step: Array) -> Array:
             stage = schedule.stage(step)
@@ -130,7 +132,7 @@ def multiply_blocks(schedule: Schedule, num_tiles: Array, multiply: Callable[[Ar
     """Compute all blocks of the program: `multiply(tile, column, step)` computes one, from that step on."""
 
     def multiply_block(index: Array, step: Array) -> Array:
-        multiply(*schedule.place(index), step)
+        multiply(*schedule.block(index), step)
         return step + schedule.steps
 
     lax.fori_loop(0, schedule.num_blocks(num_tiles), multiply_block, jnp.int32(0))
@@ -139,8 +141,9 @@ def multiply_blocks(schedule: Schedule, num_tiles: Array, multiply: Callable[[Ar
 
 def launch(
     kernel: Callable[..., None],
-    name: str,
     arrays: list[Array],
+    *,
+    name: str,
     out: jax.ShapeDtypeStruct,
     rings: list[Any],
     copies: int,

@@ -182,14 +182,14 @@ class _FusedLayer:
             self._get("down_bias"),
             feed.activation,
         )
-        slots, places = self.fused.slots(call, shared)
+        slots, slot_rows = self.fused.slots(call, shared)
         return SlotOutputs(
             slots=slots,
             weights=routing.weights,
             valid=self.step.valid,
             inputs=inputs,
             shared=shared,
-            places=places,
+            slot_rows=slot_rows,
         )
 
     def _norm(self, scales: Float[Array, "R D"], repeat: Int[Array, ""]) -> StreamNorm:
