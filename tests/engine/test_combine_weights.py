@@ -26,6 +26,7 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import Sample, align, forward, merge_turns
 from support.engines import open_engine
+from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
@@ -164,6 +165,7 @@ def test_rows_that_are_not_valid_take_the_weights_of_the_live_router(engine, rol
     np.testing.assert_allclose(again.logprobs, live.logprobs, atol=1e-5)
 
 
+@fast_compilation()
 def test_a_trainer_replays_them(engine, rollout, tiny_checkpoint):
     """`align(weights=True)` and `forward`: the logprobs of the rollout, and no gradient for the router."""
     tokens, record, logprobs = rollout
@@ -201,6 +203,7 @@ def test_turns_of_a_conversation_keep_them(engine, rollout):
     np.testing.assert_allclose(merged.weights, ORACLE.run(whole, merged.ids).weights[:-1], atol=1e-5)
 
 
+@fast_compilation()
 def test_experts_on_the_host_run_on_weights_that_are_recorded(tmp_path, rollout):
     tokens, record, _ = rollout
     write_tiny_checkpoint(tmp_path)
@@ -225,6 +228,7 @@ def test_experts_on_the_host_run_on_weights_that_are_recorded(tmp_path, rollout)
         pytest.param({"tp_size": 4, "ep_size": 4, "dp_size": 2}, id="ranks"),
     ],
 )
+@fast_compilation()
 def test_several_devices_record_them(tmp_path, mesh):
     write_tiny_checkpoint(tmp_path)
     prompts = [random_tokens(length, length) for length in (5, 40, 17, 61)]
@@ -239,6 +243,7 @@ def test_several_devices_record_them(tmp_path, mesh):
 
 
 @pytest.mark.devices(4)
+@fast_compilation()
 def test_capacities_that_move_slots_record_the_weights_that_ran(tmp_path):
     write_tiny_checkpoint(tmp_path)
     plan = ExpertPlacement.identity(len(ORACLE.moe_layers), 16, 2)

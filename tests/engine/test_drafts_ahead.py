@@ -3,6 +3,8 @@ joined steps, and of an engine without drafts, whatever happens between two step
 
 The draft model is the target with noise on its head: it is right often, and seldom all the way."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import PauseMode
 from routed_experts.execution.draft_chain import CHAIN_MODES
 from routed_experts.speculation.drafter import Draft
+from support.fast_compile import fast_compilation
 from support.small_qwen3_moe import V, write_target
 
 NUM_DRAFTS = 3
@@ -129,26 +132,38 @@ def args(folder, **options):
     return ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **sizes | options)
 
 
-@pytest.fixture(scope="module")
-def plain(folders):
-    """The answers without drafts."""
-    with pytest.MonkeyPatch.context() as patch:
-        return Run(build_engine(args(folders[0])).core).play(patch)
+@pytest.fixture(scope="module", params=["plenty of pages", "no prefixes", "few pages", "programs by mode"])
+def served(request, folders):
+    """The loop of an engine with drafts, and the answers of one without. Two of them run programs that are compiled
+    without optimisations: their answers are compared with those of such programs."""
+    is_fast = request.param in ("few pages", "programs by mode")
+    with fast_compilation() if is_fast else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
+        plain = Run(build_engine(args(folders[0])).core).play(patch)
+        yield draft_core(request.param, folders), plain
 
 
-@pytest.fixture(scope="module", params=["plenty of pages", "few pages", "no prefixes", "programs by mode"])
-def core(request, folders):
+def draft_core(name, folders):
     options = {"few pages": dict(max_total_tokens=264), "no prefixes": dict(disable_radix_cache=True)}
     speculative = SpeculativeConfig(
         algorithm="STANDALONE", draft_model_path=str(folders[1]), num_steps=NUM_DRAFTS, adaptive=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "programs by mode":
+        if name == "programs by mode":
             patch.setattr(draft_model, "HOST_BRANCHES", ("cpu",))
-        core = build_engine(args(folders[0], **options.get(request.param, {})), speculative=speculative).core
+        core = build_engine(args(folders[0], **options.get(name, {})), speculative=speculative).core
     modes = {key[3] for key in core.runner._programs if key[0] == "draft" and key[2]}
-    assert modes == (set(CHAIN_MODES) if request.param == "programs by mode" else {None})
+    assert modes == (set(CHAIN_MODES) if name == "programs by mode" else {None})
     return core
+
+
+@pytest.fixture(scope="module")
+def core(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def plain(served):
+    return served[1]
 
 
 def test_steps_ahead_answer_as_joined_steps_and_as_none(core, plain, monkeypatch):

@@ -3,7 +3,8 @@ of a request depends on that request alone, to the last bit, not on the rest of 
 prompt is cut, and greedy requests run beside sampled ones. `score` runs the experts that the rollout ran and gives its
 logprobs and those of its prompt, by the bit; so do the returned rows, played back.
 
-The families are one of each path and each feature."""
+The families are one of each path and each feature. In scripts/test each of them has one dtype and one form of keys and
+values, which all occur; scripts/thorough has the others."""
 
 import dataclasses
 import tempfile
@@ -29,7 +30,19 @@ FAMILIES = (
 IN_BFLOAT16 = ("DeepseekV3", "Qwen3Next", "BailingHybrid", "Gemma4", "GptOss", "Qwen3Moe", "Mixtral")
 # Keys and values of 8 bits: in one kernel, in pages of two shapes, and beside states.
 IN_CODES = ("Qwen3Moe", "Gemma4", "Qwen3Next")
-LONG_IN_BFLOAT16 = ("Qwen3Next", "Gemma4")  # BailingHybrid has states, too; attention in pieces is DeepseekV3's
+CASES_OF = {  # by form: dtype, dtype of keys and values, families
+    "float32": ("float32", "auto", FAMILIES),
+    "codes": ("bfloat16", "fp8_e4m3", IN_CODES),
+    "bfloat16": ("bfloat16", "auto", IN_BFLOAT16),
+}
+# Pages of two shapes and states with codes, which are read as bfloat16 numbers; one kernel for all layers in all forms.
+IN_EVERY_RUN = {
+    "codes": ("Gemma4", "Qwen3Next", "Qwen3Moe"),
+    "bfloat16": ("DeepseekV3", "BailingHybrid", "GptOss", "Qwen3Moe", "Mixtral"),
+}
+IN_EVERY_RUN["float32"] = tuple(
+    name for name in FAMILIES if name == "Qwen3Moe" or name not in IN_EVERY_RUN["codes"] + IN_EVERY_RUN["bfloat16"]
+)
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
     "three at once, in parts": dict(max_running_requests=3, chunked_prefill_size=7),
@@ -48,16 +61,13 @@ def mixed_request(index):
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((name, "float32", "auto"), id=f"{name}-float32") for name in FAMILIES),
-        *(pytest.param((name, "bfloat16", "fp8_e4m3"), id=f"{name}-codes") for name in IN_CODES),
-        *(
-            pytest.param(
-                (name, "bfloat16", "auto"),
-                id=f"{name}-bfloat16",
-                marks=[pytest.mark.thorough] if name in LONG_IN_BFLOAT16 else [],
-            )
-            for name in IN_BFLOAT16
-        ),
+        pytest.param(
+            (name, dtype, kv_cache_dtype),
+            id=f"{name}-{form}",
+            marks=[] if name in IN_EVERY_RUN[form] else [pytest.mark.thorough],
+        )
+        for form, (dtype, kv_cache_dtype, names) in CASES_OF.items()
+        for name in names
     ],
 )
 def served(request):

@@ -20,6 +20,7 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.layers.kv_format import KV_CODES
 from support.family_folders import VOCAB_SIZE, write_family
+from support.fast_compile import fast_compilation
 from support.lazy_compile import lazy_compilation
 
 CODES = dict(kv_cache_dtype="fp8_e4m3")
@@ -119,6 +120,7 @@ def test_drafts_of_a_model_change_no_answer(tmp_path, family):
     assert drafted == expected
 
 
+@fast_compilation()
 def test_states_of_recurrent_layers_stay_as_they_are(tmp_path):
     write_family(tmp_path, "qwen3-next")
     plans = []
@@ -148,6 +150,7 @@ def test_a_flag_has_the_same_names(capsys):
 
 
 @pytest.mark.devices(2)
+@fast_compilation()
 def test_two_devices_hold_the_codes_of_their_heads(tmp_path):
     write_family(tmp_path, "olmoe")
     prompt = np.random.default_rng(2).integers(0, VOCAB_SIZE, 40).tolist()

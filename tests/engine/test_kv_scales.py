@@ -23,6 +23,7 @@ from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.models.model_folder import ModelFolder
 from support.family_folders import VOCAB_SIZE as FAMILY_VOCAB_SIZE
 from support.family_folders import write_family
+from support.fast_compile import fast_compilation
 from support.process_groups import group, one_process
 from support.quantized_checkpoints import forms, quantize_folder, read_tensors, rewrite_folder
 from support.quantized_families import ENGINE as SMALL_ENGINE
@@ -117,6 +118,7 @@ class RoundedSequence(FullSequence):
 
 
 @over_backends
+@fast_compilation()
 def test_scores_are_those_of_whole_sequences_in_numpy(folders, kernels):
     """Teacher-forced on the rows that ran. A scale of another layer, or that of values for keys, is seen."""
     with Engine(str(folders.scaled), dtype="float32", **ENGINE, **CODES, **kernels) as engine:
@@ -138,6 +140,7 @@ def test_scores_are_those_of_whole_sequences_in_numpy(folders, kernels):
 
 @over_backends
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@fast_compilation()
 def test_powers_of_two_are_those_in_the_weights_by_the_bit(folders, kernels, dtype):
     found = []
     for folder in (folders.powers, folders.folded, folders.small):
@@ -187,6 +190,7 @@ def test_a_head_that_reads_layers_changes_no_answer(tmp_path):
     assert found[0] == found[1]
 
 
+@fast_compilation()
 def test_scales_are_not_read_unless_codes_are_asked_for(folders, caplog):
     with caplog.at_level(logging.INFO), Engine(str(folders.scaled), dtype="float32", **ENGINE) as engine:
         found = answers(engine)
@@ -195,6 +199,7 @@ def test_scales_are_not_read_unless_codes_are_asked_for(folders, caplog):
         assert answers(engine) == found
 
 
+@fast_compilation()
 def test_pushes_leave_the_scales_as_they_are(folders):
     own = dict(**ENGINE, **CODES, dtype="float32", quantization="none")
     with Engine(str(folders.scaled), **own) as engine:
@@ -207,6 +212,7 @@ def test_pushes_leave_the_scales_as_they_are(folders):
             assert answers(engine) == expected, "the same weights, and the scales of the first checkpoint"
 
 
+@fast_compilation()
 def test_experts_on_the_host_attend_with_the_scales(folders):
     own = dict(**ENGINE, **CODES, dtype="float32", quantization="none")
     with Engine(str(folders.scaled), **own) as engine:
@@ -217,6 +223,7 @@ def test_experts_on_the_host_attend_with_the_scales(folders):
 
 
 @pytest.mark.devices(2)
+@fast_compilation()
 def test_two_devices_have_the_scales_of_one(folders):
     scores = []
     for devices in (1, 2):

@@ -124,7 +124,8 @@ def assert_idle_but_for_cache(engine):
 @pytest.fixture(scope="module")
 def alone(folder):
     """The answers of one device without a placement."""
-    with Engine(folder, enable_return_routed_experts=True, **(ENGINE_KWARGS | dict(tp_size=1, ep_size=1))) as engine:
+    alone = ENGINE_KWARGS | dict(tp_size=1, ep_size=1)
+    with lazy_compilation(), Engine(folder, enable_return_routed_experts=True, **alone) as engine:
         return engine.generate(input_ids=PROMPTS, return_routed_experts=True, **ASK)
 
 

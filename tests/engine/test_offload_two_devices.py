@@ -30,6 +30,7 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore
 from support.engines import assert_idle, assert_nothing_allocated
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = [pytest.mark.devices(2), pytest.mark.usefixtures("fast_compilation")]
@@ -63,7 +64,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undivided(folder):
     """The answers of an engine with all experts on the accelerator."""
-    with Engine(str(folder), experts=ExpertOffloadConfig(), **SIZES) as engine:
+    with lazy_compilation(), Engine(str(folder), experts=ExpertOffloadConfig(), **SIZES) as engine:
         assert type(engine.components.core.runner) is ModelRunner  # off: as if there were no such config
         with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
             engine.apply_residency(any_residents(0, 3))
@@ -78,7 +79,7 @@ def other(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undivided_other(other):
-    with Engine(str(other), **SIZES) as engine:
+    with lazy_compilation(), Engine(str(other), **SIZES) as engine:
         return ask(engine)
 
 
