@@ -175,16 +175,17 @@ def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, 
         assert found == wanted
 
 
-@pytest.mark.parametrize("mode", [dict(), dict(deterministic=True)], ids=["default", "deterministic"])
+FEW_PAGES = dict(max_total_tokens=128)
+SCHEDULES = (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True))
+
+
 @pytest.mark.parametrize(
-    "schedules",
+    ("schedules", "mode"),
     [
-        pytest.param((dict(), dict(max_total_tokens=128)), id="few"),
-        pytest.param(
-            (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1), dict(disable_radix_cache=True)),
-            id="others",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param((FEW_PAGES,), dict(), id="few-default"),
+        pytest.param((dict(), FEW_PAGES), dict(deterministic=True), id="few-deterministic"),
+        pytest.param(SCHEDULES, dict(), id="others-default", marks=pytest.mark.thorough),
+        pytest.param(SCHEDULES, dict(deterministic=True), id="others-deterministic", marks=pytest.mark.thorough),
     ],
 )
 def test_answers_are_the_same_under_every_schedule(schedules, mode, written):
