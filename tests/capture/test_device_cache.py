@@ -17,6 +17,8 @@ from routed_experts.capture.device_cache import (
 )
 from routed_experts.core.capture_spec import CaptureSpec
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 NUM_TOKENS = 6
 
 

@@ -32,7 +32,7 @@ from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_tokenizer
 
-pytestmark = pytest.mark.usefixtures("lazy_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 

@@ -16,6 +16,8 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support.tiny_checkpoint import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 LENGTHS = ((20, 7), (9, 8))  # tokens of the sequence, tokens of the prompt
 
 

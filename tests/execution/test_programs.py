@@ -30,6 +30,8 @@ from support.small_runner import (
 )
 from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
 PROMPT = tuple(random_prompt(np.random.default_rng(11), 24).tolist())
 PAGES = (6, 2, 17, 9, 12, 3)

@@ -16,6 +16,8 @@ from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall
 from routed_experts.layers.quantized import QuantizedWeight, pack_runs, packed_run, quantize_blocks, through_grid
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 LINEAR = jax.jit(reference_linear, static_argnums=3)
 E4M3 = ml_dtypes.float8_e4m3fn
 GRID = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float64)

@@ -12,6 +12,8 @@ from scipy import stats
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, gumbel_noise, processed_logits, sample
 from support.tpu_aot import compile_tpu, tpu_mesh
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 NUM_DRAWS = 2000
 DRAWS = jax.jit(sample, static_argnames="mode")
 PROCESSED = jax.jit(processed_logits, static_argnames="mode")

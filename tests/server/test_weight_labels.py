@@ -14,6 +14,8 @@ from support.engines import open_engine
 from support.http_server import events, parse_error, running, stream
 from support.tiny_checkpoint import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 SURFACES = {
     "/generate": {"input_ids": [5, 6, 7] * 8, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}},
     "/v1/completions": {"prompt": [5, 6, 7] * 8, "max_tokens": 5, "ignore_eos": True},
