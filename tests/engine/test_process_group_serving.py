@@ -17,15 +17,29 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 12}
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 11, "ignore_eos": True, "max_new_tokens": 12}
 FULL = GREEDY | {"frequency_penalty": 0.7, "presence_penalty": 0.2, "logit_bias": {"9": 2.0}, "max_new_tokens": 8}
 ROWS = {"return_routed_experts": True}
-TAPPED, BITWISE, PLACED = "2x1 by width, tapped", "2x2 whole experts, deterministic", "2x1 placed experts, drafts"
+TAPPED, PLACED = "2x1 by width, tapped", "2x1 placed experts, drafts"
+BITWISE = "2x2 data ranks of whole experts, codes, deterministic"
 MESHES = {
-    # devices a process, engine: by width; each bit, of whole experts and codes; placed experts that move, with drafts
+    # devices a process, engine: by width; each bit, of whole experts and codes in data ranks; placed experts that move,
+    # with drafts. scripts/thorough has whole experts of plain numbers in one rank, and codes of ranks by width, too.
     TAPPED: (
         1,
         {"enable_return_routed_experts": True, "moe_backend": "reference", "precompile_bs_paddings": [4]},
         {"lazy": True, "fast": True},
     ),
     BITWISE: (
+        2,
+        {
+            "enable_return_routed_experts": True,
+            "enable_return_routed_experts_weights": True,
+            "ep_size": 4,
+            "dp_size": 2,
+            "deterministic": True,
+            "quantization": "fp8_block",
+        },
+        {"lazy": True},
+    ),
+    "2x2 whole experts, deterministic": (
         2,
         {
             "enable_return_routed_experts": True,
@@ -92,7 +106,12 @@ def folder(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=False)
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in (TAPPED, BITWISE, PLACED) else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES
+    ],
+)
 def pair(request, folder, tmp_path_factory):
     devices, engine, options = MESHES[request.param]
     taps = tmp_path_factory.mktemp("taps")
