@@ -11,7 +11,7 @@ import pytest
 
 from support.engines import assert_idle
 
-NUM_RAW, NUM_BODIES, LOOK_EVERY = 200, 10_000, 500
+NUM_RAW, NUM_BODIES, NUM_THOROUGH, LOOK_EVERY = 200, 4_000, 10_000, 500  # the third: bodies in scripts/thorough
 BODIES = {
     "/v1/completions": {
         "prompt": "a",
@@ -118,10 +118,10 @@ def mutated(rng, body):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_no_body_makes_a_server_error(server, engine, path):
+def test_no_body_makes_a_server_error(server, engine, path, is_thorough):
     rng = random.Random(path)
     statuses = set()
-    for count in range(-(-NUM_BODIES // len(BODIES))):
+    for count in range(-(-(NUM_THOROUGH if is_thorough else NUM_BODIES) // len(BODIES))):
         body = mutated(rng, BODIES[path])
         for last_try in (False, True):  # a slow answer must be slow twice: the machine may have stood still
             start_time = time.monotonic()
