@@ -46,7 +46,7 @@ SIZES = dict(
 LOGPROB = 1e-4
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESHES = {"tp2": (2, 1), "tp4": (4, 1), "ep2": (2, 2), "ep4": (4, 4)}
-FAMILIES = {  # the first mesh of each in every run: those of test_data_ranks.py are other ones
+FAMILIES = {  # the first mesh of each in every run
     "deepseek": ("tp2", "ep4"),
     "gpt-oss": ("ep2", "tp4"),
     "olmoe": ("tp4",),
@@ -55,6 +55,7 @@ FAMILIES = {  # the first mesh of each in every run: those of test_data_ranks.py
     "gemma4": ("tp2", "ep2"),
     "bailing-hybrid": ("tp2",),
 }
+IN_DATA_RANKS = ("lfm2-moe", "gemma4")  # in every run in test_data_ranks.py alone
 
 
 class DeviceBench(Bench):
@@ -149,7 +150,7 @@ def compile_events():
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=[pytest.mark.thorough] if mesh != meshes[0] else [])
+        pytest.param(name, mesh, marks=[pytest.mark.thorough] if mesh != meshes[0] or name in IN_DATA_RANKS else [])
         for name, meshes in FAMILIES.items()
         for mesh in meshes
     ],
