@@ -250,7 +250,9 @@ def test_the_plan_says_where_scales_come_from(folders):
     assert of_pages[0].endswith(", e4m3 with the checkpoint's scales") and of_pages[1].endswith(", e4m3")
 
 
-@over_backends
+@pytest.mark.parametrize(
+    "kernels", [pytest.param({}, id="native"), pytest.param(ARRAY_CODE, id="array code", marks=pytest.mark.thorough)]
+)
 def test_rows_of_several_shapes_have_the_scales_of_their_layers(tmp_path, kernels):
     """Powers of two, or these in the norms of queries and keys."""
     write_family(tmp_path / "plain", "gemma4")
