@@ -32,6 +32,7 @@ from routed_experts.layers.native.ops import (
     native_router,
 )
 from routed_experts.layers.quantized import CODE_DTYPES, E2M1, E4M3, INT4, QuantizedWeight
+from support.tile_libraries import FEW_OPTIMISATIONS
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -516,11 +517,13 @@ PRODUCT(in_pairs, rex::bf16)
     ],
     ids=" ".join,
 )
-def test_processors_that_know_less_have_the_same_products(tmp_path, without):
-    """Compiled without the instructions that look codes up, multiply pairs, or have registers of 16 floats."""
+def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_thorough):
+    """Compiled without the instructions that look codes up, multiply pairs, or have registers of 16 floats; but in
+    scripts/thorough with few optimisations."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
     source.write_text(GEMM_ALONE)
     command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *without]
+    command += [] if is_thorough else FEW_OPTIMISATIONS
     command += [f"-I{toolchain.HERE}", str(source), "-o", str(made)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     library, rng = ctypes.CDLL(str(made)), np.random.default_rng(9)
