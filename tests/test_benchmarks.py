@@ -61,7 +61,7 @@ LONG = {  # 10 s or more, also in their smallest form
         "http_overhead",
         "launches",
     ),
-    *("quantized_layers", "quantized_rollouts", "quantized_step"),
+    *("quantized_layers", "quantized_product", "quantized_rollouts", "quantized_step"),
     *("replay", "residency", "selection", "speculative", "step"),
 }
 NOT_RUN = {
