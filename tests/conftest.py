@@ -24,6 +24,12 @@ from support.network_namespaces import can_make_namespaces
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 LONG_FILES = {Path(__file__).with_name(name) for name in ("test_benchmarks.py", "test_docs.py")}
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 HAS_TUNIX = importlib.util.find_spec("tunix") is not None
 
 # A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
@@ -198,6 +204,16 @@ def reset_logging() -> Iterator[None]:
     if any(type(handler) is logging.StreamHandler for handler in root.handlers):
         root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
         package_logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def keep_compilation_cache() -> Iterator[None]:
+    """Undo what a command set in this process: later tests would read and write programs of the user's cache."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    yield
+    for name, value in before.items():
+        if getattr(jax.config, name) != value:
+            jax.config.update(name, value)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

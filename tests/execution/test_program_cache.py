@@ -7,22 +7,11 @@ import pytest
 
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 
-SETTINGS = (
-    "jax_compilation_cache_dir",
-    "jax_enable_compilation_cache",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
-
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch, tmp_path):
+def no_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def test_programs_are_stored_in_the_users_cache(tmp_path):
