@@ -102,8 +102,9 @@ SCHEDULES = {
     "schedule",
     [pytest.param(name, marks=pytest.mark.thorough) if name == "one by one" else name for name in SCHEDULES],
 )
-def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain):
-    is_lazy, options = schedule != "at once", SIZES | EXACT | SCHEDULES[schedule]
+def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain, is_thorough):
+    is_lazy = schedule != "at once" and not is_thorough
+    options = SIZES | EXACT | SCHEDULES[schedule]
     with (
         lazy_compilation() if is_lazy else contextlib.nullcontext(),
         Engine(str(target), **options, speculative=standalone(target)) as engine,
