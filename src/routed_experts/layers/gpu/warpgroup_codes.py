@@ -22,7 +22,7 @@ from routed_experts.layers.gpu.blocks import rounded
 from routed_experts.layers.gpu.expert_rows import Tiles
 from routed_experts.layers.gpu.scaled_rows import ScaledRows
 from routed_experts.layers.gpu.warpgroups import (
-    MULTIPLIERS,
+    CONSUMERS,
     SHARED_BYTES,
     SIDE,
     Schedule,
@@ -35,14 +35,14 @@ from routed_experts.layers.gpu.warpgroups import (
 )
 from routed_experts.layers.quantized import E4M3, QuantizedWeight, Weight
 
-# Rows of a tile, up to so many rows of an expert on average. Measured best on an H200 with 128 experts of 2048 x 768,
-# top-8, for 256, 1024 and 4096 tokens.
+# Rows of a tile; fewer up to so many rows of an expert on average. Measured best on an H200 with 128 experts of 2048 x
+# 768, top-8: 32 for 256 tokens (16 rows an expert), 64 for 1024 and 4096 (64 and 256 rows).
 CODE_TILE = 64
 _FEW_ROWS, _FEW_TILE = 24, 32
 GROUP = 128  # inputs, and outputs of a span
-_COLUMNS = MULTIPLIERS * SIDE  # of a block, of each half
+_COLUMNS = CONSUMERS * SIDE  # of a block, of each half
 _MOST_STAGES = 8
-_ALIGNED = 32  # numbers of float32 in 128 bytes, where the copy engine writes
+_ALIGNED = 32  # numbers of float32 in 128 bytes, to which the destination of a copy is aligned
 
 
 def _schedule(
@@ -236,7 +236,7 @@ def multiply_codes(
             plgpu.SMEM((schedule.stages, tile, schedule.step_inputs), rows.values.dtype),
             plgpu.SMEM((schedule.stages, max(tile, _ALIGNED)), jnp.float32),
             plgpu.SMEM((schedule.stages, halves, _COLUMNS, schedule.step_inputs), matrices.codes.dtype),
-            plgpu.SMEM((MULTIPLIERS, tile, SIDE), dtype),
+            plgpu.SMEM((CONSUMERS, tile, SIDE), dtype),
         ],
         copies=2 + halves,
         schedule=schedule,

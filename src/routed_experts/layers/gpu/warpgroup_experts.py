@@ -15,8 +15,10 @@ from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import QuantizedWeight
 
-FEWEST_ROWS = 64  # of an expert, on average; with fewer, the Triton kernels are as fast
-FEWEST_CODE_ROWS = 12  # the same of codes
+# Rows of an expert, on average, from which on calls suit. Measured on an H200 with 128 experts of 2048 x 768, top-8:
+# with 32 rows the Triton kernels are faster, with 64 slower by 2 %; of codes, faster with 4 rows and slower with 16.
+FEWEST_ROWS = 64
+FEWEST_CODE_ROWS = 12
 
 
 def suits_warpgroups(call: ExpertCall) -> bool:

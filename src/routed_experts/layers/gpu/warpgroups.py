@@ -1,9 +1,9 @@
 """Products of tiles of rows by the warpgroups of a Hopper GPU (Pallas' Mosaic GPU): their roles and their order.
 
 A program stays on its multiprocessor and computes one block of a product in so many as there are programs: of one
-tile's rows and some columns. One warpgroup starts copies (TMA) of what each step reads into rings in shared memory,
-also for the next block; two others multiply, each a half of the block, and store. A step is multiplied once its stage
-of the rings is filled, and a stage is filled again once both have emptied it.
+tile's rows and some columns. One warpgroup, the producer, starts copies (TMA) of what each step reads into rings in
+shared memory, also for the next block. Two others, the consumers, multiply a half of the block each, and store it. A
+step is multiplied once its stage of the rings is filled, and a stage is filled again once both have emptied it.
 
 Dims: P rows of all tiles, O outputs."""
 
@@ -19,11 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 HOPPER = "9.0"  # the compute capability that has these instructions; later ones have others
-MULTIPLIERS = 2  # warpgroups that multiply
+CONSUMERS = 2  # warpgroups that multiply
 SIDE = 64  # of a warpgroup's part of a product, along its left operand
 SHARED_BYTES = 226 * 1024  # of a multiprocessor's shared memory; the rest is for barriers
-_COPIER = MULTIPLIERS  # the warpgroup that copies
-_COPIER_REGISTERS, _MULTIPLIER_REGISTERS = 40, 232  # of a thread
+_PRODUCER = CONSUMERS  # the number of the warpgroup that copies
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +86,17 @@ def accumulator(columns: int) -> Any:
 
 
 def split_work(copy: Callable[[], None], multiply: Callable[[Array], None]) -> None:
-    """Inside a kernel: run `copy` in one warpgroup, and `multiply` in the others, with their numbers."""
+    """Inside a kernel: run `copy` in the producer, and `multiply` in the consumers, with their numbers."""
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == _COPIER)
+    @pl.when(warpgroup == _PRODUCER)
     def _() -> None:
-        plgpu.set_max_registers(_COPIER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         copy()
 
-    @pl.when(warpgroup != _COPIER)
+    @pl.when(warpgroup != _PRODUCER)
     def _() -> None:
-        plgpu.set_max_registers(_MULTIPLIER_REGISTERS, action="increase")
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
         multiply(warpgroup)
 
 
@@ -153,7 +153,7 @@ def launch(
     """Run `kernel(*arrays, out, *rings, filled, emptied)`; a step has so many copies."""
     barriers = [
         plgpu.Barrier(num_arrivals=copies, num_barriers=schedule.stages),
-        plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=schedule.stages),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=schedule.stages),
     ]
     return plgpu.kernel(
         kernel,
@@ -161,7 +161,7 @@ def launch(
         scratch_types=[*rings, *barriers],
         grid=(warpgroups.num_programs,),
         grid_names=("program",),
-        num_threads=MULTIPLIERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=warpgroups.interpret,
