@@ -79,10 +79,12 @@ def _gpu_kernels() -> Kernels:
     return gpu_kernels(interpret=False, warpgroups=find_warpgroups())
 
 
+@functools.cache
 def _gpu_attention() -> AttentionBackend:
-    from routed_experts.layers.gpu.attention import GPU_ATTENTION
+    from routed_experts.layers.gpu.attention import gpu_attention_backend
+    from routed_experts.layers.gpu.warpgroups import find_warpgroups
 
-    return GPU_ATTENTION
+    return gpu_attention_backend(interpret=False, warpgroups=find_warpgroups())
 
 
 def _tpu_kernels() -> Kernels:

@@ -42,6 +42,8 @@ from routed_experts.layers.gpu.paged_softmax import (
 )
 from routed_experts.layers.gpu.qk_norm_rope import FEATURES, prepare
 from routed_experts.layers.gpu.ragged import find_tile, most_tiles
+from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
+from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kv_format import KV_CODES, from_stored
 from routed_experts.layers.quantized import E4M3
 
@@ -181,6 +183,11 @@ def _sinks_and_scales(features: AttentionFeatures, sinks: Sinks | None) -> list[
         assert values is not None
         arrays += [values.reshape(-1, values.shape[-1]), jnp.asarray(layer, jnp.int32).reshape(1)]
     return arrays if features.kv_scales is None else [*arrays, *scale_arrays(features.kv_scales)]
+
+
+def _own_sinks(features: AttentionFeatures, sinks: Sinks | None) -> Float[Array, " H"] | None:
+    """The sinks of a layer, whether they are its own or in a stack."""
+    return features.sinks if sinks is None else sinks[0][sinks[1]]
 
 
 def _static(features: AttentionFeatures) -> dict[str, Any]:
@@ -438,13 +445,20 @@ def gpu_attention(
     *,
     sinks: Sinks | None = None,
     stride: int = 1,
+    warpgroups: Warpgroups | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N H C"]:
-    """Attention of a step's tokens to the pool."""
+    """Attention of a step's tokens to the pool. `warpgroups`: those of a Hopper GPU, which compute prompts that suit
+    them."""
     if features.latent:
         return latent_attention(queries, pool, first_page, batch, features, stride=stride, interpret=interpret)
     share = queries.shape[1] // (pool.shape[2] // 2)
-    attend = decode_attention if batch.decode else verify_attention if _fits_verify(batch, share) else extend_attention
+    is_extend = not batch.decode and not _fits_verify(batch, share)
+    if is_extend and warpgroups is not None and suits_warpgroup_attention(queries, pool, batch):
+        return warpgroup_attention(
+            queries, pool, first_page, batch, features, warpgroups, sinks=_own_sinks(features, sinks), stride=stride
+        )
+    attend = decode_attention if batch.decode else extend_attention if is_extend else verify_attention
     return attend(queries, pool, first_page, batch, features, sinks=sinks, stride=stride, interpret=interpret)
 
 
@@ -455,6 +469,7 @@ def fused_attention(
     batch: PagedBatch,
     num_pages: int,
     *,
+    warpgroups: Warpgroups | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """Prepare, write and attend."""
@@ -462,17 +477,17 @@ def fused_attention(
     traits, sinks = projected.traits, None if projected.sinks is None else (projected.sinks, projected.layer)
     scales = projected.kv_scales
     features = AttentionFeatures(window=traits.window, chunk=traits.chunk, scale=traits.scale, kv_scales=scales)
-    mixed = gpu_attention(queries, pool, layer, batch, features, sinks=sinks, stride=num_pages, interpret=interpret)
-    return mixed, pool
+    attend = functools.partial(gpu_attention, sinks=sinks, stride=num_pages, warpgroups=warpgroups, interpret=interpret)
+    return attend(queries, pool, layer, batch, features), pool
 
 
-def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
-    """The backend; `interpret` runs it on any device, slowly, for tests."""
-    run = functools.partial(gpu_attention, interpret=interpret)
+def gpu_attention_backend(*, interpret: bool, warpgroups: Warpgroups | None = None) -> AttentionBackend:
+    """The backend; `interpret` runs it on any device, slowly, for tests. `warpgroups`: those of a Hopper GPU."""
+    run = functools.partial(gpu_attention, warpgroups=warpgroups, interpret=interpret)
     return AttentionBackend(
         name="gpu",
         run=run,
-        fused=functools.partial(fused_attention, interpret=interpret),
+        fused=functools.partial(fused_attention, warpgroups=warpgroups, interpret=interpret),
         fused_features=FEATURES | {"a sliding window", "chunks", "sinks", "its own scale"},
         run_with_features=run,
         write=functools.partial(gpu_write, interpret=interpret),

@@ -20,7 +20,7 @@ from routed_experts.layers.gpu.blocks import power_of_two
 
 DECODE_BLOCKS = 512  # about four of each multiprocessor: keys are split until the grid has so many
 SPLIT_KEYS = 128  # fewest keys of a split at the longest context
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 State = tuple[Array, Array, Array]  # maximum [M], normaliser [M], weighted values [M C]
@@ -31,7 +31,7 @@ def empty_state(rows: int, dim: int, sinks: Array | None = None) -> State:
     zeros, mixed = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, dim), jnp.float32)
     if sinks is None:
         return zeros + MASK_VALUE, zeros, mixed
-    return sinks * _LOG2E, jnp.where(sinks > MASK_VALUE, 1.0, 0.0), mixed
+    return sinks * LOG2E, jnp.where(sinks > MASK_VALUE, 1.0, 0.0), mixed
 
 
 def pages_of(
@@ -51,7 +51,7 @@ def add_scores(state: State, products: Array, values: Array, mask: Array | None,
     """One step of the online softmax, in powers of two; scores are `products` times `scale`. Where a mask leaves a row
     nothing, what it adds has weight 0 from the row's first key on."""
     top, total, mixed = state
-    scores = products * (scale * _LOG2E)
+    scores = products * (scale * LOG2E)
     if mask is not None:
         scores = jnp.where(mask, scores, MASK_VALUE)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))

@@ -1,0 +1,626 @@
+"""Attention of prompts to the paged pool by the warpgroups of a Hopper GPU (Pallas' Mosaic GPU).
+
+A program stays on its multiprocessor and computes blocks: a tile of query tokens of one request, and the heads of
+some rows. One warpgroup, the producer, starts the copies (TMA) of queries, and of keys and values by their pages, into
+rings in shared memory, also for the next block. Two others, the consumers, have 64 rows of the block each and add up
+softmax over the same keys. Scores of a step of keys are multiplied while the values of the step before are, and
+softmax of a step runs beside the latter product (FlashAttention-3, section 3.2).
+
+Rows are tokens times the heads of a group where these are 8 or a larger power of two (QueryRows); else tokens of one
+head, and the consumers have two heads of one group, or two runs of tokens. Slots that a request does not own may hold
+NaN: their scores become -inf, and their values 0. Dims: N tokens, B requests, H query heads, G kv heads, C head dim, L
+layers of the pool, R layers of the stack, T tiles."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention import MASK_VALUE, PagedBatch
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.attention_variants import first_visible
+from routed_experts.layers.gpu.paged_softmax import LOG2E, visible_bounds
+from routed_experts.layers.gpu.warpgroups import CONSUMERS, SHARED_BYTES, SIDE, Warpgroups, accumulator, split_work
+
+_ALIGNED = 8  # rows that a copy of swizzled memory starts at a multiple of
+_SWIZZLED = 64  # numbers of a swizzled row, 128 bytes
+_BYTES = 2  # of a number
+_QUERY_SLOTS = 2  # blocks whose queries are in shared memory
+_MOST_DIM = 128  # of a head; queries, results and two steps of longer ones do not fit into shared memory
+# Keys of a step, and of one where rows see a window. Measured on an H100, 16 prompts of 1,024: with 64 / 8 heads of 64
+# and a window of 128, steps of 64 take 0.78 of the time of steps of 128; without a window, both take the same.
+_KEYS, _WINDOW_KEYS = 128, 64
+_MOST_STAGES = 8
+# Tokens of a request, on average, from which on rows of one head are faster than the Triton kernel.
+_FEWEST_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueryRows:
+    """What the 64 rows of a warpgroup are: tokens times `heads`. `apart`: the consumers have tokens of their own, one
+    run after the other, of the same heads; else the same tokens, of two neighbouring heads."""
+
+    heads: int
+    apart: bool
+
+    @staticmethod
+    def of(share: int) -> "QueryRows":
+        """Of groups of so many heads."""
+        if share % _ALIGNED == 0 and SIDE % share == 0:
+            return QueryRows(share, apart=True)
+        return QueryRows(1, apart=share % 2 == 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of a warpgroup."""
+        return SIDE // self.heads
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return self.tokens * CONSUMERS if self.apart else self.tokens
+
+    @property
+    def aligned(self) -> int:
+        """Tokens that a tile starts at a multiple of."""
+        return _ALIGNED if self.heads == 1 else 1
+
+    @property
+    def block_heads(self) -> int:
+        """Heads of a block."""
+        return self.heads if self.apart else self.heads * CONSUMERS
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of tokens of one request each: request, first token, first and end of the request's tokens, and position of
+    the first token. A tile may start before its request does, at a multiple of so many tokens."""
+
+    columns: Int[Array, "T 5"]
+    total: Int[Array, "1"]
+
+
+def find_query_tiles(batch: PagedBatch, tile: int, aligned: int) -> QueryTiles:
+    """The tiles of a batch; the rows past the last are not defined."""
+    begin, end = batch.query_starts[:-1], batch.query_starts[1:]
+    num_tokens, num_requests = batch.positions.shape[0], begin.shape[0]
+    first = begin // aligned * aligned
+    counts = jnp.where(end > begin, (end - first + tile - 1) // tile, 0)
+    ends = jnp.cumsum(counts)
+    tiles = jnp.arange(min(num_tokens, num_tokens // tile + 2 * num_requests), dtype=jnp.int32)
+    request = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1), num_requests - 1)
+    own_begin = begin[request]
+    token = first[request] + (tiles - (ends - counts)[request]) * tile
+    position = batch.positions[jnp.minimum(own_begin, num_tokens - 1)] + token - own_begin
+    columns = jnp.stack([request, token, own_begin, end[request], position], axis=1)
+    return QueryTiles(columns.astype(jnp.int32), ends[-1:].astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What a kernel is compiled for. `page`: slots of a page; `stride`: pages that the number of the first counts
+    in."""
+
+    rows: QueryRows
+    share: int
+    num_heads: int
+    dim: int
+    keys: int
+    stages: int
+    page: int
+    stride: int
+    features: AttentionFeatures
+    num_programs: int
+
+    @property
+    def copy_keys(self) -> int:
+        """Keys of one copy: of one page."""
+        return min(self.page, self.keys)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a tile."""
+        return self.num_heads // self.rows.block_heads
+
+    @property
+    def scale(self) -> float:
+        """Of scores, for powers of two."""
+        return (self.features.scale or self.dim**-0.5) * LOG2E
+
+
+class _Views(NamedTuple):
+    """64 rows in shared memory, as a product takes them, [64, C], and as a copy does: those of a token are one more
+    axis, unless they are one."""
+
+    product: Any
+    copy: Any
+
+
+class _Refs(NamedTuple):
+    """Arrays; rings of queries, keys and values; results of each warpgroup, swizzled and not, in one memory."""
+
+    queries: Any
+    pool: Any
+    first_page: Any
+    tiles: Any
+    num_tiles: Any
+    table: Any
+    sinks: Any
+    out: Any
+    query_ring: _Views
+    key_ring: Any
+    value_ring: Any
+    results: tuple[Any, Any, Any, Any]  # _Views of both
+    queries_filled: Any
+    queries_emptied: Any
+    keys_filled: Any
+    keys_emptied: Any
+    values_filled: Any
+    values_emptied: Any
+    scores: Any = None  # of each warpgroup, where kernels are interpreted
+    sums: Any = None
+
+
+class _Block(NamedTuple):
+    """A block of a program. `begin_key` to `end_step`: first key that a row sees, first and end of the keys that all
+    rows see, and the steps. `length`: keys of the request."""
+
+    slot: Array
+    request: Array
+    token: Array
+    begin: Array
+    end: Array
+    position: Array
+    number: Array
+    length: Array
+    first_step: Array
+    whole_from: Array
+    whole_to: Array
+    end_step: Array
+
+
+def _num_blocks(refs: _Refs, plan: _Plan) -> Array:
+    """Blocks that this program computes."""
+    rest = refs.num_tiles[0] * plan.num_blocks - lax.axis_index("program")
+    return lax.div(rest + plan.num_programs - 1, jnp.int32(plan.num_programs))
+
+
+def _find_block(refs: _Refs, plan: _Plan, index: Array) -> _Block:
+    """That block of this program. Programs work on the same keys at one time."""
+    block = lax.axis_index("program") + index * plan.num_programs
+    tile = lax.div(block, jnp.int32(plan.num_blocks))
+    request, token, begin, end, position = (refs.tiles[tile, column] for column in range(5))
+    last = position + jnp.minimum(end - token, plan.rows.tile) - 1
+    bounds, keys = visible_bounds(position, last, plan.features), jnp.int32(plan.keys)
+    first_step, end_step = lax.div(bounds[0], keys), lax.div(bounds[3] + plan.keys - 1, keys)
+    whole_from = jnp.clip(lax.div(bounds[1] + plan.keys - 1, keys), first_step, end_step)
+    whole_to = jnp.clip(lax.div(jnp.maximum(bounds[2], 0), keys), whole_from, end_step)
+    return _Block(
+        slot=lax.rem(index, jnp.int32(_QUERY_SLOTS)),
+        request=request,
+        token=pl.multiple_of(token, plan.rows.aligned),
+        begin=begin,
+        end=end,
+        position=position,
+        number=block - tile * plan.num_blocks,
+        length=position + end - token,
+        first_step=first_step,
+        whole_from=whole_from,
+        whole_to=whole_to,
+        end_step=end_step,
+    )
+
+
+def _first_head(plan: _Plan, block: _Block, warpgroup: Array | int) -> Array:
+    """Of a warpgroup's rows."""
+    head = block.number * plan.rows.block_heads
+    return head if plan.rows.apart else head + warpgroup
+
+
+def _own_start(plan: _Plan, block: _Block, warpgroup: Array | int) -> tuple[Array, Array]:
+    """The first token of a warpgroup's rows, and its position."""
+    ahead = warpgroup * plan.rows.tokens if plan.rows.apart else 0
+    return block.token + ahead, block.position + ahead
+
+
+def _stage(plan: _Plan, step: Array) -> Array:
+    """The stage of the rings that a step has, of all steps of the program."""
+    return lax.rem(step, jnp.int32(plan.stages))
+
+
+def _slices(plan: _Plan, token: Array, head: Array, tokens: int) -> tuple[Any, ...]:
+    """Where so many tokens of a warpgroup's queries or results are in their array."""
+    if plan.rows.heads == 1:
+        return pl.ds(token, tokens), pl.ds(head * plan.dim, plan.dim)
+    return pl.ds(token, tokens), pl.ds(head, plan.rows.heads)
+
+
+def _produce(refs: _Refs, plan: _Plan) -> None:
+    """Start the copies of all blocks, as far ahead as there is room."""
+    first, page = refs.first_page[0] * plan.stride, jnp.int32(plan.page)
+
+    def copy_queries(block: _Block) -> None:
+        for warpgroup in range(CONSUMERS):
+            token, head = _own_start(plan, block, warpgroup)[0], _first_head(plan, block, warpgroup)
+            source = refs.queries.at[_slices(plan, token, head, plan.rows.tokens)]
+            plgpu.copy_gmem_to_smem(
+                source, refs.query_ring.copy.at[block.slot, warpgroup], refs.queries_filled.at[block.slot]
+            )
+
+    def copy_block(index: Array, step: Array) -> Array:
+        block = _find_block(refs, plan, index)
+        group = lax.div(_first_head(plan, block, 0), jnp.int32(plan.share))
+
+        @pl.when(index >= _QUERY_SLOTS)
+        def _() -> None:
+            plgpu.barrier_wait(refs.queries_emptied.at[block.slot])
+
+        copy_queries(block)
+
+        def copy_step(number: Array, step: Array) -> Array:
+            stage, slots = _stage(plan, step), []
+            for copy in range(plan.keys // plan.copy_keys):
+                at = number * plan.keys + copy * plan.copy_keys
+                at = jnp.where(at < block.length, at, number * plan.keys)  # what the request does not own is not read
+                own_page = lax.div(at, page)
+                slots.append((first + refs.table[block.request, own_page]) * plan.page + at - own_page * plan.page)
+            for row, ring, filled, emptied in (
+                (2 * group, refs.key_ring, refs.keys_filled, refs.keys_emptied),
+                (2 * group + 1, refs.value_ring, refs.values_filled, refs.values_emptied),
+            ):
+
+                @pl.when(step >= plan.stages)
+                def _(emptied: Any = emptied) -> None:
+                    plgpu.barrier_wait(emptied.at[stage])
+
+                for copy, slot in enumerate(slots):
+                    source = refs.pool.at[pl.ds(slot, plan.copy_keys), pl.ds(row * plan.dim, plan.dim)]
+                    to = ring.at[stage, pl.ds(copy * plan.copy_keys, plan.copy_keys)]
+                    plgpu.copy_gmem_to_smem(source, to, filled.at[stage])
+            return step + 1
+
+        return lax.fori_loop(block.first_step, block.end_step, copy_step, step)
+
+    def wait_stage(step: Array, carry: None) -> None:
+        plgpu.barrier_wait(refs.keys_emptied.at[_stage(plan, step)])
+        plgpu.barrier_wait(refs.values_emptied.at[_stage(plan, step)])
+
+    def wait_slot(index: Array, carry: None) -> None:
+        plgpu.barrier_wait(refs.queries_emptied.at[lax.rem(index, jnp.int32(_QUERY_SLOTS))])
+
+    num_blocks = _num_blocks(refs, plan)
+    end = lax.fori_loop(0, num_blocks, copy_block, jnp.int32(0))
+    lax.fori_loop(jnp.maximum(end - plan.stages, 0), end, wait_stage, None)  # barriers end with no arrival left
+    lax.fori_loop(jnp.maximum(num_blocks - _QUERY_SLOTS, 0), num_blocks, wait_slot, None)
+
+
+class _Softmax(NamedTuple):
+    """Of a warpgroup's rows, after a step of keys: maximum and normaliser, and the weights of the step's values, float32
+    or as numbers of the model's dtype."""
+
+    top: Float[Array, "64"]
+    total: Float[Array, "64"]
+    weights: Float[Array, "64 keys"]
+
+
+class _Operations(NamedTuple):
+    """What JAX's interpreter of Mosaic GPU kernels has not: layouts, products with a left operand in registers, and
+    values as accumulators, products with a transposed block and two views of one memory. Interpreted, they are plain
+    code, and `scores` and `sums` are in shared memory."""
+
+    scores: Any
+    sums: Any
+
+    def of_rows(self, numbers: Float[Array, "64"]) -> Float[Array, "64"]:
+        """A number of each row, where a row's scores are."""
+        return numbers if self.sums is not None else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
+
+    def of_scores(self, numbers: Array) -> Array:
+        """Numbers where scores are."""
+        return numbers if self.sums is not None else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA)
+
+    def load_rows(self, ref: Any) -> Float[Array, "64"]:
+        """Load a number of each row from the device's memory."""
+        if self.sums is not None:
+            return ref[...]
+        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def run_with_sums(self, run: Callable[[Any], Array], columns: int) -> Array:
+        """Run it with the sums of a warpgroup, which start at 0."""
+        if self.sums is None:
+            return pl.run_scoped(run, accumulator(columns))
+        self.sums[...] = jnp.zeros(self.sums.shape, self.sums.dtype)
+        return run(self.sums)
+
+    def run_with_scores(self, run: Callable[[Any], _Softmax], columns: int) -> _Softmax:
+        """Run it with accumulators for the scores of a step."""
+        return pl.run_scoped(run, accumulator(columns)) if self.scores is None else run(self.scores)
+
+    def start_scores(self, scores: Any, queries: _Views, keys: Any) -> None:
+        """Start to multiply queries and keys, blocks in shared memory."""
+        if self.scores is None:
+            plgpu.wgmma(scores, queries.product, plgpu.transpose_ref(keys, (1, 0)))
+            return
+        rows = queries.copy[...].reshape(queries.product.shape)
+        scores[...] = jnp.dot(rows, keys[...].T, preferred_element_type=jnp.float32)
+
+    def store(self, views: _Views, warpgroup: Array, numbers: Float[Array, "64 C"]) -> None:
+        """Write them to shared memory, for a copy."""
+        if self.scores is None:
+            views.product[warpgroup] = numbers
+        else:
+            views.copy[warpgroup] = numbers.reshape(views.copy.shape[1:])
+        plgpu.commit_smem()
+
+    def add_product(self, sums: Any, left: Array, right: Any) -> None:
+        """Start to add a product to accumulators; `left` is in registers, `right` a block in shared memory."""
+        if self.sums is not None:
+            sums[...] = sums[...] + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        else:
+            plgpu.wgmma(sums, left, right)
+
+    def load_sums(self, sums: Any, *, running: int) -> Array:
+        """Accumulators once at most so many of the products that were started last run."""
+        return sums[...] if self.sums is not None else plgpu.wgmma_accumulator_load(sums, wait_n=running)
+
+
+def _attend(refs: _Refs, plan: _Plan, warpgroup: Array) -> None:
+    """Compute this warpgroup's rows of all blocks."""
+    scratch = (None if ref is None else ref.at[warpgroup] for ref in (refs.scores, refs.sums))
+    operations = _Operations(*scratch)
+
+    def attend_block(index: Array, step: Array) -> Array:
+        block = _find_block(refs, plan, index)
+        plgpu.barrier_wait(refs.queries_filled.at[block.slot])
+
+        def run(sums: Any) -> Array:
+            return _mix_values(refs, plan, operations, block, warpgroup, step, sums)
+
+        mixed = operations.run_with_sums(run, plan.dim)
+        _store(refs, plan, operations, block, warpgroup, mixed)
+        return step + block.end_step - block.first_step
+
+    lax.fori_loop(0, _num_blocks(refs, plan), attend_block, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _mix_values(
+    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array, first: Array, sums: Any
+) -> Float[Array, "64 C"]:
+    """Values mixed by softmax, of one warpgroup's rows. `first`: the step of the rings that the block starts with."""
+    shape, dtype = (SIDE, plan.keys), refs.out.dtype
+    queries = _Views(*(view.at[block.slot, warpgroup] for view in refs.query_ring))
+    position = _own_start(plan, block, warpgroup)[1]
+
+    def iota(shape: tuple[int, int], dimension: int) -> Array:
+        return operations.of_scores(lax.broadcasted_iota(jnp.int32, shape, dimension))
+
+    def start_scores(scores: Any, step: Array) -> None:
+        plgpu.barrier_wait(refs.keys_filled.at[_stage(plan, step)])
+        operations.start_scores(scores, queries, refs.key_ring.at[_stage(plan, step)])
+
+    def add_scores(top: Array, total: Array, number: Array, scores: Array, *, masked: bool) -> tuple[_Softmax, Array]:
+        """Softmax after that step of keys, and what sums before it are multiplied by."""
+        if masked:
+            at = position + lax.div(iota(shape, 0), jnp.int32(plan.rows.heads))
+            key = number * plan.keys + iota(shape, 1)
+            seen = key <= at
+            if plan.features.window or plan.features.chunk:
+                seen = seen & (key >= first_visible(at, plan.features))
+            scores = jnp.where(seen, scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1) * plan.scale)
+        weights = jnp.exp2(scores * plan.scale - lax.broadcast_in_dim(new_top, shape, (0,)))
+        shrink = jnp.exp2(top - new_top)
+        return _Softmax(new_top, total * shrink + jnp.sum(weights, axis=1), weights), shrink
+
+    def rounded(softmax: _Softmax) -> _Softmax:
+        return softmax._replace(weights=softmax.weights.astype(dtype))
+
+    def first_step(scores: Any) -> _Softmax:
+        start_scores(scores, first)
+        products = operations.load_sums(scores, running=0)
+        plgpu.barrier_arrive(refs.keys_emptied.at[_stage(plan, first)])
+        start = _start(refs, plan, operations, block, warpgroup)
+        return rounded(add_scores(*start, block.first_step, products, masked=True)[0])
+
+    def next_step(number: Array, carry: tuple[Array, _Softmax], *, masked: bool) -> tuple[Array, _Softmax]:
+        step, softmax = carry
+
+        def run(scores: Any) -> _Softmax:
+            start_scores(scores, step + 1)
+            plgpu.barrier_wait(refs.values_filled.at[_stage(plan, step)])
+            operations.add_product(sums, softmax.weights, refs.value_ring.at[_stage(plan, step)])
+            products = operations.load_sums(scores, running=1)
+            plgpu.barrier_arrive(refs.keys_emptied.at[_stage(plan, step + 1)])
+            following, shrink = add_scores(softmax.top, softmax.total, number, products, masked=masked)
+            mixed = operations.load_sums(sums, running=0)
+            plgpu.barrier_arrive(refs.values_emptied.at[_stage(plan, step)])
+            sums[...] = mixed * lax.broadcast_in_dim(shrink, mixed.shape, (0,))
+            return rounded(following)  # not before the product ends that reads these registers
+
+        return step + 1, operations.run_with_scores(run, plan.keys)
+
+    masked, whole = functools.partial(next_step, masked=True), functools.partial(next_step, masked=False)
+    second = block.first_step + 1
+    carry = first, operations.run_with_scores(first_step, plan.keys)
+    if plan.features.window or plan.features.chunk:
+        carry = lax.fori_loop(second, block.whole_from, masked, carry)
+    whole_from = jnp.maximum(block.whole_from, second)
+    whole_to = jnp.maximum(block.whole_to, whole_from)
+    last, softmax = lax.fori_loop(whole_to, block.end_step, masked, lax.fori_loop(whole_from, whole_to, whole, carry))
+    plgpu.barrier_arrive(refs.queries_emptied.at[block.slot])
+    values = refs.value_ring.at[_stage(plan, last)]
+    plgpu.barrier_wait(refs.values_filled.at[_stage(plan, last)])
+    _clear_unowned(plan, block, values, iota)
+    operations.add_product(sums, softmax.weights, values)
+    mixed = operations.load_sums(sums, running=0)
+    plgpu.barrier_arrive(refs.values_emptied.at[_stage(plan, last)])
+    return mixed * lax.broadcast_in_dim(1.0 / jnp.maximum(softmax.total, 1e-30), mixed.shape, (0,))
+
+
+def _start(
+    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array
+) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
+    """Maximum and normaliser before the first key: a sink has weight and no value."""
+    nothing = operations.of_rows(jnp.zeros((SIDE,), jnp.float32))
+    if refs.sinks is None:
+        return nothing + MASK_VALUE, nothing
+    head = lax.div(_first_head(plan, block, warpgroup), jnp.int32(plan.rows.heads))
+    sinks = operations.load_rows(refs.sinks.at[head])
+    return sinks * LOG2E, jnp.where(sinks > MASK_VALUE, nothing + 1.0, nothing)
+
+
+def _clear_unowned(plan: _Plan, block: _Block, values: Any, iota: Any) -> None:
+    """Clear the values of the block's last step whose slots share a page with the request's, and are not its own. Both
+    consumers write the same numbers."""
+    start = (block.end_step - 1) * plan.keys
+    has_unowned = lax.rem(block.length, jnp.int32(plan.copy_keys)) != 0
+
+    @pl.when((start + plan.keys > block.length) & has_unowned)
+    def _() -> None:
+        for part in range(plan.keys // SIDE):
+            rows = pl.ds(part * SIDE, SIDE)
+            at = start + part * SIDE + iota((SIDE, plan.dim), 0)
+            values[rows] = jnp.where(at < block.length, values[rows], jnp.zeros((), values.dtype))
+        plgpu.commit_smem()
+
+
+def _store(
+    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array, mixed: Float[Array, "64 C"]
+) -> None:
+    """Store the rows of the request's tokens."""
+    swizzled, plain = _Views(*refs.results[:2]), _Views(*refs.results[2:])
+    token, head = _own_start(plan, block, warpgroup)[0], _first_head(plan, block, warpgroup)
+    result, tokens = mixed.astype(refs.out.dtype), plan.rows.tokens
+    low, high = jnp.maximum(block.begin - token, 0), jnp.minimum(block.end - token, tokens)
+    count = high - low
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the results of the block before have been read
+
+    @pl.when(count == tokens)
+    def _() -> None:
+        operations.store(swizzled, warpgroup, result)
+        plgpu.copy_smem_to_gmem(swizzled.copy.at[warpgroup], refs.out.at[_slices(plan, token, head, tokens)])
+
+    @pl.when((count > 0) & (count < tokens))
+    def _() -> None:
+        operations.store(plain, warpgroup, result)
+        size = tokens
+        while size := size // 2:  # each size once at most
+
+            @pl.when(lax.bitwise_and(count, jnp.int32(size)) != 0)
+            def _(size: int = size) -> None:
+                first = low + lax.bitwise_and(count, jnp.int32(-2 * size))
+                own = plain.copy.at[warpgroup, pl.ds(first, size)]
+                plgpu.copy_smem_to_gmem(own, refs.out.at[_slices(plan, token + first, head, size)])
+
+
+def _kernel(*arrays: Any, plan: _Plan, has_sinks: bool) -> None:
+    refs = _Refs(*arrays) if has_sinks else _Refs(*arrays[:6], None, *arrays[6:])
+    refs = refs._replace(query_ring=_Views(*refs.query_ring))
+    split_work(lambda: _produce(refs, plan), functools.partial(_attend, refs, plan))
+
+
+def suits_warpgroup_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], batch: PagedBatch
+) -> bool:
+    """Whether this kernel computes a step of prompts, and faster than the Triton kernel does: heads of 64 or 128
+    numbers of 16 bits, those of the pool too, and pages of 8 slots or a larger power of two. Where rows are tokens of
+    one head, requests need many tokens."""
+    (num_tokens, _, dim), page, share = queries.shape, pool.shape[1], queries.shape[1] // (pool.shape[2] // 2)
+    is_long = QueryRows.of(share).heads > 1 or num_tokens >= _FEWEST_TOKENS * batch.seq_lens.shape[0]
+    return (
+        queries.dtype in (jnp.bfloat16, jnp.float16)
+        and pool.dtype == queries.dtype
+        and dim % _SWIZZLED == 0
+        and dim <= _MOST_DIM
+        and page >= _ALIGNED
+        and page & (page - 1) == 0
+        and num_tokens % _ALIGNED == 0
+        and is_long
+    )
+
+
+def _row_sinks(rows: QueryRows, sinks: Float[Array, " H"]) -> Float[Array, "H_rows 64"]:
+    """The sink of each row of 64, by the first head of the rows."""
+    return jnp.tile(sinks.astype(jnp.float32).reshape(-1, rows.heads), (1, rows.tokens))
+
+
+def warpgroup_attention(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page 2G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    features: AttentionFeatures,
+    warpgroups: Warpgroups,
+    *,
+    sinks: Float[Array, " H"] | None = None,
+    stride: int = 1,
+) -> Float[Array, "N H C"]:
+    """Any number of query tokens a request, of a step that suits. Rows of padding are not written."""
+    (num_tokens, heads, dim), (_, page, width, _) = queries.shape, pool.shape
+    share, dtype = heads // (width // 2), queries.dtype
+    is_interpreted = warpgroups.interpret is not False
+    rows, keys = QueryRows.of(share), _WINDOW_KEYS if features.window else _KEYS
+    tiles = find_query_tiles(batch, rows.tile, rows.aligned)
+    fixed = (_QUERY_SLOTS + 1) * CONSUMERS * SIDE * dim * _BYTES
+    plan = _Plan(
+        rows=rows,
+        share=share,
+        num_heads=heads,
+        dim=dim,
+        keys=keys,
+        stages=min((SHARED_BYTES - fixed) // (2 * keys * dim * _BYTES), _MOST_STAGES),
+        page=page,
+        stride=stride,
+        features=dataclasses.replace(features, sinks=None, kv_scales=None),
+        num_programs=warpgroups.num_programs,
+    )
+    shape = (num_tokens, heads * dim) if rows.heads == 1 else queries.shape
+    row_shape = (SIDE, dim) if rows.heads == 1 else (rows.tokens, rows.heads, dim)
+    arrays = [queries.reshape(shape), pool.reshape(-1, width * dim), jnp.asarray(first_page, jnp.int32).reshape(1)]
+    arrays += [tiles.columns, tiles.total, batch.page_table]
+    arrays += [] if sinks is None else [_row_sinks(rows, sinks)]
+
+    def swizzled(*sizes: int) -> Any:
+        transforms = plgpu.TilingTransform((_ALIGNED, _SWIZZLED)), plgpu.SwizzleTransform(_SWIZZLED * _BYTES)
+        return plgpu.SMEM(sizes, dtype, transforms=() if is_interpreted else transforms)
+
+    def views(*refs: Any) -> Any:
+        return refs if is_interpreted else plgpu.RefUnion(*refs)
+
+    def barriers(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    ring = swizzled(plan.stages, keys, dim), barriers(keys // plan.copy_keys, plan.stages), barriers(CONSUMERS, plan.stages)
+    sides = [(SIDE, dim), row_shape]
+    results = [make(CONSUMERS, *side) for make in (swizzled, lambda *sizes: plgpu.SMEM(sizes, dtype)) for side in sides]
+    sums = [plgpu.SMEM((CONSUMERS, SIDE, columns), jnp.float32) for columns in (keys, dim)]
+    out = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, has_sinks=sinks is not None),
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        scratch_types=[
+            views(*(swizzled(_QUERY_SLOTS, CONSUMERS, *side) for side in sides)),
+            ring[0],
+            ring[0],
+            views(*results),
+            barriers(CONSUMERS, _QUERY_SLOTS),
+            barriers(CONSUMERS, _QUERY_SLOTS),
+            *ring[1:],
+            *ring[1:],
+            *(sums if is_interpreted else ()),
+        ],
+        grid=(warpgroups.num_programs,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=warpgroups.interpret,
+        kernel_name="warpgroup_attention",
+    )(*arrays)
+    return out.reshape(queries.shape)
