@@ -35,6 +35,7 @@ SMALLEST = {
     "drafting": ["--small"],
     "expert_offload": ["--small", "--batches", "1", "--fractions", "0.5", "--new", "8", "--rounds", "1"],
     "families_gpu": ["--small"],
+    "prompts_gpu": ["--small"],
     "host_work": ["--batch", "2", "--new", "8"],
     "http_overhead": ["--small"],
     "launches": ["--small"],

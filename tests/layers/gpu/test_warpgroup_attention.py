@@ -186,7 +186,8 @@ ON_GPU = {
     "OLMoE, sinks": (16, 16, 128, AttentionFeatures(), True),
     "16 heads a group": (32, 2, 64, AttentionFeatures(window=300), False),
 }
-LONG = ((0, 1000), (5, 3), (100, 77), (16, 512), (0, 64), (33, 130), (2000, 1), (700, 260))
+LONG = ((0, 400), (5, 3), (100, 77), (16, 130), (0, 64), (33, 30), (700, 1), (300, 100))
+MOST_DISTANCE = {jnp.bfloat16: bound(jnp.bfloat16), jnp.float16: 2e-3}  # float16 has 3 more bits
 
 
 @pytest.mark.gpu
@@ -200,7 +201,7 @@ def test_compiled_kernel_equals_plain_code(case, page, dtype):
     options = dict(spans=LONG, dim=dim, page=page, dtype=dtype)
     actual, expected = run_case(heads, groups, features, has_sinks, warpgroups, **options)
     assert np.isfinite(np.asarray(actual, np.float32)).all()
-    assert distance(actual, expected) < bound(dtype)
+    assert distance(actual, expected) < MOST_DISTANCE[dtype]
 
 
 @pytest.mark.gpu
@@ -216,9 +217,9 @@ def test_bits_of_a_request_do_not_depend_on_the_others(case):
     sinks = jnp.asarray(rng.standard_normal(heads), jnp.float32) if has_sinks else None
     run = jax.jit(lambda q, p, b: warpgroup_attention(q, p, first, b, features, warpgroups, sinks=sinks))
     together = np.asarray(run(queries, pool, batch)[:num_tokens])
-    starts = np.asarray(batch.query_starts)
+    starts, size = np.asarray(batch.query_starts), 400  # of every step: one program
     for request, (before, new) in enumerate(LONG):
-        own, size = slice(starts[request], starts[request + 1]), -new % 8 + new
+        own = slice(starts[request], starts[request + 1])
         alone = make_batch([new], [before], size, page_table=batch.page_table[request][None])
         padded = jnp.zeros((size, heads, dim), jnp.bfloat16).at[:new].set(queries[own])
         np.testing.assert_array_equal(run(padded, pool, alone)[:new], together[own])
