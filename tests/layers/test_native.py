@@ -4,6 +4,7 @@ compiler."""
 
 import dataclasses
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -133,6 +134,19 @@ def test_the_gains_of_bfloat16_are_measured_once_for_a_processor(tmp_path, monke
     monkeypatch.setattr(toolchain, "_processor_name", lambda: "another")
     with pytest.raises(StopIteration):
         toolchain.bf16_gains(library, measure)
+
+
+@pytest.mark.parametrize("processor", ["znver3", "sapphirerapids"] if platform.machine() == "x86_64" else ["native"])
+def test_every_sum_of_products_is_fused_on_every_processor(tmp_path, processor):
+    """GCC would split this one on AMD's Zen 3, and not in other functions that add up the same numbers."""
+    source, made = tmp_path / "sum.cpp", tmp_path / "sum.s"
+    source.write_text(
+        "typedef float vf __attribute__((vector_size(32)));"
+        "vf sum(const vf* x, int n) { vf s = {}; for (int i = 0; i < n; i++) s += x[i] * x[i]; return s; }"
+    )
+    flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in toolchain.FLAGS]
+    subprocess.run([*toolchain.compiler(), *flags, "-S", str(source), "-o", str(made)], check=True, timeout=60)
+    assert re.search(r"\bvfmadd|\bfmla", made.read_text()) and not re.search(r"\bvmulps|\bfmul", made.read_text())
 
 
 REFUSED = """

@@ -43,6 +43,16 @@ def steps(whole, *, dtype="float32", capture=True, renormalize=True):
     return run_steps(model, PLAIN, ATTENTION_BACKENDS["reference"], capture=capture)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_in_pieces_have_the_bits_of_the_stack(dtype):
+    """A target whose layers an EAGLE-3 head reads runs in pieces, and samples what the whole stack samples."""
+    model = tiny_model(dtype)
+    pieces = dataclasses.replace(NATIVE_KERNELS, layer_stack=None)
+    found = [run_steps(model, kernels, NATIVE_ATTENTION, capture=True) for kernels in (NATIVE_KERNELS, pieces)]
+    for actual, expected in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):

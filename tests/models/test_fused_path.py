@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from routed_experts.layers.gpu.attention import GPU_ATTENTION
+from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
 from routed_experts.layers.parallel import AxisGroup
@@ -41,6 +41,7 @@ BESIDE = DenseBesideSparse(
     expert_scale="e",
 )
 GPU_KERNELS = gpu_kernels(interpret=False)
+GPU_ATTENTION = gpu_attention_backend(interpret=False)
 PLATFORMS = {"cpu": (NATIVE_KERNELS, NATIVE_ATTENTION), "gpu": (GPU_KERNELS, GPU_ATTENTION)}
 MIXERS = {
     "no q/k norm": dict(qk_norm=""),

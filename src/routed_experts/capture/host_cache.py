@@ -253,7 +253,7 @@ def _concatenate_rows(
     """Concatenate the rows of the steps' real tokens, and the words of their weights."""
     tables = [np.asarray(step[1]) for step in steps]
     if spec.weights_dtype is None and not any(table.dtype == _INT32 for table in tables):
-        if [len(table) for table in tables] == counts and len(counts) == 1:  # a prompt that fills its step is not copied
+        if len(counts) == 1 and len(tables[0]) == counts[0]:  # a prompt that fills its step is not copied
             return np.ascontiguousarray(_check_ids(tables[0], spec)), None
         return np.ascontiguousarray(
             np.concatenate([_check_ids(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])

@@ -497,6 +497,3 @@ def gpu_attention_backend(*, interpret: bool, warpgroups: Warpgroups | None = No
         takes_kv_scales=True,
         fused_takes_kv_scales=True,
     )
-
-
-GPU_ATTENTION = gpu_attention_backend(interpret=False)

@@ -38,9 +38,9 @@ _MOST_DIM = 128  # of a head; queries, results and two steps of longer ones do n
 # and a window of 128, steps of 64 take 0.78 of the time of steps of 128; without a window, both take the same.
 _KEYS, _WINDOW_KEYS = 128, 64
 _MOST_STAGES = 8
-# Tokens of a request, on average, from which on rows of one head suit. Measured on an H100 with 64 requests of one token
-# beside a prompt, 32 / 4 heads: 0.82 of the Triton kernel's time at 63 tokens a request and contexts of 2,048, and twice
-# its time at 31 and 8,000.
+# Tokens of a request, on average, from which on rows of one head suit. Measured on an H100 with 64 requests of one
+# token beside a prompt, 32 / 4 heads: 0.82 of the Triton kernel's time at 63 tokens a request and contexts of 2,048,
+# and twice its time at 31 and 8,000.
 _FEWEST_TOKENS = 64
 
 
@@ -304,8 +304,8 @@ def _produce(refs: _Refs, plan: _Plan) -> None:
 
 
 class _Softmax(NamedTuple):
-    """Of a warpgroup's rows, after a step of keys: maximum and normaliser, and the weights of the step's values, float32
-    or as numbers of the model's dtype."""
+    """Of a warpgroup's rows, after a step of keys: maximum and normaliser, and the weights of the step's values, in
+    float32 or in the model's dtype."""
 
     top: Float[Array, "64"]
     total: Float[Array, "64"]
@@ -313,9 +313,9 @@ class _Softmax(NamedTuple):
 
 
 class _Operations(NamedTuple):
-    """What JAX's interpreter of Mosaic GPU kernels has not: layouts, stores to accumulators, products with a left operand
-    in registers or a transposed block, and two views of one memory. Interpreted, they are plain code, and `scores` and
-    `sums` are in shared memory."""
+    """What JAX's interpreter of Mosaic GPU kernels has not: layouts, stores to accumulators, products with a left
+    operand in registers or a transposed block, and two views of one memory. Interpreted, they are plain code, and
+    `scores` and `sums` are in shared memory."""
 
     scores: Any
     sums: Any
@@ -524,7 +524,7 @@ def _store(
 
 
 def _kernel(*arrays: Any, plan: _Plan, has_sinks: bool) -> None:
-    refs = _Refs(*arrays) if has_sinks else _Refs(*arrays[:6], None, *arrays[6:])
+    refs = _Refs(*(arrays if has_sinks else (*arrays[:6], None, *arrays[6:])))
     refs = refs._replace(query_ring=_Views(*refs.query_ring))
     split_work(lambda: _produce(refs, plan), functools.partial(_attend, refs, plan))
 
@@ -595,7 +595,8 @@ def warpgroup_attention(
     def barriers(arrivals: int, count: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    ring = swizzled(plan.stages, keys, dim), barriers(keys // plan.copy_keys, plan.stages), barriers(CONSUMERS, plan.stages)
+    ring, emptied = swizzled(plan.stages, keys, dim), barriers(CONSUMERS, plan.stages)
+    filled = barriers(keys // plan.copy_keys, plan.stages)
     sides = [(SIDE, dim), row_shape]
     results = [make(CONSUMERS, *side) for make in (swizzled, lambda *sizes: plgpu.SMEM(sizes, dtype)) for side in sides]
     sums = [plgpu.SMEM((CONSUMERS, SIDE, columns), jnp.float32) for columns in (keys, dim)]
@@ -604,13 +605,13 @@ def warpgroup_attention(
         out_type=jax.ShapeDtypeStruct(shape, dtype),
         scratch_types=[
             views(*(swizzled(_QUERY_SLOTS, CONSUMERS, *side) for side in sides)),
-            ring[0],
-            ring[0],
+            ring,
+            ring,
             views(*results),
             barriers(CONSUMERS, _QUERY_SLOTS),
             barriers(CONSUMERS, _QUERY_SLOTS),
-            *ring[1:],
-            *ring[1:],
+            *(filled, emptied),
+            *(filled, emptied),
             *(sums if is_interpreted else ()),
         ],
         grid=(warpgroups.num_programs,),

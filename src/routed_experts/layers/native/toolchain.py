@@ -26,7 +26,13 @@ import jax
 logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 KERNELS, TEXT_DRAFTS = HERE / "kernels.cpp", HERE / "text_drafts.cpp"  # a library each
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+# GCC splits some fused products and sums again where it takes the processor (AMD's Zen before 4, some of Intel's) to be
+# faster so, and others not: two kernels that add up the same numbers would round them differently.
+ALWAYS_FUSE = "--param=avoid-fma-max-bits=0"
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", ALWAYS_FUSE, "-fno-math-errno"),
+    *("-fPIC", "-shared", "-w"),
+)
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 600
 COMPILING = "compiling the C++ kernels (once) ..."
