@@ -524,7 +524,10 @@ def _store(
 
 
 def _kernel(*arrays: Any, plan: _Plan, has_sinks: bool) -> None:
-    refs = _Refs(*(arrays if has_sinks else (*arrays[:6], None, *arrays[6:])))
+    given: list[Any] = [*arrays]
+    if not has_sinks:
+        given.insert(_Refs._fields.index("sinks"), None)
+    refs = _Refs(*given)
     refs = refs._replace(query_ring=_Views(*refs.query_ring))
     split_work(lambda: _produce(refs, plan), functools.partial(_attend, refs, plan))
 
