@@ -321,7 +321,7 @@ def test_experts_of_several_devices_lower_for_cuda():
 def test_bits_are_those_of_the_triton_kernels(shape, kind, activation, dtype):
     call = make_call(shape, kind, dtype=dtype, activation=activation)
     actual, expected = on_this_gpu(call), jax.jit(gpu_experts)(call)
-    if activation == "tanh gelu":  # compilers contract its polynomial in different ways
+    if activation == "tanh gelu":  # a few numbers in 10,000 are rounded differently
         assert distance(actual, expected) < 1e-4
     else:
         np.testing.assert_array_equal(actual, expected)

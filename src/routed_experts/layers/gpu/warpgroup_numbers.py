@@ -1,7 +1,7 @@
 """Tiles of rows times matrices of 16-bit numbers, by warpgroups: rows are the left operand, 64 of a tile's 128 in each
 warpgroup. Sums are in float32 and in order of the inputs, and results are rounded where the Triton kernels of moe.py
-round: the bits are theirs, but for a tanh gelu, of which one number in 4,000 differs in its last bit. Weights of the
-whole stack are read in place, as there.
+round: the bits are theirs, but for a tanh gelu, where one number in 4,000 differed on an H100. Weights of the whole
+stack are read in place, as there.
 
 Dims: R matrices of the stack, I inputs, O outputs, M tiles, P rows of all tiles."""
 
