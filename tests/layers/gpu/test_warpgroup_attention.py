@@ -183,6 +183,8 @@ def test_decode_verify_and_other_gpus_keep_the_triton_kernels():
     verify = make_step(QWEN, lengths=(4,) * 64, max_queries=4)
     assert "verify_attention" in lowered_kernels(*verify)
     assert "extend_attention" in lowered_kernels(*make_step(QWEN), warpgroups=None)
+    masks_wrongly = Warpgroups(num_programs=132, can_mask=False)
+    assert "extend_attention" in lowered_kernels(*make_step(QWEN), warpgroups=masks_wrongly)
 
 
 ON_GPU = {

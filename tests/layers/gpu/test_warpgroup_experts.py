@@ -267,12 +267,20 @@ def test_calls_of_a_device_count_the_rows_that_are_valid_there():
 
 
 @dataclasses.dataclass(frozen=True)
+class Client:
+    """What is read of a device's client."""
+
+    platform_version: str = "PJRT C API\ncuda 13000"
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
     """What is read of a device."""
 
     platform: str
     compute_capability: str = ""
     core_count: int = 0
+    client: Client = Client()
 
 
 def test_warpgroups_are_those_of_hopper_gpus():
@@ -286,6 +294,15 @@ def test_warpgroups_are_those_of_hopper_gpus():
     assert find_warpgroups([blackwell]) is None and find_warpgroups([hopper, blackwell]) is None
     assert find_warpgroups([cpu, hopper]) == Warpgroups(num_programs=132)
     assert find_warpgroups([hopper, small]) == Warpgroups(num_programs=114)
+
+
+@pytest.mark.parametrize(
+    ("version", "can_mask"),
+    [("12070", True), ("12080", False), ("12090", False), ("12091", True), ("13000", True)],
+)
+def test_a_cuda_that_compiles_masks_wrongly_attends_with_the_triton_kernels(version, can_mask):
+    device = Device("gpu", "9.0", 132, Client(f"PJRT C API\ncuda {version}"))
+    assert find_warpgroups([device]) == Warpgroups(num_programs=132, can_mask=can_mask)
 
 
 def test_experts_of_several_devices_lower_for_cuda():

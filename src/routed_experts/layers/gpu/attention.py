@@ -454,7 +454,7 @@ def gpu_attention(
         return latent_attention(queries, pool, first_page, batch, features, stride=stride, interpret=interpret)
     share = queries.shape[1] // (pool.shape[2] // 2)
     is_extend = not batch.decode and not _fits_verify(batch, share)
-    if is_extend and warpgroups is not None and suits_warpgroup_attention(queries, pool, batch):
+    if is_extend and warpgroups is not None and warpgroups.can_mask and suits_warpgroup_attention(queries, pool, batch):
         return warpgroup_attention(
             queries, pool, first_page, batch, features, warpgroups, sinks=_own_sinks(features, sinks), stride=stride
         )

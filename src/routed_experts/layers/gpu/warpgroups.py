@@ -8,6 +8,7 @@ step is multiplied once its stage of the rings is filled, and a stage is filled 
 Dims: P rows of all tiles, O outputs."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +30,11 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Warpgroups:
     """The GPU that multiplies by warpgroups: `num_programs`, one a multiprocessor. `interpret`: as in `pallas_call`;
-    JAX's interpreter of Mosaic GPU kernels, in tests."""
+    JAX's interpreter of Mosaic GPU kernels, in tests. `can_mask` False: the CUDA that compiles kernels is one of 12.8.0
+    to 12.9.0, which compile causal masks wrongly (JAX's own attention kernel for Hopper refuses them)."""
 
     num_programs: int
+    can_mask: bool = True
     interpret: Any = False
 
 
@@ -41,7 +44,14 @@ def find_warpgroups(devices: Sequence[Any] | None = None) -> Warpgroups | None:
     gpus = [device for device in devices or jax.local_devices() if device.platform == "gpu"]
     if not gpus or any(device.compute_capability != HOPPER for device in gpus):
         return None
-    return Warpgroups(num_programs=min(device.core_count for device in gpus))
+    can_mask = all(_can_mask(device.client.platform_version) for device in gpus)
+    return Warpgroups(num_programs=min(device.core_count for device in gpus), can_mask=can_mask)
+
+
+def _can_mask(platform_version: str) -> bool:
+    """Whether a client's CUDA, as in "cuda 12090", compiles masks rightly; yes where it names none."""
+    version = re.search(r"cuda (\d+)", platform_version)
+    return version is None or not 12_080 <= int(version[1]) < 12_091
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
