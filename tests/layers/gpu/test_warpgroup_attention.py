@@ -15,12 +15,8 @@ from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant
 from routed_experts.layers.gpu.attention import gpu_attention
-from routed_experts.layers.gpu.warpgroup_attention import (
-    QueryRows,
-    find_query_tiles,
-    suits_warpgroup_attention,
-    warpgroup_attention,
-)
+from routed_experts.layers.gpu.query_tiles import QueryRows, find_query_tiles
+from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.kv_format import KV_CODES
 from support.gpu_cases import Sequences, attention_inputs, bound, distance

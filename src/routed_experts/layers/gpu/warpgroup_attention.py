@@ -27,9 +27,9 @@ from routed_experts.layers.attention import MASK_VALUE, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible
 from routed_experts.layers.gpu.paged_softmax import LOG2E, visible_bounds
+from routed_experts.layers.gpu.query_tiles import ALIGNED, QueryRows, find_query_tiles
 from routed_experts.layers.gpu.warpgroups import CONSUMERS, SHARED_BYTES, SIDE, Warpgroups, accumulator, split_work
 
-_ALIGNED = 8  # rows that a copy of swizzled memory starts at a multiple of
 _SWIZZLED = 64  # numbers of a swizzled row, 128 bytes
 _BYTES = 2  # of a number
 _QUERY_SLOTS = 2  # blocks whose queries are in shared memory
@@ -43,66 +43,6 @@ _MOST_STAGES = 8
 # token beside a prompt, 32 / 4 heads: 0.82 of the Triton kernel's time at 63 tokens a request and contexts of 2,048,
 # and twice its time at 31 and 8,000.
 _FEWEST_TOKENS = 64
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueryRows:
-    """What the 64 rows of a warpgroup are: tokens times `heads`. `apart`: the consumers have tokens of their own, one
-    run after the other, of the same heads; else the same tokens, of two neighbouring heads."""
-
-    heads: int
-    apart: bool
-
-    @staticmethod
-    def of(share: int) -> "QueryRows":
-        """Of groups of so many heads."""
-        if share % _ALIGNED == 0 and SIDE % share == 0:
-            return QueryRows(share, apart=True)
-        return QueryRows(1, apart=share % 2 == 1)
-
-    @property
-    def tokens(self) -> int:
-        """Of a warpgroup."""
-        return SIDE // self.heads
-
-    @property
-    def tile(self) -> int:
-        """Tokens of a tile."""
-        return self.tokens * CONSUMERS if self.apart else self.tokens
-
-    @property
-    def aligned(self) -> int:
-        """Tokens that a tile starts at a multiple of."""
-        return _ALIGNED if self.heads == 1 else 1
-
-    @property
-    def block_heads(self) -> int:
-        """Heads of a block."""
-        return self.heads if self.apart else self.heads * CONSUMERS
-
-
-class QueryTiles(NamedTuple):
-    """Tiles of tokens of one request each: request, first token, first and end of the request's tokens, and position of
-    the first token. A tile may start before its request does, at a multiple of so many tokens."""
-
-    columns: Int[Array, "T 5"]
-    total: Int[Array, "1"]
-
-
-def find_query_tiles(batch: PagedBatch, tile: int, aligned: int) -> QueryTiles:
-    """The tiles of a batch; the rows past the last are not defined."""
-    begin, end = batch.query_starts[:-1], batch.query_starts[1:]
-    num_tokens, num_requests = batch.positions.shape[0], begin.shape[0]
-    first = begin // aligned * aligned
-    counts = jnp.where(end > begin, (end - first + tile - 1) // tile, 0)
-    ends = jnp.cumsum(counts)
-    tiles = jnp.arange(min(num_tokens, num_tokens // tile + 2 * num_requests), dtype=jnp.int32)
-    request = jnp.minimum(jnp.sum(ends[None, :] <= tiles[:, None], axis=1), num_requests - 1)
-    own_begin = begin[request]
-    token = first[request] + (tiles - (ends - counts)[request]) * tile
-    position = batch.positions[jnp.minimum(own_begin, num_tokens - 1)] + token - own_begin
-    columns = jnp.stack([request, token, own_begin, end[request], position], axis=1)
-    return QueryTiles(columns.astype(jnp.int32), ends[-1:].astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -546,9 +486,9 @@ def suits_warpgroup_attention(
         and pool.dtype == queries.dtype
         and dim % _SWIZZLED == 0
         and dim <= _MOST_DIM
-        and page >= _ALIGNED
+        and page >= ALIGNED
         and page & (page - 1) == 0
-        and num_tokens % _ALIGNED == 0
+        and num_tokens % ALIGNED == 0
         and is_long
     )
 
@@ -590,7 +530,7 @@ def warpgroup_attention(
     arrays += [] if sinks is None else [sinks.astype(jnp.float32)]
 
     def swizzled(*sizes: int) -> Any:
-        transforms = plgpu.TilingTransform((_ALIGNED, _SWIZZLED)), plgpu.SwizzleTransform(_SWIZZLED * _BYTES)
+        transforms = plgpu.TilingTransform((ALIGNED, _SWIZZLED)), plgpu.SwizzleTransform(_SWIZZLED * _BYTES)
         return plgpu.SMEM(sizes, dtype, transforms=() if is_interpreted else transforms)
 
     def views(*refs: Any) -> Any:
