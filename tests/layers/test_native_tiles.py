@@ -30,6 +30,7 @@ extern "C" bool coded(int64_t rows, int64_t depth, int64_t cols, int64_t group, 
                       Format format, const uint8_t* codes, const float* scales, float* out) {
   return product(rows, depth, cols, x, Codes{format, codes, {scales, cols >> shift, shift, 0}, group}, out);
 }
+extern "C" int64_t padding() { return kPad; }
 """
 EXPERT = """
 extern "C" void expert(int64_t rows, int64_t depth, int64_t width, int64_t parts, const float* x, const bf16* gate_up,
@@ -61,6 +62,7 @@ def libraries(tmp_path_factory):
     made = tile_libraries(tmp_path_factory.mktemp("tiles"), SOURCE + EXPERT)
     for library in made.values():
         library.plain.restype = library.coded.restype = ctypes.c_bool
+        library.padding.restype = ctypes.c_int64
     return made
 
 
@@ -159,8 +161,7 @@ def test_an_expert_in_tiles_is_its_products_and_the_same_in_parts(libraries, wid
     expected = rounded(silu(gate) * up) @ down.astype(np.float64)
     outputs = {}
     for (build, library), parts in itertools.product(libraries.items(), (1, 3)):
-        pad = 8 if "short" in build else 16  # numbers of a vector
-        out = np.full((rows, depth + pad), np.nan, np.float32)
+        out = np.full((rows, depth + library.padding()), np.nan, np.float32)
         arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, gate_up, down, order, out))
         library.expert(*(ctypes.c_int64(size) for size in (rows, depth, width, parts)), *arrays)
         outputs[build, parts] = out[:, :depth]

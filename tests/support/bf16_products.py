@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.toolchain import Bf16Gains
@@ -10,6 +11,13 @@ from routed_experts.layers.native.toolchain import Bf16Gains
 def has_tiles() -> bool:
     """Whether the processor has tiles, and the system lets this process use them."""
     return toolchain.measured_bf16_gains(toolchain.library()).tiles > 0
+
+
+def has_pairs() -> bool:
+    """Whether the processor has an instruction for pairs (AVX512-BF16). Others multiply and add a half at a time, and
+    round otherwise."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text().split()
 
 
 @contextlib.contextmanager
