@@ -29,6 +29,7 @@ from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.gpu.warpgroups import find_warpgroups
 from routed_experts.models.model_folder import ModelFolder
 
 MODELS = {"Qwen3-30B-A3B": PublishedModel(config=QWEN3_30B_A3B), **PUBLISHED}
@@ -95,6 +96,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.small:
         args.batch, args.prompt, args.rounds, args.dtype = 2, 32, SMALL["rounds"], SMALL["dtype"]
+    elif (warpgroups := find_warpgroups()) is None or not warpgroups.can_mask:
+        parser.error("needs a Hopper GPU, and a JAX whose CUDA is not 12.8 or 12.9")
     rows: list[dict[str, object]] = []
     path: Path | str = ""
     for name in args.families or (["GPT-OSS-20b"] if args.small else list(MODELS)):

@@ -15,7 +15,7 @@ from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import reference_variant
 from routed_experts.layers.gpu.attention import gpu_attention
-from routed_experts.layers.gpu.query_tiles import QueryRows, find_query_tiles
+from routed_experts.layers.gpu.query_tiles import find_query_rows, find_query_tiles
 from routed_experts.layers.gpu.warpgroup_attention import suits_warpgroup_attention, warpgroup_attention
 from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
 from routed_experts.layers.kv_format import KV_CODES
@@ -48,11 +48,12 @@ def make_batch(lengths, positions, num_tokens, *, page_table=None, decode=False,
 
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=6, max_size=6),
-    st.sampled_from([(16, 1), (64, 8), (128, 8)]),
+    st.sampled_from([(2, 1), (16, 1), (64, 8), (128, 8)]),
 )
 def test_query_tiles_are_those_of_a_loop(spans, shape):
+    """Also where a step has no padding but that to a multiple of 8 tokens: the table has room for all."""
     (tile, aligned), lengths = shape, [length for length, _ in spans]
-    batch = make_batch(lengths, [at for _, at in spans], 544)
+    batch = make_batch(lengths, [at for _, at in spans], max(8, -(-sum(lengths) // 8) * 8))
     expected, start = [], 0
     for request, (length, position) in enumerate(spans):
         token = start // aligned * aligned
@@ -72,18 +73,19 @@ def test_query_tiles_are_those_of_a_loop(spans, shape):
         (5, (1, True, 64, 128, 1)),
         (8, (8, True, 8, 16, 8)),
         (64, (64, True, 1, 2, 64)),
+        (128, (1, False, 64, 64, 2)),
     ],
 )
-def test_rows_are_the_heads_of_a_group_where_these_are_8_or_a_larger_power_of_two(share, expected):
-    rows = QueryRows.of(share)
+def test_rows_are_the_heads_of_a_group_where_these_are_8_16_32_or_64(share, expected):
+    rows = find_query_rows(share)
     assert (rows.heads, rows.apart, rows.tokens, rows.tile, rows.block_heads) == expected
 
 
 RAGGED = ((0, 75), (21, 3), (150, 40), (5, 1))  # a page in part, several steps of keys, tiles that start unaligned
-CASES = {
-    "heads of a group, window, sinks": (16, 1, AttentionFeatures(window=30), True),
-    "pairs of heads, own scale": (2, 1, AttentionFeatures(scale=0.3), False),
-    "one head, chunks, sinks": (1, 1, AttentionFeatures(chunk=32), True),
+CASES = {  # heads, kv heads, features, sinks, slots of a page
+    "heads of a group, window, sinks": (16, 1, AttentionFeatures(window=30), True, 16),
+    "pairs of heads, own scale": (2, 1, AttentionFeatures(scale=0.3), False, 8),
+    "one head, chunks, sinks": (1, 1, AttentionFeatures(chunk=32), True, 128),
 }
 
 
@@ -107,8 +109,25 @@ def run_case(heads, groups, features, has_sinks, warpgroups, *, spans=RAGGED, di
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_equals_plain_code(case):
-    actual, expected = run_case(*CASES[case], INTERPRETED)
+    *model, page = CASES[case]
+    actual, expected = run_case(*model, INTERPRETED, page=page)
     assert distance(actual, expected) < bound(jnp.bfloat16)
+
+
+def test_a_layer_of_a_stack_attends_to_its_own_pages_with_its_own_sinks():
+    """As layers in a loop call it: the first page counts in layers, and sinks are of all layers. One of them has no
+    weight: its last query of a tile sees no key of the first step. The pool of the other layer is NaN."""
+    features = AttentionFeatures(window=30)
+    seqs = Sequences(spans=((0, 21), (21, 3), (0, 96)), padding=136, heads=8, groups=1, head_dim=64, page=16)
+    rng = np.random.default_rng(3)
+    pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=False, dtype=jnp.bfloat16)
+    queries = jnp.asarray(rng.standard_normal((len(batch.positions), 8, 64)), jnp.bfloat16)
+    sinks = jnp.asarray(rng.standard_normal((2, 8)), jnp.bfloat16).at[1, 2].set(-jnp.inf)
+    options = dict(sinks=(sinks, 1), stride=int(first), warpgroups=INTERPRETED)
+    actual = jax.jit(lambda: gpu_attention(queries, pool, jnp.int32(1), batch, features, **options))()
+    own = dataclasses.replace(features, sinks=sinks[1].astype(jnp.float32))
+    expected = reference_variant(queries.astype(jnp.float32), pool.astype(jnp.float32), first, batch, own)
+    assert distance(actual[:num_tokens], expected[:num_tokens]) < bound(jnp.bfloat16)
 
 
 SHAPES = {  # heads, kv heads, head dim
@@ -159,6 +178,7 @@ QWEN = SHAPES["Qwen3-30B-A3B"]
         (make_step(QWEN, lengths=(1,) * 64), True),
         (make_step(SHAPES["Mixtral"], lengths=(64,) * 4), True),
         (make_step(SHAPES["Mixtral"], lengths=(1,) * 64), False),  # few tokens a request
+        (make_step(SHAPES["Mixtral"], lengths=(1024, *(0,) * 31)), False),  # the batch has room for 32
         (make_step(QWEN, dtype=jnp.float32), False),
         (make_step(QWEN, pool_dtype=KV_CODES), False),
         (make_step(QWEN, page=4), False),
@@ -179,7 +199,7 @@ def test_decode_verify_and_other_gpus_keep_the_triton_kernels():
     verify = make_step(QWEN, lengths=(4,) * 64, max_queries=4)
     assert "verify_attention" in lowered_kernels(*verify)
     assert "extend_attention" in lowered_kernels(*make_step(QWEN), warpgroups=None)
-    masks_wrongly = Warpgroups(num_programs=132, can_mask=False)
+    masks_wrongly = dataclasses.replace(HOPPER, can_mask=False)
     assert "extend_attention" in lowered_kernels(*make_step(QWEN), warpgroups=masks_wrongly)
 
 
@@ -198,7 +218,7 @@ MOST_DISTANCE = {jnp.bfloat16: bound(jnp.bfloat16), jnp.float16: 2e-3}  # float1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [8, 16, 128, 256])
 @pytest.mark.parametrize("case", ON_GPU)
 def test_compiled_kernel_equals_plain_code(case, page, dtype):
     heads, groups, dim, features, has_sinks = ON_GPU[case]

@@ -13,6 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec
 
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.layers.gpu import linear
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
@@ -298,11 +299,20 @@ def test_warpgroups_are_those_of_hopper_gpus():
 
 @pytest.mark.parametrize(
     ("version", "can_mask"),
-    [("12070", True), ("12080", False), ("12090", False), ("12091", True), ("13000", True)],
+    [("12070", True), ("12080", False), ("12090", False), ("13000", True)],
 )
-def test_a_cuda_that_compiles_masks_wrongly_attends_with_the_triton_kernels(version, can_mask):
+def test_a_cuda_that_may_compile_masks_wrongly_can_mask_no_attention(version, can_mask):
     device = Device("gpu", "9.0", 132, Client(f"PJRT C API\ncuda {version}"))
     assert find_warpgroups([device]) == Warpgroups(num_programs=132, can_mask=can_mask)
+
+
+def test_the_kernels_of_a_hopper_gpu_are_given_its_warpgroups(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("gpu", "9.0", 132)])
+    given = {"warpgroups": Warpgroups(num_programs=132), "interpret": False}
+    attention = DEFAULT_BACKENDS.attention["gpu"].load.__wrapped__()  # that of this process stays as it is
+    assert attention.run.keywords == attention.fused.keywords == attention.run_with_features.keywords == given
+    kernels = DEFAULT_BACKENDS.moe["gpu"].load.__wrapped__()
+    assert kernels.moe.run.keywords == kernels.linear.run.keywords == given
 
 
 def test_experts_of_several_devices_lower_for_cuda():

@@ -22,13 +22,6 @@ class QueryRows:
     heads: int
     apart: bool
 
-    @staticmethod
-    def of(share: int) -> "QueryRows":
-        """Of groups of so many heads."""
-        if share % ALIGNED == 0 and SIDE % share == 0:
-            return QueryRows(share, apart=True)
-        return QueryRows(1, apart=share % 2 == 1)
-
     @property
     def tokens(self) -> int:
         """Of a warpgroup."""
@@ -48,6 +41,13 @@ class QueryRows:
     def block_heads(self) -> int:
         """Heads of a block."""
         return self.heads if self.apart else self.heads * CONSUMERS
+
+
+def find_query_rows(share: int) -> QueryRows:
+    """The rows of groups of so many heads."""
+    if share % ALIGNED == 0 and SIDE % share == 0:
+        return QueryRows(share, apart=True)
+    return QueryRows(1, apart=share % 2 == 1)
 
 
 class QueryTiles(NamedTuple):

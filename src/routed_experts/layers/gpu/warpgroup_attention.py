@@ -6,14 +6,13 @@ rings in shared memory, also for the next block. Two others, the consumers, have
 softmax over the same keys. Scores of a step of keys are multiplied while the values of the step before are, and
 softmax of a step runs beside the latter product (FlashAttention-3, section 3.2).
 
-Rows are tokens times the heads of a group where these are 8 or a larger power of two (QueryRows); else tokens of one
-head, and the consumers have two heads of one group, or two runs of tokens. Slots that a request does not own may hold
+Rows are tokens times the heads of a group where these are 8, 16, 32 or 64 (QueryRows); else tokens of one head, and the
+consumers have two heads of one group, or two runs of tokens. Slots that a request does not own may hold
 NaN: their scores become -inf, and their values 0. Dims: N tokens, B requests, H query heads, G kv heads, C head dim, L
 layers of the pool, T tiles."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,9 @@ from routed_experts.layers.attention import MASK_VALUE, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible
 from routed_experts.layers.gpu.paged_softmax import LOG2E, visible_bounds
-from routed_experts.layers.gpu.query_tiles import ALIGNED, QueryRows, find_query_tiles
-from routed_experts.layers.gpu.warpgroups import CONSUMERS, SHARED_BYTES, SIDE, Warpgroups, accumulator, split_work
+from routed_experts.layers.gpu.query_tiles import ALIGNED, QueryRows, find_query_rows, find_query_tiles
+from routed_experts.layers.gpu.warpgroup_operations import CompiledOperations, InterpretedOperations, Views
+from routed_experts.layers.gpu.warpgroups import CONSUMERS, SHARED_BYTES, SIDE, Warpgroups, split_work
 
 _SWIZZLED = 64  # numbers of a swizzled row, 128 bytes
 _BYTES = 2  # of a number
@@ -39,16 +39,16 @@ _MOST_DIM = 128  # of a head; queries, results and two steps of longer ones do n
 # and no window, both took the same.
 _KEYS, _WINDOW_KEYS = 128, 64
 _MOST_STAGES = 8
-# Tokens of a request, on average, from which on rows of one head suit. Measured on an H100 with 64 requests of one
-# token beside a prompt, 32 / 4 heads: 0.82 of the Triton kernel's time at 63 tokens a request and contexts of 2,048,
-# and twice its time at 31 and 8,000.
+# Tokens of a step, for each request that its batch has room for, from which on rows of one head suit. Measured on an
+# H100 with 64 requests of one token beside a prompt, 32 / 4 heads: 0.82 of the Triton kernel's time at 63 tokens a
+# request and contexts of 2,048, and twice its time at 31 and 8,000.
 _FEWEST_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What a kernel is compiled for. `page`: slots of a page; `stride`: pages that the number of the first counts
-    in."""
+    """What a kernel is compiled for. `keys`: of a step; `stages`: steps in the rings; `page`: slots of a page;
+    `stride`: pages that the number of the first counts in."""
 
     rows: QueryRows
     share: int
@@ -73,16 +73,8 @@ class _Plan:
 
     @property
     def scale(self) -> float:
-        """Of scores, for powers of two."""
+        """Factor of scores whose softmax is of powers of two."""
         return (self.features.scale or self.dim**-0.5) * LOG2E
-
-
-class _Views(NamedTuple):
-    """64 rows in shared memory, as a product takes them, [64, C], and as a copy does: those of a token are one more
-    axis, unless they are one."""
-
-    product: Any
-    copy: Any
 
 
 class _Refs(NamedTuple):
@@ -96,10 +88,11 @@ class _Refs(NamedTuple):
     table: Any
     sinks: Any
     out: Any
-    query_ring: _Views
+    query_ring: Views
     key_ring: Any
     value_ring: Any
-    results: tuple[Any, Any, Any, Any]  # _Views of both
+    swizzled_results: Views
+    plain_results: Views
     queries_filled: Any
     queries_emptied: Any
     keys_filled: Any
@@ -113,7 +106,7 @@ class _Refs(NamedTuple):
 class _Block(NamedTuple):
     """A block of a program. `slot`: of its queries; `request` to `position`: as in QueryTiles; `number`: of the block
     in its tile; `length`: keys of the request. Steps are counted from the request's first key: `first_step` to
-    `end_step` have keys that some row sees, `whole_from` to `whole_to` those that all rows see."""
+    `end_step` have keys that some row sees, `unmasked_from` to `unmasked_to` those that all rows see."""
 
     slot: Array
     request: Array
@@ -124,8 +117,8 @@ class _Block(NamedTuple):
     number: Array
     length: Array
     first_step: Array
-    whole_from: Array
-    whole_to: Array
+    unmasked_from: Array
+    unmasked_to: Array
     end_step: Array
 
 
@@ -143,8 +136,8 @@ def _find_block(refs: _Refs, plan: _Plan, index: Array) -> _Block:
     last = position + jnp.minimum(end - token, plan.rows.tile) - 1
     bounds, keys = visible_bounds(position, last, plan.features), jnp.int32(plan.keys)
     first_step, end_step = lax.div(bounds[0], keys), lax.div(bounds[3] + plan.keys - 1, keys)
-    whole_from = jnp.clip(lax.div(bounds[1] + plan.keys - 1, keys), first_step, end_step)
-    whole_to = jnp.clip(lax.div(jnp.maximum(bounds[2], 0), keys), whole_from, end_step)
+    unmasked_from = jnp.clip(lax.div(bounds[1] + plan.keys - 1, keys), first_step, end_step)
+    unmasked_to = jnp.clip(lax.div(jnp.maximum(bounds[2], 0), keys), unmasked_from, end_step)
     return _Block(
         slot=lax.rem(index, jnp.int32(_QUERY_SLOTS)),
         request=request,
@@ -155,8 +148,8 @@ def _find_block(refs: _Refs, plan: _Plan, index: Array) -> _Block:
         number=block - tile * plan.num_blocks,
         length=position + end - token,
         first_step=first_step,
-        whole_from=whole_from,
-        whole_to=whole_to,
+        unmasked_from=unmasked_from,
+        unmasked_to=unmasked_to,
         end_step=end_step,
     )
 
@@ -210,10 +203,10 @@ def _produce(refs: _Refs, plan: _Plan) -> None:
         def copy_step(number: Array, step: Array) -> Array:
             stage, slots = _stage(plan, step), []
             for copy in range(plan.keys // plan.copy_keys):
-                at = number * plan.keys + copy * plan.copy_keys
-                at = jnp.where(at < block.length, at, number * plan.keys)  # what the request does not own is not read
-                own_page = lax.div(at, page)
-                slots.append((first + refs.table[block.request, own_page]) * plan.page + at - own_page * plan.page)
+                key = number * plan.keys + copy * plan.copy_keys
+                key = jnp.where(key < block.length, key, number * plan.keys)  # others are not the request's
+                index = lax.div(key, page)
+                slots.append((first + refs.table[block.request, index]) * plan.page + key - index * plan.page)
             for row, ring, filled, emptied in (
                 (2 * group, refs.key_ring, refs.keys_filled, refs.keys_emptied),
                 (2 * group + 1, refs.value_ring, refs.values_filled, refs.values_emptied),
@@ -225,8 +218,8 @@ def _produce(refs: _Refs, plan: _Plan) -> None:
 
                 for copy, slot in enumerate(slots):
                     source = refs.pool.at[pl.ds(slot, plan.copy_keys), pl.ds(row * plan.dim, plan.dim)]
-                    to = ring.at[stage, pl.ds(copy * plan.copy_keys, plan.copy_keys)]
-                    plgpu.copy_gmem_to_smem(source, to, filled.at[stage])
+                    target = ring.at[stage, pl.ds(copy * plan.copy_keys, plan.copy_keys)]
+                    plgpu.copy_gmem_to_smem(source, target, filled.at[stage])
             return step + 1
 
         return lax.fori_loop(block.first_step, block.end_step, copy_step, step)
@@ -253,65 +246,11 @@ class _Softmax(NamedTuple):
     weights: Float[Array, "64 keys"]
 
 
-class _Operations(NamedTuple):
-    """What JAX's interpreter of Mosaic GPU kernels has not: layouts, stores to accumulators, products with a left
-    operand in registers or a transposed block, and two views of one memory. Interpreted, they are plain code, and
-    `scores` and `sums` are in shared memory."""
-
-    scores: Any
-    sums: Any
-
-    def of_rows(self, numbers: Float[Array, "64"]) -> Float[Array, "64"]:
-        """A number of each row, where a row's scores are."""
-        return numbers if self.sums is not None else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA.reduce(1))
-
-    def of_scores(self, numbers: Array) -> Array:
-        """Numbers where scores are."""
-        return numbers if self.sums is not None else plgpu.layout_cast(numbers, plgpu.Layout.WGMMA)
-
-    def run_with_sums(self, run: Callable[[Any], Array], columns: int) -> Array:
-        """Run it with the sums of a warpgroup, which start at 0."""
-        if self.sums is None:
-            return pl.run_scoped(run, accumulator(columns))
-        self.sums[...] = jnp.zeros(self.sums.shape, self.sums.dtype)
-        return run(self.sums)
-
-    def run_with_scores(self, run: Callable[[Any], _Softmax], columns: int) -> _Softmax:
-        """Run it with accumulators for the scores of a step."""
-        return pl.run_scoped(run, accumulator(columns)) if self.scores is None else run(self.scores)
-
-    def start_scores(self, scores: Any, queries: _Views, keys: Any) -> None:
-        """Start to multiply queries and keys, blocks in shared memory."""
-        if self.scores is None:
-            plgpu.wgmma(scores, queries.product, keys.T)
-            return
-        rows = queries.copy[...].reshape(queries.product.shape)
-        scores[...] = jnp.dot(rows, keys[...].T, preferred_element_type=jnp.float32)
-
-    def store(self, views: _Views, warpgroup: Array, numbers: Float[Array, "64 C"]) -> None:
-        """Write them to shared memory, for a copy."""
-        if self.scores is None:
-            views.product[warpgroup] = numbers
-        else:
-            views.copy[warpgroup] = numbers.reshape(views.copy.shape[1:])
-        plgpu.commit_smem()
-
-    def add_product(self, sums: Any, left: Array, right: Any) -> None:
-        """Start to add a product to accumulators; `left` is in registers, `right` a block in shared memory."""
-        if self.sums is not None:
-            sums[...] = sums[...] + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
-        else:
-            plgpu.wgmma(sums, left, right)
-
-    def load_sums(self, sums: Any, *, running: int) -> Array:
-        """Accumulators once at most so many of the products that were started last run."""
-        return sums[...] if self.sums is not None else plgpu.wgmma_accumulator_load(sums, wait_n=running)
-
-
 def _attend(refs: _Refs, plan: _Plan, warpgroup: Array) -> None:
     """Compute this warpgroup's rows of all blocks."""
-    scratch = (None if ref is None else ref.at[warpgroup] for ref in (refs.scores, refs.sums))
-    operations = _Operations(*scratch)
+    operations = CompiledOperations()
+    if refs.sums is not None:
+        operations = InterpretedOperations(refs.scores.at[warpgroup], refs.sums.at[warpgroup])
 
     def attend_block(index: Array, step: Array) -> Array:
         block = _find_block(refs, plan, index)
@@ -329,15 +268,15 @@ def _attend(refs: _Refs, plan: _Plan, warpgroup: Array) -> None:
 
 
 def _mix_values(
-    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array, first: Array, sums: Any
+    refs: _Refs, plan: _Plan, operations: CompiledOperations, block: _Block, warpgroup: Array, first: Array, sums: Any
 ) -> Float[Array, "64 C"]:
     """Values mixed by softmax, of one warpgroup's rows. `first`: the step of the rings that the block starts with."""
     shape, dtype = (SIDE, plan.keys), refs.out.dtype
-    queries = _Views(*(view.at[block.slot, warpgroup] for view in refs.query_ring))
+    queries = Views(*(view.at[block.slot, warpgroup] for view in refs.query_ring))
     position = _own_start(plan, block, warpgroup)[1]
 
     def iota(shape: tuple[int, int], dimension: int) -> Array:
-        return operations.of_scores(lax.broadcasted_iota(jnp.int32, shape, dimension))
+        return operations.place_scores(lax.broadcasted_iota(jnp.int32, shape, dimension))
 
     def start_scores(scores: Any, step: Array) -> None:
         plgpu.barrier_wait(refs.keys_filled.at[_stage(plan, step)])
@@ -345,18 +284,18 @@ def _mix_values(
 
     def add_scores(top: Array, total: Array, number: Array, scores: Array, *, masked: bool) -> tuple[_Softmax, Array]:
         """Softmax after that step of keys, and what sums before it are multiplied by."""
-        visible, seen = scores, None
+        visible, mask = scores, None
         if masked:
-            at = position + lax.div(iota(shape, 0), jnp.int32(plan.rows.heads))
+            query = position + lax.div(iota(shape, 0), jnp.int32(plan.rows.heads))
             key = number * plan.keys + iota(shape, 1)
-            seen = key <= at
+            mask = key <= query
             if plan.features.window or plan.features.chunk:
-                seen = seen & (key >= first_visible(at, plan.features))
-            visible = jnp.where(seen, scores, -jnp.inf)
+                mask = mask & (key >= first_visible(query, plan.features))
+            visible = jnp.where(mask, scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(visible, axis=1) * plan.scale)
         exponents = scores * plan.scale - lax.broadcast_in_dim(new_top, shape, (0,))
-        if seen is not None:  # after the difference, which is so computed alike where all keys are seen
-            exponents = jnp.where(seen, exponents, -jnp.inf)
+        if mask is not None:  # after the difference, whose bits so are those of a step without a mask
+            exponents = jnp.where(mask, exponents, -jnp.inf)
         weights = jnp.exp2(exponents)
         shrink = jnp.exp2(top - new_top)
         return _Softmax(new_top, total * shrink + jnp.sum(weights, axis=1), weights), shrink
@@ -366,7 +305,7 @@ def _mix_values(
 
     def first_step(scores: Any) -> _Softmax:
         start_scores(scores, first)
-        products = operations.load_sums(scores, running=0)
+        products = operations.load(scores, running=0)
         plgpu.barrier_arrive(refs.keys_emptied.at[_stage(plan, first)])
         start = _start(refs, plan, operations, block, warpgroup)
         return rounded(add_scores(*start, block.first_step, products, masked=True)[0])
@@ -377,47 +316,50 @@ def _mix_values(
         def run(scores: Any) -> _Softmax:
             start_scores(scores, step + 1)
             plgpu.barrier_wait(refs.values_filled.at[_stage(plan, step)])
-            operations.add_product(sums, softmax.weights, refs.value_ring.at[_stage(plan, step)])
-            products = operations.load_sums(scores, running=1)
+            operations.start_mix(sums, softmax.weights, refs.value_ring.at[_stage(plan, step)])
+            products = operations.load(scores, running=1)
             plgpu.barrier_arrive(refs.keys_emptied.at[_stage(plan, step + 1)])
             following, shrink = add_scores(softmax.top, softmax.total, number, products, masked=masked)
-            mixed = operations.load_sums(sums, running=0)
+            mixed = operations.load(sums, running=0)
             plgpu.barrier_arrive(refs.values_emptied.at[_stage(plan, step)])
             sums[...] = mixed * lax.broadcast_in_dim(shrink, mixed.shape, (0,))
             return rounded(following)  # not before the product ends that reads these registers
 
         return step + 1, operations.run_with_scores(run, plan.keys)
 
-    masked, whole = functools.partial(next_step, masked=True), functools.partial(next_step, masked=False)
+    masked, unmasked = (functools.partial(next_step, masked=masked) for masked in (True, False))
     second = block.first_step + 1
     carry = first, operations.run_with_scores(first_step, plan.keys)
     if plan.features.window or plan.features.chunk:
-        carry = lax.fori_loop(second, block.whole_from, masked, carry)
-    whole_from = jnp.maximum(block.whole_from, second)
-    whole_to = jnp.maximum(block.whole_to, whole_from)
-    last, softmax = lax.fori_loop(whole_to, block.end_step, masked, lax.fori_loop(whole_from, whole_to, whole, carry))
+        carry = lax.fori_loop(second, block.unmasked_from, masked, carry)
+    unmasked_from = jnp.maximum(block.unmasked_from, second)
+    unmasked_to = jnp.maximum(block.unmasked_to, unmasked_from)
+    last, softmax = lax.fori_loop(
+        unmasked_to, block.end_step, masked, lax.fori_loop(unmasked_from, unmasked_to, unmasked, carry)
+    )
     plgpu.barrier_arrive(refs.queries_emptied.at[block.slot])
     values = refs.value_ring.at[_stage(plan, last)]
     plgpu.barrier_wait(refs.values_filled.at[_stage(plan, last)])
     _clear_unowned(plan, block, values, iota)
-    operations.add_product(sums, softmax.weights, values)
-    mixed = operations.load_sums(sums, running=0)
+    operations.start_mix(sums, softmax.weights, values)
+    mixed = operations.load(sums, running=0)
     plgpu.barrier_arrive(refs.values_emptied.at[_stage(plan, last)])
     return mixed * lax.broadcast_in_dim(1.0 / jnp.maximum(softmax.total, 1e-30), mixed.shape, (0,))
 
 
 def _start(
-    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array
+    refs: _Refs, plan: _Plan, operations: CompiledOperations, block: _Block, warpgroup: Array
 ) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
     """Maximum and normaliser before the first key: a sink has weight and no value."""
-    nothing = operations.of_rows(jnp.zeros((SIDE,), jnp.float32))
+    nothing = operations.place_rows(jnp.zeros((SIDE,), jnp.float32))
     if refs.sinks is None:
         return nothing + MASK_VALUE, nothing
-    head = operations.of_rows(lax.broadcasted_iota(jnp.int32, (SIDE,), 0)) % plan.rows.heads
+    head = operations.place_rows(lax.broadcasted_iota(jnp.int32, (SIDE,), 0)) % plan.rows.heads
     sinks = nothing
     for index in range(plan.rows.heads):
         sinks = jnp.where(head == index, refs.sinks[_first_head(plan, block, warpgroup) + index], sinks)
-    return sinks * LOG2E, jnp.where(sinks > MASK_VALUE, nothing + 1.0, nothing)
+    top = jnp.maximum(sinks * LOG2E, MASK_VALUE)  # finite: of a row without visible keys, weights would be NaN
+    return top, jnp.where(sinks > MASK_VALUE, nothing + 1.0, nothing)
 
 
 def _clear_unowned(plan: _Plan, block: _Block, values: Any, iota: Any) -> None:
@@ -430,16 +372,21 @@ def _clear_unowned(plan: _Plan, block: _Block, values: Any, iota: Any) -> None:
     def _() -> None:
         for part in range(plan.keys // SIDE):
             rows = pl.ds(part * SIDE, SIDE)
-            at = start + part * SIDE + iota((SIDE, plan.dim), 0)
-            values[rows] = jnp.where(at < block.length, values[rows], jnp.zeros((), values.dtype))
+            key = start + part * SIDE + iota((SIDE, plan.dim), 0)
+            values[rows] = jnp.where(key < block.length, values[rows], jnp.zeros((), values.dtype))
         plgpu.commit_smem()
 
 
 def _store(
-    refs: _Refs, plan: _Plan, operations: _Operations, block: _Block, warpgroup: Array, mixed: Float[Array, "64 C"]
+    refs: _Refs,
+    plan: _Plan,
+    operations: CompiledOperations,
+    block: _Block,
+    warpgroup: Array,
+    mixed: Float[Array, "64 C"],
 ) -> None:
     """Store the rows of the request's tokens."""
-    swizzled, plain = _Views(*refs.results[:2]), _Views(*refs.results[2:])
+    swizzled, plain = refs.swizzled_results, refs.plain_results
     token, head = _own_start(plan, block, warpgroup)[0], _first_head(plan, block, warpgroup)
     result, tokens = mixed.astype(refs.out.dtype), plan.rows.tokens
     low, high = jnp.maximum(block.begin - token, 0), jnp.minimum(block.end - token, tokens)
@@ -464,23 +411,35 @@ def _store(
                 plgpu.copy_smem_to_gmem(own, refs.out.at[_slices(plan, token + first, head, size)])
 
 
-def _kernel(*arrays: Any, plan: _Plan, has_sinks: bool) -> None:
-    given: list[Any] = [*arrays]
-    if not has_sinks:
-        given.insert(_Refs._fields.index("sinks"), None)
-    refs = _Refs(*given)
-    refs = refs._replace(query_ring=_Views(*refs.query_ring))
+def _kernel(
+    queries: Any,
+    pool: Any,
+    first_page: Any,
+    tiles: Any,
+    num_tiles: Any,
+    table: Any,
+    *rest: Any,
+    plan: _Plan,
+    has_sinks: bool,
+) -> None:
+    sinks, rest = (rest[0], rest[1:]) if has_sinks else (None, rest)
+    out, query_ring, key_ring, value_ring, results, *barriers_and_scratch = rest
+    refs = _Refs(
+        *(queries, pool, first_page, tiles, num_tiles, table, sinks, out),
+        *(Views(*query_ring), key_ring, value_ring, Views(*results[:2]), Views(*results[2:])),
+        *barriers_and_scratch,
+    )
     split_work(lambda: _produce(refs, plan), functools.partial(_attend, refs, plan))
 
 
 def suits_warpgroup_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], batch: PagedBatch
 ) -> bool:
-    """Whether this kernel computes a step of prompts, and faster than the Triton kernel does: heads of 64 or 128
-    numbers of 16 bits, those of the pool too, and pages of 8 slots or a larger power of two. Where rows are tokens of
-    one head, requests need many tokens."""
+    """Whether this kernel computes a step of prompts: heads of 64 or 128 numbers of 16 bits, those of the pool too, and
+    pages of 8 slots or a larger power of two. Where rows are tokens of one head, the step needs 64 tokens for each
+    request that the batch has room for: one token of a request takes as long as 64."""
     (num_tokens, _, dim), page, share = queries.shape, pool.shape[1], queries.shape[1] // (pool.shape[2] // 2)
-    is_long = QueryRows.of(share).heads > 1 or num_tokens >= _FEWEST_TOKENS * batch.seq_lens.shape[0]
+    is_long = find_query_rows(share).heads > 1 or num_tokens >= _FEWEST_TOKENS * batch.seq_lens.shape[0]
     return (
         queries.dtype in (jnp.bfloat16, jnp.float16)
         and pool.dtype == queries.dtype
@@ -508,7 +467,7 @@ def warpgroup_attention(
     (num_tokens, heads, dim), (_, page, width, _) = queries.shape, pool.shape
     share, dtype = heads // (width // 2), queries.dtype
     is_interpreted = warpgroups.interpret is not False
-    rows, keys = QueryRows.of(share), _WINDOW_KEYS if features.window else _KEYS
+    rows, keys = find_query_rows(share), _WINDOW_KEYS if features.window else _KEYS
     tiles = find_query_tiles(batch, rows.tile, rows.aligned)
     fixed = (_QUERY_SLOTS + 1) * CONSUMERS * SIDE * dim * _BYTES
     plan = _Plan(

@@ -30,8 +30,9 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Warpgroups:
     """The GPU that multiplies by warpgroups: `num_programs`, one a multiprocessor. `interpret`: as in `pallas_call`;
-    JAX's interpreter of Mosaic GPU kernels, in tests. `can_mask` False: the CUDA that compiles kernels is one of 12.8.0
-    to 12.9.0, which compile causal masks wrongly (JAX's own attention kernel for Hopper refuses them)."""
+    JAX's interpreter of Mosaic GPU kernels, in tests. `can_mask` False: JAX's CUDA plugin is one of CUDA
+    12.8 or 12.9, of which 12.8.0 to 12.9.0 compile causal masks wrongly (JAX's own attention kernel for Hopper refuses
+    them)."""
 
     num_programs: int
     can_mask: bool = True
@@ -49,9 +50,10 @@ def find_warpgroups(devices: Sequence[Any] | None = None) -> Warpgroups | None:
 
 
 def _can_mask(platform_version: str) -> bool:
-    """Whether a client's CUDA, as in "cuda 12090", compiles masks rightly; yes where it names none."""
+    """Whether a client's CUDA, as in "cuda 12090", compiles masks rightly; yes where it names none. The number is that
+    of major and minor version: 12.9.1 has the one of 12.9.0."""
     version = re.search(r"cuda (\d+)", platform_version)
-    return version is None or not 12_080 <= int(version[1]) < 12_091
+    return version is None or not 12_080 <= int(version[1]) < 12_100
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
