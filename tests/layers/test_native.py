@@ -136,9 +136,9 @@ def test_the_gains_of_bfloat16_are_measured_once_for_a_processor(tmp_path, monke
         toolchain.bf16_gains(library, measure)
 
 
-@pytest.mark.parametrize("processor", ["znver3", "sapphirerapids"] if platform.machine() == "x86_64" else ["native"])
-def test_every_sum_of_products_is_fused_on_every_processor(tmp_path, processor):
-    """GCC would split this one on AMD's Zen 3, and not in other functions that add up the same numbers."""
+@pytest.mark.parametrize("processor", ["znver2", "znver3"] if platform.machine() == "x86_64" else ["native"])
+def test_a_chain_of_fused_sums_is_not_split_where_the_compiler_takes_that_to_be_faster(tmp_path, processor):
+    """GCC would split this one on AMD's Zen 2 and 3, and not in other functions that add up the same numbers."""
     source, made = tmp_path / "sum.cpp", tmp_path / "sum.s"
     source.write_text(
         "typedef float vf __attribute__((vector_size(32)));"

@@ -26,8 +26,8 @@ import jax
 logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 KERNELS, TEXT_DRAFTS = HERE / "kernels.cpp", HERE / "text_drafts.cpp"  # a library each
-# GCC splits some fused products and sums again where it takes the processor (AMD's Zen before 4, some of Intel's) to be
-# faster so, and others not: two kernels that add up the same numbers would round them differently.
+# Where GCC takes a processor (AMD's Zen 1 to 3, in GCC 12) to be faster so, it splits some chains of fused products and
+# sums again, and others not: two kernels that add up the same numbers would round them differently. Clang ignores this.
 ALWAYS_FUSE = "--param=avoid-fma-max-bits=0"
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", ALWAYS_FUSE, "-fno-math-errno"),
