@@ -19,6 +19,7 @@ constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fil
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
 static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
+constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // sums of a tile of a row of codes: an addition to one waits for the one before it
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 template <class U, class W>
@@ -91,6 +92,9 @@ struct Prefetcher {
   }
 };
 
+template <int N>
+constexpr std::integral_constant<int, N> count{};
+
 // Vectors of w as U's.
 template <class U>
 using Line = decltype(load(static_cast<const U*>(nullptr)));
@@ -132,8 +136,11 @@ struct Packed {
   Prefetcher& prefetcher;
   void prefetch_next() const { prefetcher.advance(); }
   template <int Vectors>
-  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
-    for (int v = 0; v < Vectors; v++) line[v] = load(panel + d * ld + v * kLanes);
+  void prefetch_line(int64_t) const {}
+  template <int Vectors>
+  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) line[v] = load(panel + d * ld + (first + v) * kLanes);
   }
 };
 
@@ -146,11 +153,15 @@ struct Packing {
   int64_t ld;
   void prefetch_next() const {}
   template <int Vectors>
-  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
+  void prefetch_line(int64_t d) const {
     const W* from = w + d * kRowsOf<U, W> * ldw;
     for (int row = 0; row < kRowsOf<U, W>; row++) prefetch(from + (kPackAhead + row) * ldw, Vectors * kLanes);
-    take<U>(from, ldw, line);
-    for (int v = 0; v < Vectors; v++) store(panel + d * ld + v * kLanes, line[v]);
+  }
+  template <int Vectors>
+  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
+    take<U>(w + d * kRowsOf<U, W> * ldw + first * kLanes, ldw, line);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) store(panel + d * ld + (first + v) * kLanes, line[v]);
   }
 };
 
@@ -161,36 +172,48 @@ struct Direct {
   int64_t ldw, ahead;
   void prefetch_next() const {}
   template <int Vectors>
-  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
-    const W* from = w + d * kRowsOf<U, W> * ldw;
-    for (int row = 0; row < kRowsOf<U, W>; row++) prefetch<2>(from + row * ldw + ahead, Vectors * kLanes);
-    take<U>(from, ldw, line);
+  void prefetch_line(int64_t d) const {
+    const W* from = w + d * kRowsOf<U, W> * ldw + ahead;
+    for (int row = 0; row < kRowsOf<U, W>; row++) prefetch<2>(from + row * ldw, Vectors * kLanes);
+  }
+  template <int Vectors>
+  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
+    take<U>(w + d * kRowsOf<U, W> * ldw + first * kLanes, ldw, line);
   }
 };
 
 // U: float, floats or pair; `depth` and `ldx` count them.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
-  for (int64_t first = 0, last = 0; first < depth; first = last) {
-    last = group_end(scales, first, depth);
+  constexpr int kAtOnce = std::min(Vectors, kTileVectors);  // vectors of a line that are in registers
+  for (int64_t start = 0, last = 0; start < depth; start = last) {
+    last = group_end(scales, start, depth);
     vf sums[Rows][Vectors];
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) sums[r][v] = first_sum(scales, fresh, out + r * ldo + v * kLanes);
-    for (int64_t begin = first; begin < last; begin += kPrefetchEvery) {
+    for (int64_t begin = start; begin < last; begin += kPrefetchEvery) {
       source.prefetch_next();
       for (int64_t d = begin, end = std::min(last, begin + kPrefetchEvery); d < end; d++) {
-        Line<U> line[Vectors];
-        source.take_line(d, line);
-        for (int r = 0; r < Rows; r++)
-          for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, line[v]);
+        source.template prefetch_line<Vectors>(d);
+#pragma GCC unroll 8
+        for (int first = 0; first < Vectors; first += kAtOnce) {
+          Line<U> line[kAtOnce];
+          source.take_line(d, first, line);
+#pragma GCC unroll 8
+          for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kAtOnce; v++) sums[r][first + v] = add_product(sums[r][first + v], x + r * ldx + d, line[v]);
+        }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) {
         float* to = out + r * ldo + v * kLanes;
-        store(to, total(scales, first, v, fresh, to, sums[r][v]));
+        store(to, total(scales, start, v, fresh, to, sums[r][v]));
       }
   }
 }
@@ -199,7 +222,10 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
 template <int Vectors, class U, class W>
 inline void unpack(const Packing<U, W>& source, int64_t depth) {
   Line<U> line[Vectors];
-  for (int64_t d = 0; d < depth; d++) source.take_line(d, line);
+  for (int64_t d = 0; d < depth; d++) {
+    source.template prefetch_line<Vectors>(d);
+    source.take_line(d, 0, line);
+  }
 }
 
 // Fills a panel, and gives the rows of the tile that was multiplied meanwhile: codes are decoded alone, in the registers of its sums.
@@ -389,19 +415,22 @@ template <class U, class W, class ScalesOf>
 void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w, int64_t ldw, const ScalesOf& scales, int64_t depth, int64_t cols,
                   float* out, int64_t ldo) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t c = 0, width = 0; c < cols; c += width) {
-    width = c + kTileVectors * kLanes <= cols ? kTileVectors * kLanes : kLanes;
-    const Direct<U, W> source{w + c, ldw, depth * kRowsOf<U, W> * ldw};
-    const ScalesOf own = scales + c;
-    for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
-      end = rows * (t + 1) / tiles;
-      auto run = [&](auto vectors) {
-        tile_rows<decltype(vectors)::value>(end - r, fresh, x + r * ldx, ldx, source, own, depth, out + r * ldo + c, ldo);
-      };
-      if (width == kTileVectors * kLanes) run(std::integral_constant<int, kTileVectors>{});
-      else run(std::integral_constant<int, 1>{});
+  int64_t c = 0;
+  auto walk = [&](auto vectors, auto most) {  // as many columns as are whole tiles
+    constexpr int kVectors = decltype(vectors)::value;
+    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) {
+      const Direct<U, W> source{w + c, ldw, depth * kRowsOf<U, W> * ldw};
+      const ScalesOf own = scales + c;
+      for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
+        end = rows * (t + 1) / tiles;
+        tile_rows<kVectors, decltype(most)::value>(end - r, fresh, x + r * ldx, ldx, source, own, depth, out + r * ldo + c, ldo);
+      }
     }
-  }
+  };
+  if (rows == 1) walk(count<kChains>, count<1>);
+  if (rows == 2) walk(count<4>, count<2>);
+  walk(count<kTileVectors>, count<kTileRows>);
+  walk(count<1>, count<kTileRows>);
 }
 
 // The groups of codes one after another. Those that have more rows than are walked side by side add up in scratch.

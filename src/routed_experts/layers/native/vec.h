@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -79,35 +79,50 @@ inline Vector read(const T* p) {
   return v;
 }
 
-// Floats of the bits of float16. By name: GCC would convert a vector number by number.
-inline vf from_half(vh bits) {
+// Conversions by name: GCC converts vectors of integers by halves, and of float16 number by number.
 #if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps((__m256i)bits);
+inline vu widened(vh bits) { return (vu)_mm512_cvtepu16_epi32((__m256i)bits); }
+inline vh sign_extended(const void* p) { return (vh)_mm256_cvtepi8_epi16(read<__m128i>(static_cast<const __m128i*>(p))); }
+inline vb narrowed(vu bits) { return (vb)_mm512_cvtepi32_epi8((__m512i)bits); }
+#elif defined(__AVX2__)
+inline vu widened(vh bits) { return (vu)_mm256_cvtepu16_epi32((__m128i)bits); }
+inline vh sign_extended(const void* p) { return (vh)_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
+inline vb narrowed(vu bits) {  // numbers of 8 bits
+  const __m256i words = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);  // of each half, twice
+  const __m128i four = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  vb narrow;
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(&narrow), _mm_packus_epi16(four, four));
+  return narrow;
+}
+#else
+inline vu widened(vh bits) { return __builtin_convertvector(bits, vu); }
+inline vh sign_extended(const void* p) {
+  const vh code = __builtin_convertvector(read<vb>(static_cast<const vb*>(p)), vh);
+  return code | (code >> 7) * 0xff00;
+}
+inline vb narrowed(vu bits) { return __builtin_convertvector(bits, vb); }
+#endif
+// Floats of the bits of float16, and the bits of floats that are rounded to nearest, ties to even.
+#if defined(__AVX512F__)
+inline vf from_half(vh bits) { return (vf)_mm512_cvtph_ps((__m256i)bits); }
+inline vh to_half(vf v) { return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 #elif defined(__F16C__)
-  return (vf)_mm256_cvtph_ps((__m128i)bits);
+inline vf from_half(vh bits) { return (vf)_mm256_cvtph_ps((__m128i)bits); }
+inline vh to_half(vf v) { return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
 #else
-  return __builtin_convertvector((vx)bits, vf);
+inline vf from_half(vh bits) { return __builtin_convertvector((vx)bits, vf); }
+inline vh to_half(vf v) { return (vh)__builtin_convertvector(v, vx); }
 #endif
-}
-// Codes of 8 bits in 16.
-inline vh widened(const void* p) {
-#if defined(__AVX512F__)
-  return (vh)_mm256_cvtepu8_epi16(read<__m128i>(static_cast<const __m128i*>(p)));
-#else
-  return __builtin_convertvector(read<vb>(static_cast<const vb*>(p)), vh);
-#endif
-}
 
 inline vf load(const float* p) { return read<vf>(p); }
-inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
+inline vf load(const bf16* p) { return (vf)(widened(read<vh>(p)) << 16); }
 inline vf load(const f16* p) { return from_half(read<vh>(p)); }
-inline vf load(const e4m3* p) {  // its bits in float16 are 2^-8 of it, for subnormal numbers too
-  const vh code = widened(p);
-  return from_half((code & 0x7f) << 7 | (code & 0x80) << 8) * 256.0f;
-}
-inline vf load(const kv8* p) {  // as above; NaN is the code of all ones
-  const vh code = widened(p), size = code & 0x7f;
-  return from_half(size << 7 | (code & 0x80) << 8 | ((vh)(size == vh{} + 0x7f) & 0x7c00)) * 256.0f;
+// The bits of a code of 8 bits in float16 are 2^-8 of it, for subnormal numbers too: the exponent has a bit more, behind the sign.
+inline vh half_of_code(const void* p) { return sign_extended(p) << 7 & 0xbfff; }
+inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * 256.0f; }
+inline vf load(const kv8* p) {  // NaN is the code of all ones
+  const vh half = half_of_code(p);
+  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * 256.0f;
 }
 
 // What codes of 4 bits are, in bfloat16.
@@ -127,10 +142,21 @@ inline vff decode(const W* p) {  // looks each half of a byte up
   const __m512 table = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHalves<W>))), 16);
   return {(vf)_mm512_permutexvar_ps(codes, table), (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table)};
 }
+#elif defined(__AVX2__)
+inline vf values(const int4*, __m256i codes) { return (vf)_mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8))); }
+inline vf values(const e2m1*, __m256i codes) {  // looks three bits of each up
+  const __m256 sizes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), codes);
+  return (vf)((vu)sizes | ((vu)codes << 28 & 0x80000000));
+}
+template <class W>
+inline vff decode(const W* p) {
+  const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return {values(p, _mm256_and_si256(codes, _mm256_set1_epi32(15))), values(p, _mm256_srli_epi32(codes, 4))};
+}
 #else
 inline vf values(const int4*, vh codes) { return __builtin_convertvector(__builtin_convertvector(codes, vi) - 8, vf); }
 inline vf values(const e2m1*, vh codes) {  // their bits in float16 are 2^-14 of them, for subnormal numbers too
-  return __builtin_convertvector((vx)((codes & 7) << 9 | (codes & 8) << 12), vf) * 16384.0f;
+  return from_half((codes & 7) << 9 | (codes & 8) << 12) * 16384.0f;
 }
 template <class W>
 inline vff decode(const W* p) {
@@ -236,7 +262,7 @@ inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 inline void store(f16* p, vf v) {
-  vx narrow = __builtin_convertvector(v, vx);
+  const vh narrow = to_half(v);
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 inline void store(kv8* p, vf v) {  // clipped to 448, to nearest, ties to even; a NaN stays one: as `to_stored` of layers/kv_format.py rounds
@@ -247,7 +273,7 @@ inline void store(kv8* p, vf v) {  // clipped to 448, to nearest, ties to even; 
   const vu wide = (vu)size, normal = ((wide + 0x7ffff + ((wide >> 20) & 1)) >> 20) - (120 << 3);
   const vu small = (vu)(size + 16384.0f) - 0x46800000;  // neighbours are 2^-9 apart there, as subnormal numbers are
   const vu code = size == size ? (size < least ? small : normal) : vu{} + 0x7f;
-  const vb narrow = __builtin_convertvector(code | (bits >> 24 & 0x80), vb);
+  const vb narrow = narrowed(code | (bits >> 24 & 0x80));
   std::memcpy(p, &narrow, sizeof(narrow));
 }
 
