@@ -21,6 +21,7 @@ static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a 
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
 constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // sums of a tile of a row of codes: an addition to one waits for the one before it
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
+constexpr int kStreamAhead = 8;  // rows of w that are prefetched at least before they are read
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 template <class U, class W>
 constexpr int kRowsOf = kNeighbours<U> / kNeighbours<W>;  // of w, in one of what is multiplied
@@ -95,7 +96,7 @@ struct Prefetcher {
 template <int N>
 constexpr std::integral_constant<int, N> count{};
 
-// Vectors of w as U's.
+// Vectors of w as U's; floats of a matrix of codes are over kFactor.
 template <class U>
 using Line = decltype(load(static_cast<const U*>(nullptr)));
 template <class U, int Vectors, class W>
@@ -104,28 +105,35 @@ template <class U, int Vectors, class W>
     zip(w, line);
   } else if constexpr (std::is_same_v<U, pair>) {
     zip(w, w + ldw, line);
+  } else if constexpr (std::is_same_v<U, float>) {
+    load_line(w, line);
   } else {
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) line[v] = load(w + v * kLanes);
   }
 }
 
-// The scales of a tile's columns, from its first group on; `group` and depth count U's.
+// The scales of a tile's columns, from its first group on, of numbers over Factor; `group` and depth count U's.
+template <int Factor>
 struct Scales {
   ScaleRows rows;
   int64_t group;
 };
-inline Scales operator+(const Scales& scales, int64_t cols) { return {scales.rows + cols, scales.group}; }
+template <int Factor>
+inline Scales<Factor> operator+(const Scales<Factor>& scales, int64_t cols) { return {scales.rows + cols, scales.group}; }
 // Of a matrix that has none, depth is one group, whose sum continues what is in out.
 struct NoScales {};
 inline NoScales operator+(NoScales, int64_t) { return {}; }
 inline int64_t group_end(NoScales, int64_t, int64_t depth) { return depth; }
-inline int64_t group_end(const Scales& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
+template <int Factor>
+inline int64_t group_end(const Scales<Factor>& scales, int64_t begin, int64_t depth) { return std::min(depth, begin + scales.group); }
 inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{} : load(out); }
-inline vf first_sum(const Scales&, bool, const float*) { return vf{}; }
+template <int Factor>
+inline vf first_sum(const Scales<Factor>&, bool, const float*) { return vf{}; }
 inline vf total(NoScales, int64_t, int, bool, const float*, vf sum) { return sum; }
-inline vf total(const Scales& scales, int64_t begin, int v, bool fresh, const float* out, vf sum) {
-  return add_products(fresh && begin == 0 ? vf{} : load(out), scales.rows.at(begin / scales.group, v * kLanes), sum);
+template <int Factor>
+inline vf total(const Scales<Factor>& scales, int64_t begin, int v, bool fresh, const float* out, vf sum) {
+  return add_products(fresh && begin == 0 ? vf{} : load(out), scales.rows.at(begin / scales.group, v * kLanes) * float(Factor), sum);
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
@@ -136,10 +144,13 @@ struct Packed {
   Prefetcher& prefetcher;
   void prefetch_next() const { prefetcher.advance(); }
   template <int Vectors>
-  void prefetch_line(int64_t) const {}
+  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
+    for (int v = 0; v < Vectors; v++) line[v] = load(panel + d * ld + v * kLanes);
+  }
   template <int Vectors>
-  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
-#pragma GCC unroll 4
+  void prefetch_line(int64_t) const {}
+  template <int Vectors>  // from the vector `first` on
+  [[gnu::always_inline]] void take_part(int64_t d, int first, Line<U> (&line)[Vectors]) const {
     for (int v = 0; v < Vectors; v++) line[v] = load(panel + d * ld + (first + v) * kLanes);
   }
 };
@@ -153,15 +164,11 @@ struct Packing {
   int64_t ld;
   void prefetch_next() const {}
   template <int Vectors>
-  void prefetch_line(int64_t d) const {
+  void take_line(int64_t d, Line<U> (&line)[Vectors]) const {
     const W* from = w + d * kRowsOf<U, W> * ldw;
     for (int row = 0; row < kRowsOf<U, W>; row++) prefetch(from + (kPackAhead + row) * ldw, Vectors * kLanes);
-  }
-  template <int Vectors>
-  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
-    take<U>(w + d * kRowsOf<U, W> * ldw + first * kLanes, ldw, line);
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; v++) store(panel + d * ld + (first + v) * kLanes, line[v]);
+    take<U>(from, ldw, line);
+    for (int v = 0; v < Vectors; v++) store(panel + d * ld + v * kLanes, line[v]);
   }
 };
 
@@ -177,7 +184,7 @@ struct Direct {
     for (int row = 0; row < kRowsOf<U, W>; row++) prefetch<2>(from + row * ldw, Vectors * kLanes);
   }
   template <int Vectors>
-  [[gnu::always_inline]] void take_line(int64_t d, int first, Line<U> (&line)[Vectors]) const {
+  [[gnu::always_inline]] void take_part(int64_t d, int first, Line<U> (&line)[Vectors]) const {
     take<U>(w + d * kRowsOf<U, W> * ldw + first * kLanes, ldw, line);
   }
 };
@@ -185,6 +192,34 @@ struct Direct {
 // U: float, floats or pair; `depth` and `ldx` count them.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
+  for (int64_t first = 0, last = 0; first < depth; first = last) {
+    last = group_end(scales, first, depth);
+    vf sums[Rows][Vectors];
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) sums[r][v] = first_sum(scales, fresh, out + r * ldo + v * kLanes);
+    for (int64_t begin = first; begin < last; begin += kPrefetchEvery) {
+      source.prefetch_next();
+      for (int64_t d = begin, end = std::min(last, begin + kPrefetchEvery); d < end; d++) {
+        Line<U> line[Vectors];
+        source.take_line(d, line);
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, line[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; v++) {
+        float* to = out + r * ldo + v * kLanes;
+        store(to, total(scales, first, v, fresh, to, sums[r][v]));
+      }
+  }
+}
+
+// A tile of codes, U's: float, floats or pair. It is a function of its own: where GCC inlines it, sums leave their registers.
+template <int Rows, int Vectors, class U, class Source, class ScalesOf>
+[[gnu::noinline]] void tile_of_codes(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out,
+                                     int64_t ldo) {
   constexpr int kAtOnce = std::min(Vectors, kTileVectors);  // vectors of a line that are in registers
   for (int64_t start = 0, last = 0; start < depth; start = last) {
     last = group_end(scales, start, depth);
@@ -200,7 +235,7 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
 #pragma GCC unroll 8
         for (int first = 0; first < Vectors; first += kAtOnce) {
           Line<U> line[kAtOnce];
-          source.take_line(d, first, line);
+          source.take_part(d, first, line);
 #pragma GCC unroll 8
           for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
@@ -218,21 +253,31 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
   }
 }
 
+template <int Rows, int Vectors, class U, class Source, class... Rest>
+inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, NoScales, const Rest&... rest) {
+  tile<Rows, Vectors>(fresh, x, ldx, source, NoScales{}, rest...);
+}
+template <int Rows, int Vectors, class U, class W, class... Rest>
+inline void run_tile(bool fresh, const U* x, int64_t ldx, const Direct<U, W>& source, NoScales, const Rest&... rest) {
+  tile_of_codes<Rows, Vectors>(fresh, x, ldx, source, NoScales{}, rest...);
+}
+template <int Rows, int Vectors, class U, class Source, int Factor, class... Rest>
+inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, const Scales<Factor>& scales, const Rest&... rest) {
+  tile_of_codes<Rows, Vectors>(fresh, x, ldx, source, scales, rest...);
+}
+
 // Fills a panel.
 template <int Vectors, class U, class W>
 inline void unpack(const Packing<U, W>& source, int64_t depth) {
   Line<U> line[Vectors];
-  for (int64_t d = 0; d < depth; d++) {
-    source.template prefetch_line<Vectors>(d);
-    source.take_line(d, 0, line);
-  }
+  for (int64_t d = 0; d < depth; d++) source.take_line(d, line);
 }
 
 // Fills a panel, and gives the rows of the tile that was multiplied meanwhile: codes are decoded alone, in the registers of its sums.
 template <int Vectors, class U, class W, class ScalesOf>
 inline int64_t fill(bool fresh, const U* x, int64_t ldx, const Packing<U, W>& source, const ScalesOf& scales, int64_t depth, float* out,
                     int64_t ldo) {
-  if constexpr (std::is_same_v<ScalesOf, Scales>) {
+  if constexpr (!std::is_same_v<ScalesOf, NoScales>) {
     unpack<Vectors>(source, depth);
     return 0;
   } else {
@@ -246,7 +291,7 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
   if constexpr (Most > 1) {
     if (rows < Most) return tile_rows<Vectors, Most - 1>(rows, rest...);
   }
-  tile<Most, Vectors>(rest...);
+  run_tile<Most, Vectors>(rest...);
 }
 
 // Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is kTileVectors, 2 or 1 vectors.
@@ -338,7 +383,7 @@ template <int Depth, int Vectors, class U, class W>
   for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U, W> * ldw, ldw, lines[d]);
   // Into the second cache, which takes more lines at once than the first: 24 GB/s a core, not 10.
 #pragma GCC unroll 16
-  for (int d = 0; d < kRows; d++) prefetch<2>(w + (d + kRows) * ldw, Vectors * kLanes);
+  for (int d = 0; d < kRows; d++) prefetch<2>(w + (d + std::max(kRows, kStreamAhead)) * ldw, Vectors * kLanes);
   constexpr int kSide = std::min(Vectors, kRegisters / 2 / Depth);  // as many columns at a time as half of the registers hold lines of
   constexpr int kGroup = kRegisters / 4 / kSide;  // lines and sums fill three quarters of the registers
 #pragma GCC unroll 4
@@ -433,6 +478,19 @@ void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w,
   walk(count<1>, count<kTileRows>);
 }
 
+// Numbers of a matrix, and the scales of its rows from d on, which counts U's.
+template <class W>
+inline const W* numbers(const W* w) { return w; }
+template <class W>
+inline const W* numbers(CodesOf<W> w) { return w.codes; }
+template <class U, class W>
+inline NoScales scales_from(const W*, int64_t) { return {}; }
+template <class U, class W>
+inline Scales<std::is_same_v<U, float> ? kFactor<W> : 1> scales_from(CodesOf<W> w, int64_t d) {
+  const int64_t group = w.group / kNeighbours<U>;
+  return {w.scales.below(d / group), group};
+}
+
 // The groups of codes one after another. Those that have more rows than are walked side by side add up in scratch.
 template <class U, class W>
 void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
@@ -445,7 +503,7 @@ void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, 
     const int64_t step = width + kPad;
     float* sums = sums_scratch.floats(rows * step);
     for (int64_t begin = 0; begin < depth; begin += group) {
-      const Scales scales{w.scales.below(begin / group) + c, group};
+      const auto scales = scales_from<U>(w + c, begin);
       const int64_t end = std::min(depth, begin + group);
       auto add = [&](int64_t d, const auto& by, bool fresh, float* to, int64_t ldt) {
         const W* from = w.codes + d * kRowsOf<U, W> * ldw + c;
@@ -463,19 +521,6 @@ void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, 
         }
     }
   }
-}
-
-// Numbers of a matrix, and the scales of its rows from d on, which counts U's.
-template <class W>
-inline const W* numbers(const W* w) { return w; }
-template <class W>
-inline const W* numbers(CodesOf<W> w) { return w.codes; }
-template <class U, class W>
-inline NoScales scales_from(const W*, int64_t) { return {}; }
-template <class U, class W>
-inline Scales scales_from(CodesOf<W> w, int64_t d) {
-  const int64_t group = w.group / kNeighbours<U>;
-  return {w.scales.below(d / group), group};
 }
 
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w

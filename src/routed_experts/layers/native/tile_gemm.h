@@ -130,7 +130,7 @@ void add_groups(NoScales, int64_t rows, int64_t blocks, const pair* x, const pai
   add_tiles<Down, Across>(blocks, x, rows * kTileSide, w, fresh, out, ldo, prefetcher, prefetched);
 }
 template <int Down, int Across>
-void add_groups(const Scales& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo,
+void add_groups(const Scales<1>& scales, int64_t rows, int64_t blocks, const pair* x, const pair* w, bool fresh, float* out, int64_t ldo,
                 Prefetcher& prefetcher, int64_t prefetched) {
   alignas(64) float sums[kGroupRows * kPairColumns];
   constexpr int64_t kWidth = Across * kTileSide;
@@ -166,7 +166,7 @@ void multiply_tiles(Tiles& tiles, const ScalesOf& scales, int64_t rows, int64_t 
 // Lines of pairs that few rows walk side by side: a group of inputs; or a block, and the more rows, the more of them, as their sums are loaded
 // and stored for each walk.
 inline int64_t stream_depth(NoScales, int64_t rows) { return kTileSide * (rows > kTileSide ? 4 : rows > kTileSide / 2 ? 2 : 1); }
-inline int64_t stream_depth(const Scales& scales, int64_t) { return scales.group; }
+inline int64_t stream_depth(const Scales<1>& scales, int64_t) { return scales.group; }
 
 template <class Matrix>
 void few_rows_in_tiles(int64_t rows, const pair* x, Matrix w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {

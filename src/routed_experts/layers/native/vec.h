@@ -119,10 +119,37 @@ inline vf load(const bf16* p) { return (vf)(widened(read<vh>(p)) << 16); }
 inline vf load(const f16* p) { return from_half(read<vh>(p)); }
 // The bits of a code of 8 bits in float16 are 2^-8 of it, for subnormal numbers too: the exponent has a bit more, behind the sign.
 inline vh half_of_code(const void* p) { return sign_extended(p) << 7 & 0xbfff; }
-inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * 256.0f; }
+constexpr int kHalfCodes = 256;
+inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * float(kHalfCodes); }
 inline vf load(const kv8* p) {  // NaN is the code of all ones
   const vh half = half_of_code(p);
-  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * 256.0f;
+  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * float(kHalfCodes);
+}
+
+// Neighbouring vectors of numbers over kFactor: who multiplies their sums by a scale anyway saves a product of each.
+template <class W>
+constexpr int kFactor = std::is_same_v<W, e4m3> ? kHalfCodes : 1;
+template <int Vectors, class W>
+[[gnu::always_inline]] inline void load_line(const W* p, vf (&line)[Vectors]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; v++) line[v] = load(p + v * kLanes);
+}
+template <int Vectors>
+[[gnu::always_inline]] inline void load_line(const e4m3* p, vf (&line)[Vectors]) {
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+  if constexpr (Vectors % 2 == 0) {  // both vectors of a register of 16 bits
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v += 2) {
+      const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + v * kLanes)));
+      const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+      line[v] = from_half((vh)_mm256_castsi256_si128(halves));
+      line[v + 1] = from_half((vh)_mm256_extracti128_si256(halves, 1));
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; v++) line[v] = from_half(half_of_code(p + v * kLanes));
 }
 
 // What codes of 4 bits are, in bfloat16.
