@@ -33,7 +33,8 @@ struct RowMatrix {
   int64_t step() const { return step_of(width, in_blocks); }
   operator RowMatrix<const R>() const { return {data, count, width, in_blocks}; }
   // Up to so many rows, the product walks the matrix along its rows.
-  int64_t few_rows() const { return in_blocks ? kGroupRows : kStreamRows; }
+  template <class Matrix>
+  int64_t few_rows(const Matrix& w) const { return in_blocks ? kGroupRows : stream_rows(w); }
   // Rows begin..begin+rows-1; a group begins there.
   RowMatrix slice(int64_t begin, int64_t rows) const { return {data + begin * step(), rows, width, in_blocks}; }
 

@@ -16,18 +16,21 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
-constexpr int kStreamRows = kRegisters > 16 ? 24 : 5;  // up to this many rows are streamed; more of them pay for a panel
-static_assert(kStreamRows + 1 >= kTileRows);  // the first tile of a panel is a full one
+constexpr int kStreamRows = kRegisters > 16 ? 24 : 8;  // up to this many rows are streamed; more of them pay for a panel
+constexpr int kStreamFloatRows = 24, kStreamCodeRows = kRegisters > 16 ? 24 : 5;  // with a matrix of floats, and of codes
+static_assert(kStreamCodeRows + 1 >= kTileRows);  // the first tile of a panel is a full one
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
 constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // sums of a tile of a row of codes: an addition to one waits for the one before it
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
-constexpr int kStreamAhead = 8;  // rows of w that are prefetched at least before they are read
+constexpr int kLineBytes = 64;  // of the cache
+constexpr int kStreamAhead = kRegisters > 16 ? 0 : 16;  // rows of w that lie between a read and its prefetch, at least
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 template <class U, class W>
 constexpr int kRowsOf = kNeighbours<U> / kNeighbours<W>;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelFloats = 512;  // of a column of a panel: 128 KiB, which stay in the second cache
 constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
+constexpr int64_t kPrefetchColumns = 64;  // of the panels that are prefetched together: memory brings neighbouring lines faster
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
 // Scales of a matrix from its column `col` on: a row for each group, in which 2^shift columns share one. Vectors lie within such a span.
@@ -378,9 +381,6 @@ template <int Group, int Depth, int Vectors, class U>
 template <int Depth, int Vectors, class U, class W>
 [[gnu::always_inline]] inline void stream_columns(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
   constexpr int kRows = Depth * kRowsOf<U, W>;
-  Line<U> lines[Depth][Vectors];
-#pragma GCC unroll 8
-  for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U, W> * ldw, ldw, lines[d]);
   // Into the second cache, which takes more lines at once than the first: 24 GB/s a core, not 10.
 #pragma GCC unroll 16
   for (int d = 0; d < kRows; d++) prefetch<2>(w + (d + std::max(kRows, kStreamAhead)) * ldw, Vectors * kLanes);
@@ -390,9 +390,7 @@ template <int Depth, int Vectors, class U, class W>
   for (int v = 0; v < Vectors; v += kSide) {
     Line<U> side[Depth][kSide];
 #pragma GCC unroll 8
-    for (int d = 0; d < Depth; d++)
-#pragma GCC unroll 4
-      for (int i = 0; i < kSide; i++) side[d][i] = lines[d][v + i];
+    for (int d = 0; d < Depth; d++) take<U>(w + d * kRowsOf<U, W> * ldw + v * kLanes, ldw, side[d]);
     float* to = out + v * kLanes;
     int64_t r = 0;
     for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, side, to + r * ldo, ldo);
@@ -400,15 +398,18 @@ template <int Depth, int Vectors, class U, class W>
   }
 }
 
-// Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
+// Side by side what one line of the cache holds; with one or two rows, half of it where vectors are short, which is faster. One row is a case
+// of its own, in which nothing is counted.
 template <int Depth, class U, class W>
 inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
-  constexpr int kVectors = sizeof(float) / sizeof(W);
+  constexpr int kFew = sizeof(float) / sizeof(W), kMany = kLineBytes / (kLanes * sizeof(W));
   int64_t c = 0;
   if (rows == 1) {
-    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(1, x, ldx, w + c, ldw, out + c, ldo);
+    for (; c + kFew * kLanes <= cols; c += kFew * kLanes) stream_columns<Depth, kFew>(1, x, ldx, w + c, ldw, out + c, ldo);
+  } else if (rows == 2 || kFew == kMany) {
+    for (; c + kFew * kLanes <= cols; c += kFew * kLanes) stream_columns<Depth, kFew>(rows, x, ldx, w + c, ldw, out + c, ldo);
   } else {
-    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(rows, x, ldx, w + c, ldw, out + c, ldo);
+    for (; c + kMany * kLanes <= cols; c += kMany * kLanes) stream_columns<Depth, kMany>(rows, x, ldx, w + c, ldw, out + c, ldo);
   }
   for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
@@ -536,9 +537,9 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
     deep = std::min(kPanelDepth, depth - d);
     const W* from = numbers(w) + d * kRowsOf<U, W> * ldw;
     const bool anew = fresh && d == 0;
+    Prefetcher prefetcher;
     for (int64_t c = 0, width = 0; c < full_cols; c += width) {
       width = panel_width(c, full_cols);
-      const int64_t next = c + width;
       const auto scales = scales_from<U>(w + c, d);
       const Packing<U, W> source{from + c, ldw, panel, width};
       int64_t done = 0;
@@ -549,10 +550,9 @@ void tiled(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t
       } else {
         done = fill<1>(anew, x + d, ldx, source, scales, deep, out + c, ldo);
       }
-      Prefetcher prefetcher;
-      if (next < full_cols) {
-        const int64_t bytes = panel_width(next, full_cols) * sizeof(W);
-        prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), deep * kRowsOf<U, W>, bytes};
+      if (c % kPrefetchColumns == 0) {
+        const int64_t next = c + kPrefetchColumns, bytes = std::min(kPrefetchColumns, full_cols - next) * int64_t(sizeof(W));
+        prefetcher = {reinterpret_cast<const char*>(from + next), ldw * int64_t(sizeof(W)), next < full_cols ? deep * kRowsOf<U, W> : 0, bytes};
       }
       sweep(done, rows, width, anew, x + d, ldx, panel, width, scales, deep, out + c, ldo, prefetcher);
     }
@@ -573,11 +573,18 @@ inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
+template <class Matrix>
+inline int64_t stream_rows(const Matrix&) { return kStreamRows; }
+inline int64_t stream_rows(const float*) { return kStreamFloatRows; }
+inline int64_t stream_rows(const Codes&) { return kStreamCodeRows; }
+template <class W>
+inline int64_t stream_rows(const CodesOf<W>&) { return kStreamCodeRows; }
+
 // Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it. Matrix: a pointer, or CodesOf.
 template <class U, class Matrix>
 void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, Matrix w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
                    bool fresh) {
-  if (rows > kStreamRows) return tiled(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
+  if (rows > stream_rows(w)) return tiled(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + full_cols, 0.0f);
   streamed(rows, x, ldx, w, ldw, depth, full_cols, out, ldo);
 }

@@ -12,8 +12,8 @@ constexpr int64_t kRoundedRows = 64;
 constexpr int64_t kLinearRows = 512;  // of a piece; less than a group more, as pieces begin with one
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
-inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
-  if (rows > kStreamRows) return std::clamp<int64_t>(cols / (4 * threads) / 64 * 64, 128, 512);
+inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads, int64_t few_rows) {
+  if (rows > few_rows) return std::clamp<int64_t>(cols / (4 * threads) / 64 * 64, 128, 512);
   return std::clamp<int64_t>(cols / threads / 64 * 64, 128, 1024);
 }
 
@@ -45,7 +45,7 @@ template <class R, class Matrix, class Out>
 void linear_piece(const RowMatrix<R>& x, int64_t width, int64_t cols, Matrix weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (x.count > x.few_rows()) return multiply(x, weights, cols, width, y, cols);
+    if (x.count > x.few_rows(weights)) return multiply(x, weights, cols, width, y, cols);
   }
   const int64_t step = width + kPad;
   float* out = scratch.floats(x.count * step);
@@ -60,7 +60,7 @@ inline int64_t first_row(int64_t rows, int64_t part, int64_t parts) { return par
 template <class X, class Matrix, class Out>
 void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, Matrix weights, Out* y, bool exact = false) {
   thread_local Scratch scratch;
-  const int64_t most = piece_columns(rows, cols, team.size());
+  const int64_t most = piece_columns(rows, cols, team.size(), stream_rows(weights));
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
   auto run = [&](const auto& from) {
     team.each(across * down, [&](int64_t item) {

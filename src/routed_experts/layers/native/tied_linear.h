@@ -82,7 +82,7 @@ void tied_piece(int64_t rows, const U* x, const W* w, int64_t depth, int64_t beg
 template <class T>
 void tied_linear(Team& team, int64_t rows, int64_t depth, int64_t lines, const T* x, const T* w, float* y) {
   thread_local Scratch scratch;
-  const int64_t most = piece_columns(rows, lines, team.size());
+  const int64_t most = piece_columns(rows, lines, team.size(), kStreamRows);
   auto run = [&](const auto* from, const auto* matrix, int64_t width) {
     team.each((lines + most - 1) / most, [&](int64_t item) {
       const int64_t begin = item * most, end = std::min(lines, begin + most);
