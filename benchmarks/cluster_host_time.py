@@ -22,6 +22,7 @@ import math
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ from routed_experts.scheduling.scheduler import Scheduler
 ROWS = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
 CONTEXT, PAGE, VOCABULARY = 2048, 16, 8192
 FIRST_PORT = 23_000
+LONGEST_S = 60.0  # that the last order of a block may take to leave
 
 
 class TimedChannel(OrderChannel):
@@ -56,6 +58,7 @@ class TimedChannel(OrderChannel):
 
     def __init__(self, *args: object, **options: object) -> None:
         self.left_at, self.cpu_s = dict[int, float](), dict[int, float]()
+        self._left = threading.Condition()
         super().__init__(*args, **options)
 
     def _send_now(self, orders: Sequence[Order]) -> None:
@@ -63,7 +66,15 @@ class TimedChannel(OrderChannel):
         super()._send_now(orders)
         seqs = [order.seq for order in orders]
         self.cpu_s |= dict.fromkeys(seqs, (time.thread_time() - since) / max(1, len(seqs)))
-        self.left_at |= dict.fromkeys(seqs, time.perf_counter())
+        with self._left:
+            self.left_at |= dict.fromkeys(seqs, time.perf_counter())
+            self._left.notify_all()
+
+    def wait_for(self, seq: int) -> None:
+        """Wait until that order has left. Raises TimeoutError."""
+        with self._left:
+            if not self._left.wait_for(lambda: seq in self.left_at, LONGEST_S):
+                raise TimeoutError(f"order {seq} has not left within {LONGEST_S:.0f} s")
 
 
 class TableDevice:
@@ -221,10 +232,9 @@ def measure(
         if isinstance(group := groups[count], process_group.LeadingGroup):
             channel = group._channel
             assert isinstance(channel, TimedChannel)
-            left_at = dict(channel.left_at)  # some may be on their way
-            seqs = [seq for seq in device.sent_at if seq in left_at]
-            left = [left_at[seq] - device.sent_at[seq] for seq in seqs]
-            times = device.send_s, left, [channel.cpu_s[seq] for seq in seqs]
+            channel.wait_for(max(device.sent_at))
+            left = [channel.left_at[seq] - sent for seq, sent in device.sent_at.items()]
+            times = device.send_s, left, [channel.cpu_s[seq] for seq in device.sent_at]
             found = {name: statistics.median(values) * 1e6 for name, values in zip(found, times, strict=True)}
         table.append(row | found | {"order bytes": device.order_bytes})
     return table
