@@ -126,7 +126,7 @@ inline vf load(const kv8* p) {  // NaN is the code of all ones
   return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * float(kHalfCodes);
 }
 
-// Neighbouring vectors of numbers over kFactor: who multiplies their sums by a scale anyway saves a product of each.
+// Neighbouring vectors of numbers over kFactor. Where sums are multiplied by a scale, the factor is part of it, and no number is multiplied.
 template <class W>
 constexpr int kFactor = std::is_same_v<W, e4m3> ? kHalfCodes : 1;
 template <int Vectors, class W>
