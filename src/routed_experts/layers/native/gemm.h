@@ -97,7 +97,7 @@ struct Prefetcher {
 };
 
 template <int N>
-constexpr std::integral_constant<int, N> count{};
+constexpr std::integral_constant<int, N> constant{};
 
 // Vectors of w as U's; floats of a matrix of codes are over kFactor.
 template <class U>
@@ -192,7 +192,8 @@ struct Direct {
   }
 };
 
-// U: float, floats or pair; `depth` and `ldx` count them.
+// A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It has the loop over groups of a tile of codes, and is not that
+// tile: of what was tried, GCC 12 made up to twice as slow code.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
   for (int64_t first = 0, last = 0; first < depth; first = last) {
@@ -219,7 +220,7 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
   }
 }
 
-// A tile of codes, U's: float, floats or pair. It is a function of its own: where GCC inlines it, sums leave their registers.
+// A tile of codes, U's: float, floats or pair. It is a function of its own: where GCC inlines it, sums are kept in memory.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 [[gnu::noinline]] void tile_of_codes(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out,
                                      int64_t ldo) {
@@ -256,6 +257,7 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
   }
 }
 
+// The tile of a source: of plain weights; of codes that are decoded as they are read; or of a panel of codes, with scales.
 template <int Rows, int Vectors, class U, class Source, class... Rest>
 inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, NoScales, const Rest&... rest) {
   tile<Rows, Vectors>(fresh, x, ldx, source, NoScales{}, rest...);
@@ -473,10 +475,10 @@ void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w,
       }
     }
   };
-  if (rows == 1) walk(count<kChains>, count<1>);
-  if (rows == 2) walk(count<4>, count<2>);
-  walk(count<kTileVectors>, count<kTileRows>);
-  walk(count<1>, count<kTileRows>);
+  if (rows == 1) walk(constant<kChains>, constant<1>);
+  if (rows == 2) walk(constant<4>, constant<2>);
+  walk(constant<kTileVectors>, constant<kTileRows>);
+  walk(constant<1>, constant<kTileRows>);
 }
 
 // Numbers of a matrix, and the scales of its rows from d on, which counts U's.
