@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
-from routed_experts.layers.gpu import linear
+from routed_experts.layers.gpu import linear, warpgroup_codes, warpgroup_numbers
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
@@ -24,7 +24,7 @@ from routed_experts.layers.gpu.warpgroup_experts import (
     suits_warpgroups,
     warpgroup_experts,
 )
-from routed_experts.layers.gpu.warpgroups import Warpgroups, find_warpgroups
+from routed_experts.layers.gpu.warpgroups import Schedule, Warpgroups, find_warpgroups, grouped_tiles
 from routed_experts.layers.kernels import SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.moe import ExpertCall, MoeBackend, reference_experts
 from routed_experts.layers.parallel import AxisGroup
@@ -124,15 +124,47 @@ def test_each_row_is_in_a_tile_of_each_of_its_experts(size, tile, seed):
         np.testing.assert_array_equal(values[row], x[n])
 
 
+@pytest.mark.parametrize(("blocks", "group", "num_programs"), [(5, 1, 3), (1, 4, 2), (3, 16, 7), (4, 3, 1)])
+def test_programs_compute_each_block_once_and_a_group_column_by_column(blocks, group, num_programs):
+    most, sizes = 35, dict(columns=64, steps=1, step_inputs=64, stages=1, halves=1, stride=1)
+    schedule = Schedule(outputs=64 * blocks, num_programs=num_programs, group=group, **sizes)
+
+    @jax.jit
+    def compute(num_tiles):
+        indices = jnp.arange(most * blocks)
+        own = lambda _: (schedule.num_blocks(num_tiles), jax.vmap(lambda i: schedule.block(i, num_tiles))(indices))  # noqa: E731
+        return jax.vmap(own, axis_name="program")(jnp.arange(num_programs))
+
+    for num_tiles in (0, 1, group - 1, group, group + 1, most):
+        counts, (tiles, columns) = jax.tree.map(np.asarray, compute(jnp.int32(num_tiles)))
+        computed = [  # in the order in which programs that are equally fast compute them
+            (tiles[program, index], columns[program, index])
+            for index in range(most * blocks)
+            for program in range(num_programs)
+            if index < counts[program]
+        ]
+        groups = [range(first, min(first + group, num_tiles)) for first in range(0, num_tiles, group)]
+        assert computed == [(tile, 64 * block) for own in groups for block in range(blocks) for tile in own]
+
+
 @pytest.mark.parametrize(
-    ("shape", "kind", "activation", "dtype"),
+    ("matrix_bytes", "expert_rows", "expected"),
+    [(10 * 2**20, 256, 16), (10 * 2**20 - 1, 256, 1), (10 * 2**20, 255, 1)],
+)
+def test_tiles_are_grouped_where_large_matrices_have_several(matrix_bytes, expert_rows, expected):
+    assert grouped_tiles(matrix_bytes, expert_rows, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "activation", "dtype", "group"),
     [
-        ((150, 2, 3, 64, 192), "spread", "clamped swiglu", jnp.bfloat16),  # experts of one tile and of two; one step
-        ((60, 2, 5, 320, 128), "padding", "silu", jnp.float16),  # more steps than the ring has
-        ((30, 1, 4, 256, 64), "few experts", "tanh gelu", jnp.bfloat16),  # experts without a row
+        ((150, 2, 3, 64, 192), "spread", "clamped swiglu", jnp.bfloat16, 1),  # experts of one tile and of two; one step
+        ((60, 2, 5, 320, 128), "padding", "silu", jnp.float16, 2),  # more steps than the ring has; a last group of one
+        ((30, 1, 4, 256, 64), "few experts", "tanh gelu", jnp.bfloat16, 3),  # experts without a row
     ],
 )
-def test_experts_equal_plain_code(shape, kind, activation, dtype):
+def test_experts_equal_plain_code(shape, kind, activation, dtype, group, monkeypatch):
+    monkeypatch.setattr(warpgroup_numbers, "grouped_tiles", lambda *_: group)
     call = make_call(shape, kind, dtype=dtype, activation=activation)
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2
@@ -140,13 +172,14 @@ def test_experts_equal_plain_code(shape, kind, activation, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "activation"),
+    ("shape", "kind", "activation", "group"),
     [
-        ((70, 2, 3, 256, 128), "padding", "silu"),  # experts of one tile and of two; down has a group a step
-        ((20, 1, 3, 128, 256), "few experts", "clamped swiglu"),  # down has two groups a step
+        ((70, 2, 3, 256, 128), "padding", "silu", 2),  # experts of one tile and of two; down has a group a step
+        ((20, 1, 3, 128, 256), "few experts", "clamped swiglu", 1),  # down has two groups a step
     ],
 )
-def test_experts_of_codes_equal_plain_code(shape, kind, activation):
+def test_experts_of_codes_equal_plain_code(shape, kind, activation, group, monkeypatch):
+    monkeypatch.setattr(warpgroup_codes, "grouped_tiles", lambda *_: group)
     call = make_coded_call(shape, kind, activation=activation)
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2

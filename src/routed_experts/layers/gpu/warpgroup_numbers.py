@@ -25,6 +25,7 @@ from routed_experts.layers.gpu.warpgroups import (
     Warpgroups,
     accumulator,
     copy_blocks,
+    grouped_tiles,
     launch,
     multiply_blocks,
     split_work,
@@ -36,7 +37,7 @@ _BYTES = 2  # of a number
 _COLUMNS = (256, 192, 128, 64)  # of a block, of both halves together; the sums of more fill the registers
 
 
-def _schedule(inputs: int, outputs: int, halves: int, stride: int, num_programs: int) -> Schedule:
+def _schedule(inputs: int, outputs: int, *, halves: int, stride: int, num_programs: int, expert_rows: int) -> Schedule:
     """Blocks as wide as there are registers for, of widths that divide the outputs, and as many stages as fit. On an
     H200, with 16384 tokens and 128 experts of 2048 x 768, top-8, blocks of 256 columns of `down` were faster than those
     of 128; those of 192 were 5 % faster still, but do not divide 2048."""
@@ -52,6 +53,7 @@ def _schedule(inputs: int, outputs: int, halves: int, stride: int, num_programs:
         halves=halves,
         stride=stride,
         num_programs=num_programs,
+        group=grouped_tiles(inputs * halves * outputs * _BYTES, expert_rows, NUMBER_TILE),
     )
 
 
@@ -136,11 +138,20 @@ def multiply_numbers(
     activation: str | None,
     warpgroups: Warpgroups,
     *,
+    expert_rows: int,
     stride: int = 1,
 ) -> Float[Array, "P O"]:
-    """Rows of each tile times the matrix of its expert; with an activation the activated halves, [P, O / 2]."""
+    """Rows of each tile times the matrix of its expert; with an activation the activated halves, [P, O / 2].
+    `expert_rows`: of an expert, on average."""
     (num_rows, inputs), dtype, halves = rows.shape, rows.dtype, 1 if activation is None else 2
-    schedule = _schedule(inputs, matrices.shape[2] // halves, halves, stride, warpgroups.num_programs)
+    schedule = _schedule(
+        inputs,
+        matrices.shape[2] // halves,
+        halves=halves,
+        stride=stride,
+        num_programs=warpgroups.num_programs,
+        expert_rows=expert_rows,
+    )
     return launch(
         functools.partial(_kernel, schedule=schedule, activation=activation),
         [rows, matrices, first, tiles.expert, tiles.total],

@@ -23,6 +23,11 @@ HOPPER = "9.0"  # the compute capability that has these instructions; later ones
 CONSUMERS = 2  # warpgroups that multiply
 SIDE = 64  # of a warpgroup's part of a product, along its left operand
 SHARED_BYTES = 226 * 1024  # of a multiprocessor's shared memory; the rest is for barriers
+# Tiles whose blocks are computed column by column, where a matrix is at least so large and has, on average, two tiles
+# or more: else its blocks leave the L2 cache between two tiles and are read again (prompts_gpu.json). On an H100 groups
+# of 8 and 32 were not faster, and neither were clusters of two programs that share matrices by multicast.
+_GROUPED_TILES = 16
+_GROUPED_BYTES = 10 * 2**20
 _PRODUCER = CONSUMERS  # the number of the warpgroup that copies
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 
@@ -60,7 +65,7 @@ def _can_mask(platform_version: str) -> bool:
 class Schedule:
     """How a product is cut: blocks of `columns` of `outputs`, which `steps` of `step_inputs` add up, through rings of
     `stages`. `halves`: 2 where each block has gate and up, of as many columns each. `stride`: matrices that the number
-    of the first one counts in."""
+    of the first one counts in. `group`: tiles whose blocks are computed column by column."""
 
     outputs: int
     columns: int
@@ -70,6 +75,7 @@ class Schedule:
     halves: int
     stride: int
     num_programs: int
+    group: int = 1
 
     @property
     def column_blocks(self) -> int:
@@ -81,15 +87,25 @@ class Schedule:
         rest = num_tiles * self.column_blocks - lax.axis_index("program")
         return lax.div(rest + self.num_programs - 1, jnp.int32(self.num_programs))
 
-    def block(self, index: Array) -> tuple[Array, Array]:
-        """(tile, first column) of that block of this program. Programs work on the same experts at one time."""
+    def block(self, index: Array, num_tiles: Array) -> tuple[Array, Array]:
+        """(tile, first column) of that block of this program. Programs work on the same experts at one time. The last
+        group may have fewer tiles."""
         block = lax.axis_index("program") + index * self.num_programs
-        tile = lax.div(block, jnp.int32(self.column_blocks))
-        return tile, (block - tile * self.column_blocks) * self.columns
+        first = lax.div(block, jnp.int32(self.group * self.column_blocks)) * self.group
+        rest, size = block - first * self.column_blocks, jnp.minimum(num_tiles - first, self.group)
+        if self.group == 1:
+            return first, rest * self.columns
+        column = lax.div(rest, size)
+        return first + rest - column * size, column * self.columns
 
     def stage(self, step: Array) -> Array:
         """The stage of the rings that a step has, of all steps of the program."""
         return lax.rem(step, jnp.int32(self.stages))
+
+
+def grouped_tiles(matrix_bytes: int, expert_rows: int, tile: int) -> int:
+    """Tiles of a group, for matrices of so many bytes and so many rows of each, on average."""
+    return _GROUPED_TILES if matrix_bytes >= _GROUPED_BYTES and expert_rows >= 2 * tile else 1
 
 
 def accumulator(columns: int) -> Any:
@@ -119,7 +135,7 @@ def copy_blocks(
     copies of one step of a block."""
 
     def copy_block(index: Array, step: Array) -> Array:
-        tile, column = schedule.block(index)
+        tile, column = schedule.block(index, num_tiles)
 
         def copy_step(inner: Array, step: Array) -> Array:
             stage = schedule.stage(step)
@@ -144,7 +160,7 @@ def multiply_blocks(schedule: Schedule, num_tiles: Array, multiply: Callable[[Ar
     """Compute all blocks of the program: `multiply(tile, column, step)` computes one, from that step on."""
 
     def multiply_block(index: Array, step: Array) -> Array:
-        multiply(*schedule.block(index), step)
+        multiply(*schedule.block(index, num_tiles), step)
         return step + schedule.steps
 
     lax.fori_loop(0, schedule.num_blocks(num_tiles), multiply_block, jnp.int32(0))
