@@ -97,7 +97,14 @@ extern "C" void store_and_load(const float* numbers, rex::kv8* codes, float* rea
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="leaves instructions of x86-64 out")
-@pytest.mark.parametrize("without", [(), ("-mno-avx512f",), ("-mno-avx512f", "-mno-fma", "-mno-f16c")], ids=" ".join)
+@pytest.mark.parametrize(
+    "without",
+    [
+        *((), ("-mno-avx512f",), ("-mno-avx512f", "-mno-fma", "-mno-f16c")),
+        *(("-mno-avx2", "-mno-fma"), ("-mno-avx2", "-mno-fma", "-mno-f16c")),
+    ],
+    ids=" ".join,
+)
 def test_processors_that_know_less_have_the_same_codes(tmp_path, without):
     source, made = tmp_path / "alone.cpp", tmp_path / "alone.so"
     source.write_text(ALONE)

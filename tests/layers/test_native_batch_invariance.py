@@ -30,6 +30,7 @@ from routed_experts.layers.native.layer_stack import native_layer_stack
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, native_experts, native_linear
 from routed_experts.layers.paged_attend import PagedAttend
 from support.routing_blocks import empty_block
+from support.tile_libraries import FEW_OPTIMISATIONS
 
 DTYPES = "bfloat16", "float32", "float16"
 ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 21), 25, 64), (1, 8, 25, 64)
@@ -268,40 +269,53 @@ def test_products_of_bfloat16_are_those_of_float64(shape, count):
 
 GEMM_ALONE = """
 #include "bf16_gemm.h"
-extern "C" void multiply(
-    int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
-  rex::multiply(rex::RowMatrix<const rex::bf16>{x, rows, depth, false}, w, cols, cols, out, cols);
-}
+#define PRODUCT(name, Row, Weight)                                                                              \\
+  extern "C" void name(int64_t rows, int64_t depth, int64_t cols, const Row* x, const Weight* w, float* out) { \\
+    rex::multiply(rex::RowMatrix<const Row>{x, rows, depth, false}, w, cols, cols, out, cols);                 \\
+  }
+PRODUCT(pairs_bfloat16, rex::bf16, rex::bf16)
+PRODUCT(floats_float32, float, float)
+PRODUCT(floats_bfloat16, float, rex::bf16)
+PRODUCT(floats_float16, float, rex::f16)
 """
+WITHOUT = (
+    ("-mno-avx512bf16", "-U__AMX_TILE__"),
+    ("-mno-avx512f", "-U__AMX_TILE__"),
+    ("-mno-avx2", "-mno-fma", "-mno-f16c"),
+)
 
 
-def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
-    """Compiled without the instructions, and those of tiles, where there are some to leave out: products of each number
-    are added in sequence."""
+@pytest.mark.parametrize("without", WITHOUT if platform.machine() == "x86_64" else [()], ids=" ".join)
+def test_processors_that_know_less_have_the_same_products(tmp_path, without):
+    """Compiled without the instructions of pairs and tiles, where products of each number are added in sequence; with
+    short vectors; and without conversions. The numbers of rows are those at which the way of a product changes."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
     source.write_text(GEMM_ALONE)
-    without = ["-mno-avx512bf16", "-U__AMX_TILE__"] if platform.machine() == "x86_64" else []
     command = [
         *(toolchain.compiler() or ()),
         *toolchain.FLAGS,
+        *toolchain.simd_flags(),
         *without,
+        *FEW_OPTIMISATIONS,
         f"-I{toolchain.HERE}",
         str(source),
         "-o",
         str(made),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    multiply = ctypes.CDLL(str(made)).multiply
-    multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 3 + (ctypes.c_void_p,) * 3, None
-    x, weights = (np.ascontiguousarray(array) for array in matrix("bfloat16", (1040, 112)))
-    wide, matrix_wide = x.astype(np.float64), weights[0].astype(np.float64)
-    bound, products = 1040 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix_wide)), []
-    for rows in (1, 5, 9, 64):
-        products.append(np.empty((rows, 112), np.float32))
-        multiply(rows, 1040, 112, x.ctypes.data, weights.ctypes.data, products[-1].ctypes.data)
-    assert np.all(np.abs(products[-1] - wide @ matrix_wide) <= bound)
-    for few in products[:-1]:
-        np.testing.assert_array_equal(bits(few), bits(products[-1])[: len(few)])
+    library = ctypes.CDLL(str(made))
+    for rows_of, dtype in (("pairs", "bfloat16"), ("floats", "float32"), ("floats", "bfloat16"), ("floats", "float16")):
+        multiply = getattr(library, f"{rows_of}_{dtype}")
+        multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 3 + (ctypes.c_void_p,) * 3, None
+        x, weights = (np.ascontiguousarray(array) for array in matrix(dtype, (1040, 112)))
+        x = x if rows_of == "pairs" else x.astype(np.float32)
+        wide, matrix_wide = x.astype(np.float64), weights[0].astype(np.float64)
+        bound, products = 1040 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix_wide)), []
+        for rows in (64, 1, 2, 3, 5, 6, 8, 9, 24, 25):
+            products.append(np.full((rows, 112), np.nan, np.float32))
+            multiply(rows, 1040, 112, x.ctypes.data, weights.ctypes.data, products[-1].ctypes.data)
+            np.testing.assert_array_equal(bits(products[-1]), bits(products[0])[:rows])
+        assert np.all(np.abs(products[0] - wide @ matrix_wide) <= bound)
 
 
 def rounded(array):

@@ -513,13 +513,13 @@ PRODUCT(in_pairs, rex::bf16)
     "without",
     [
         pytest.param((), marks=pytest.mark.thorough),  # as the library is compiled, whose products other tests compare
-        *(("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",)),
+        *(("-mno-avx512bf16", "-mno-avx512vbmi"), ("-mno-avx512f",), ("-mno-avx2", "-mno-fma", "-mno-f16c")),
     ],
     ids=" ".join,
 )
 def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_thorough):
-    """Compiled without the instructions that look codes up, multiply pairs, or have registers of 16 floats; but in
-    scripts/thorough with few optimisations."""
+    """Compiled without the instructions that look codes up, multiply pairs, have registers of 16 floats, or convert
+    numbers; but in scripts/thorough with few optimisations."""
     source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
     source.write_text(GEMM_ALONE)
     command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *toolchain.simd_flags(), *without]
@@ -537,7 +537,7 @@ def test_processors_that_know_less_have_the_same_products(tmp_path, without, is_
             multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 4 + kinds, None
             x, products = rng.standard_normal((64, depth)).astype(dtype), []
             expected, size = looped(x.astype(np.float64), weight, 0)
-            for rows in (64, 1, 2, 9, 25):
+            for rows in (64, 1, 2, 3, 5, 6, 9, 25):
                 products.append(np.full((rows, cols), np.nan, np.float32))
                 pointers = (array.ctypes.data for array in (codes, scales, products[-1]))
                 multiply(rows, depth, cols, group, shift, x.ctypes.data, FORMATS.index(form), *pointers)

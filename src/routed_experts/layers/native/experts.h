@@ -157,11 +157,11 @@ struct ExpertRun {
 };
 
 // Into how many parts each expert is cut: one, unless there are so few experts that cores would idle for more than a fifth of the
-// time. A part reads its columns in stretches, a whole expert reads its weights contiguously, which is a third faster. Sums are never
-// cut, so a row's result is bitwise the same.
-inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
+// time, and at most `few_rows` rows each on average. A part reads its columns in stretches, a whole expert reads its weights contiguously, which is
+// a third faster. Sums are never cut, so a row's result is bitwise the same.
+inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads, int64_t few_rows) {
   const int64_t rounds = (pieces + threads - 1) / threads;
-  if (slots > pieces * kStreamRows || 4 * rounds * threads <= 5 * pieces) return 1;
+  if (slots > pieces * few_rows || 4 * rounds * threads <= 5 * pieces) return 1;
   const int64_t most = std::max<int64_t>(1, std::min(s.width, s.hidden) / kPartColumns);
   return std::clamp<int64_t>((16 * threads + pieces - 1) / pieces, 1, most);
 }
@@ -190,7 +190,7 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* slot_row, const int
 template <class Run>
 void run_pieces(Team& team, Run run, const std::vector<Piece>& pieces, int64_t slots) {
   thread_local Scratch scratch;
-  const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size());
+  const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size(), stream_rows(run.gate_up));
   if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.run_whole(pieces[i]); });
   using R = std::remove_pointer_t<decltype(run.hidden)>;
   run.hidden = scratch.take<R>(slots * run.hidden_step());

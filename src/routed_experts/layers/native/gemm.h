@@ -1,7 +1,7 @@
 // out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype, read in place.
-// Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers prefer. Many rows are bound by
-// arithmetic: tiles of 6 rows by 4 vectors stay in registers throughout, while a panel of w streams from the second-level cache and
-// the next panel is prefetched from memory.
+// Few rows are bound by memory: w is walked along its rows, kStreamDepth at a time, as memory and prefetchers prefer. Many rows are bound by
+// arithmetic: tiles of kTileRows rows by kTileVectors vectors stay in registers throughout, while a panel of w streams from the second-level
+// cache and the next kPrefetchColumns columns are prefetched from memory.
 // Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
 // A matrix of codes has a scale for each group of inputs and each output, or 128 of them: products of a group are added alone, and their sum is
 // multiplied by the scale once, as it is added to out. Codes of 4 bits are two neighbouring inputs a byte, and are multiplied by two neighbours of a row.
@@ -18,9 +18,10 @@ constexpr int kTileRows = 6;
 constexpr int kTileVectors = kRegisters / 8;  // of a tile at most: its sums fill three quarters of the registers
 constexpr int kStreamRows = kRegisters > 16 ? 24 : 8;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamFloatRows = 24, kStreamCodeRows = kRegisters > 16 ? 24 : 5;  // with a matrix of floats, and of codes
-static_assert(kStreamCodeRows + 1 >= kTileRows);  // the first tile of a panel is a full one
+static_assert(std::min(kStreamRows, kStreamFloatRows) + 1 >= kTileRows);  // of plain weights the first tile of a panel is a full one
 constexpr int64_t kCodeDepth = 32;  // rows of codes, walked side by side
-constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // sums of a tile of a row of codes: an addition to one waits for the one before it
+constexpr int kChains = kRegisters > 16 ? kTileVectors : 8;  // vectors of a tile of codes with one row: an addition to a sum waits for the one before it
+constexpr int kTwoRowVectors = 4;  // and with two rows
 constexpr int kStreamDepth = kRegisters / 4;  // rows of w, or pairs of them, walked side by side
 constexpr int kLineBytes = 64;  // of the cache
 constexpr int kStreamAhead = kRegisters > 16 ? 0 : 16;  // rows of w that lie between a read and its prefetch, at least
@@ -192,8 +193,8 @@ struct Direct {
   }
 };
 
-// A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It has the loop over groups of a tile of codes, and is not that
-// tile: of what was tried, GCC 12 made up to twice as slow code.
+// A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It is much like `tile_of_codes`, and loops over groups, of which it
+// has one: GCC 12 makes slower code, up to twice, where the two are one function or this loop is left out.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
   for (int64_t first = 0, last = 0; first < depth; first = last) {
@@ -257,7 +258,8 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
   }
 }
 
-// The tile of a source: of plain weights; of codes that are decoded as they are read; or of a panel of codes, with scales.
+// The tile of a source. Without scales: of a panel of plain weights, or of codes that are decoded as they are read. With scales: of codes, from a
+// panel or decoded as they are read.
 template <int Rows, int Vectors, class U, class Source, class... Rest>
 inline void run_tile(bool fresh, const U* x, int64_t ldx, const Source& source, NoScales, const Rest&... rest) {
   tile<Rows, Vectors>(fresh, x, ldx, source, NoScales{}, rest...);
@@ -396,12 +398,12 @@ template <int Depth, int Vectors, class U, class W>
     float* to = out + v * kLanes;
     int64_t r = 0;
     for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, side, to + r * ldo, ldo);
-    add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, side, to + r * ldo, ldo);
+    if constexpr (kGroup > 1) add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, side, to + r * ldo, ldo);
   }
 }
 
-// Side by side what one line of the cache holds; with one or two rows, half of it where vectors are short, which is faster. One row is a case
-// of its own, in which nothing is counted.
+// Side by side what one line of the cache holds; with one or two rows, half of it where vectors are short, which is faster. One row is a case of
+// its own, so that the compiler knows the number.
 template <int Depth, class U, class W>
 inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
   constexpr int kFew = sizeof(float) / sizeof(W), kMany = kLineBytes / (kLanes * sizeof(W));
@@ -476,7 +478,7 @@ void stream_codes(int64_t rows, bool fresh, const U* x, int64_t ldx, const W* w,
     }
   };
   if (rows == 1) walk(constant<kChains>, constant<1>);
-  if (rows == 2) walk(constant<4>, constant<2>);
+  if (rows == 2) walk(constant<kTwoRowVectors>, constant<2>);
   walk(constant<kTileVectors>, constant<kTileRows>);
   walk(constant<1>, constant<kTileRows>);
 }

@@ -11,6 +11,7 @@
 
 namespace rex {
 
+constexpr int kTiedFewRows = kRegisters > 16 ? 24 : 8;  // up to this many rows, pieces are those of few rows
 constexpr int kSquareRows = kRegisters / 8;  // of a tile of as many sums as a vector has lanes: 4 by 4, or 2 by 4
 
 // Lane i: the sum of the lanes of vector i.
@@ -82,7 +83,7 @@ void tied_piece(int64_t rows, const U* x, const W* w, int64_t depth, int64_t beg
 template <class T>
 void tied_linear(Team& team, int64_t rows, int64_t depth, int64_t lines, const T* x, const T* w, float* y) {
   thread_local Scratch scratch;
-  const int64_t most = piece_columns(rows, lines, team.size(), kStreamRows);
+  const int64_t most = piece_columns(rows, lines, team.size(), kTiedFewRows);
   auto run = [&](const auto* from, const auto* matrix, int64_t width) {
     team.each((lines + most - 1) / most, [&](int64_t item) {
       const int64_t begin = item * most, end = std::min(lines, begin + most);

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -79,7 +79,7 @@ inline Vector read(const T* p) {
   return v;
 }
 
-// Conversions by name: GCC converts vectors of integers by halves, and of float16 number by number.
+// Conversions by name: GCC converts vectors of integers by halves, and of float16 number by number. `narrowed`: of numbers below 256.
 #if defined(__AVX512F__)
 inline vu widened(vh bits) { return (vu)_mm512_cvtepu16_epi32((__m256i)bits); }
 inline vh sign_extended(const void* p) { return (vh)_mm256_cvtepi8_epi16(read<__m128i>(static_cast<const __m128i*>(p))); }
@@ -87,7 +87,7 @@ inline vb narrowed(vu bits) { return (vb)_mm512_cvtepi32_epi8((__m512i)bits); }
 #elif defined(__AVX2__)
 inline vu widened(vh bits) { return (vu)_mm256_cvtepu16_epi32((__m128i)bits); }
 inline vh sign_extended(const void* p) { return (vh)_mm_cvtepi8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
-inline vb narrowed(vu bits) {  // numbers of 8 bits
+inline vb narrowed(vu bits) {
   const __m256i words = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);  // of each half, twice
   const __m128i four = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   vb narrow;
@@ -119,16 +119,16 @@ inline vf load(const bf16* p) { return (vf)(widened(read<vh>(p)) << 16); }
 inline vf load(const f16* p) { return from_half(read<vh>(p)); }
 // The bits of a code of 8 bits in float16 are 2^-8 of it, for subnormal numbers too: the exponent has a bit more, behind the sign.
 inline vh half_of_code(const void* p) { return sign_extended(p) << 7 & 0xbfff; }
-constexpr int kHalfCodes = 256;
-inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * float(kHalfCodes); }
+constexpr int kCodeFactor = 256;
+inline vf load(const e4m3* p) { return from_half(half_of_code(p)) * float(kCodeFactor); }
 inline vf load(const kv8* p) {  // NaN is the code of all ones
   const vh half = half_of_code(p);
-  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * float(kHalfCodes);
+  return from_half(half | ((vh)((half & 0x7fff) == vh{} + 0x3f80) & 0x7c00)) * float(kCodeFactor);
 }
 
 // Neighbouring vectors of numbers over kFactor. Where sums are multiplied by a scale, the factor is part of it, and no number is multiplied.
 template <class W>
-constexpr int kFactor = std::is_same_v<W, e4m3> ? kHalfCodes : 1;
+constexpr int kFactor = std::is_same_v<W, e4m3> ? kCodeFactor : 1;
 template <int Vectors, class W>
 [[gnu::always_inline]] inline void load_line(const W* p, vf (&line)[Vectors]) {
 #pragma GCC unroll 8
@@ -154,19 +154,19 @@ template <int Vectors>
 
 // What codes of 4 bits are, in bfloat16.
 template <class W>
-constexpr uint16_t kHalves[16] = {};
+constexpr uint16_t kBf16Values[16] = {};
 template <>
-alignas(32) inline constexpr uint16_t kHalves<int4>[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+alignas(32) inline constexpr uint16_t kBf16Values<int4>[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                                            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 template <>
-alignas(32) inline constexpr uint16_t kHalves<e2m1>[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+alignas(32) inline constexpr uint16_t kBf16Values<e2m1>[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                                            0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
 #if defined(__AVX512F__)
 template <class W>
 inline vff decode(const W* p) {  // looks each half of a byte up
   const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m512 table = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHalves<W>))), 16);
+  const __m512 table = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(kBf16Values<W>))), 16);
   return {(vf)_mm512_permutexvar_ps(codes, table), (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table)};
 }
 #elif defined(__AVX2__)
@@ -228,7 +228,7 @@ template <int Vectors, class W>
   // is of no account. Each shift makes two pairs of a quarter of a quarter of the line, so pairs of bytes are put there before.
   if constexpr (Vectors == 4) {
     const __m512i order = _mm512_set_epi16(31, 23, 15, 7, 30, 22, 14, 6, 29, 21, 13, 5, 28, 20, 12, 4, 27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kHalves<W>)));
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(kBf16Values<W>)));
     const __m512i codes = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(both));
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
