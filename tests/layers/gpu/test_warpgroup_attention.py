@@ -72,6 +72,8 @@ def test_query_tiles_are_those_of_a_loop(spans, shape):
         (12, (1, False, 64, 64, 2)),
         (5, (1, True, 64, 128, 1)),
         (8, (8, True, 8, 16, 8)),
+        (16, (16, True, 4, 8, 16)),
+        (32, (32, True, 2, 4, 32)),
         (64, (64, True, 1, 2, 64)),
         (128, (1, False, 64, 64, 2)),
     ],
@@ -82,10 +84,12 @@ def test_rows_are_the_heads_of_a_group_where_these_are_8_16_32_or_64(share, expe
 
 
 RAGGED = ((0, 75), (21, 3), (150, 40), (5, 1))  # a page in part, several steps of keys, tiles that start unaligned
-CASES = {  # heads, kv heads, features, sinks, slots of a page
-    "heads of a group, window, sinks": (16, 1, AttentionFeatures(window=30), True, 16),
-    "pairs of heads, own scale": (2, 1, AttentionFeatures(scale=0.3), False, 8),
-    "one head, chunks, sinks": (1, 1, AttentionFeatures(chunk=32), True, 128),
+SHORT = ((0, 13), (21, 3))
+CASES = {  # heads, kv heads, features, sinks, slots of a page, requests
+    "heads of a group, window, sinks": (16, 1, AttentionFeatures(window=30), True, 16, RAGGED),
+    "pairs of heads, own scale": (2, 1, AttentionFeatures(scale=0.3), False, 8, RAGGED),
+    "one head, chunks, sinks": (1, 1, AttentionFeatures(chunk=32), True, 128, RAGGED),
+    "one token a warpgroup, sinks": (64, 1, AttentionFeatures(), True, 16, SHORT),
 }
 
 
@@ -109,8 +113,8 @@ def run_case(heads, groups, features, has_sinks, warpgroups, *, spans=RAGGED, di
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_equals_plain_code(case):
-    *model, page = CASES[case]
-    actual, expected = run_case(*model, INTERPRETED, page=page)
+    *model, page, spans = CASES[case]
+    actual, expected = run_case(*model, INTERPRETED, page=page, spans=spans)
     assert distance(actual, expected) < bound(jnp.bfloat16)
 
 
@@ -211,6 +215,8 @@ ON_GPU = {
     "Llama 4": (40, 8, 128, AttentionFeatures(chunk=256), False),
     "OLMoE, sinks": (16, 16, 128, AttentionFeatures(), True),
     "16 heads a group": (32, 2, 64, AttentionFeatures(window=300), False),
+    "32 heads a group": (32, 1, 128, AttentionFeatures(), True),
+    "64 heads a group": (64, 1, 64, AttentionFeatures(chunk=256), False),
 }
 LONG = ((0, 400), (5, 3), (100, 77), (16, 130), (0, 64), (33, 30), (700, 1), (300, 100))
 MOST_DISTANCE = {jnp.bfloat16: bound(jnp.bfloat16), jnp.float16: 2e-3}  # float16 has 3 more bits

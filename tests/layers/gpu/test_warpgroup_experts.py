@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import PartitionSpec
 
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
-from routed_experts.layers.gpu import linear, warpgroup_codes, warpgroup_numbers
+from routed_experts.layers.gpu import linear, warpgroup_numbers
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.gpu.expert_rows import group_rows
 from routed_experts.layers.gpu.moe import gpu_experts
@@ -24,7 +24,7 @@ from routed_experts.layers.gpu.warpgroup_experts import (
     suits_warpgroups,
     warpgroup_experts,
 )
-from routed_experts.layers.gpu.warpgroups import Schedule, Warpgroups, find_warpgroups, grouped_tiles
+from routed_experts.layers.gpu.warpgroups import Schedule, Warpgroups, find_warpgroups
 from routed_experts.layers.kernels import SharedExperts, SlotOutputs, StreamNorm
 from routed_experts.layers.moe import ExpertCall, MoeBackend, reference_experts
 from routed_experts.layers.parallel import AxisGroup
@@ -132,8 +132,11 @@ def test_programs_compute_each_block_once_and_a_group_column_by_column(blocks, g
     @jax.jit
     def compute(num_tiles):
         indices = jnp.arange(most * blocks)
-        own = lambda _: (schedule.num_blocks(num_tiles), jax.vmap(lambda i: schedule.block(i, num_tiles))(indices))  # noqa: E731
-        return jax.vmap(own, axis_name="program")(jnp.arange(num_programs))
+
+        def of_program(_):
+            return schedule.num_blocks(num_tiles), jax.vmap(lambda index: schedule.block(index, num_tiles))(indices)
+
+        return jax.vmap(of_program, axis_name="program")(jnp.arange(num_programs))
 
     for num_tiles in (0, 1, group - 1, group, group + 1, most):
         counts, (tiles, columns) = jax.tree.map(np.asarray, compute(jnp.int32(num_tiles)))
@@ -148,23 +151,38 @@ def test_programs_compute_each_block_once_and_a_group_column_by_column(blocks, g
 
 
 @pytest.mark.parametrize(
-    ("matrix_bytes", "expert_rows", "expected"),
-    [(10 * 2**20, 256, 16), (10 * 2**20 - 1, 256, 1), (10 * 2**20, 255, 1)],
+    ("matrix", "expert_rows", "tiles"),
+    [
+        ((4096, 14336, 2), 4096, 16),  # Mixtral-8x7B: gate and up, and down
+        ((14336, 4096, 1), 4096, 16),
+        ((4096, 1408, 2), 256, 16),  # GLM-4.5-Air
+        ((4096, 1408, 2), 255, 1),
+        ((1408, 4096, 1), 1024, 16),
+        ((2048, 768, 2), 1024, 1),  # Qwen3-30B-A3B
+        ((768, 2048, 1), 1024, 1),
+        ((1536, 3072, 1), 1024, 1),  # MiniMax-M2: 9 MiB, and 18
+        ((3072, 1536, 2), 1024, 16),
+    ],
 )
-def test_tiles_are_grouped_where_large_matrices_have_several(matrix_bytes, expert_rows, expected):
-    assert grouped_tiles(matrix_bytes, expert_rows, 128) == expected
+def test_tiles_are_grouped_where_large_matrices_have_several(matrix, expert_rows, tiles):
+    inputs, outputs, halves = matrix
+    options = dict(halves=halves, stride=1, num_programs=132, expert_rows=expert_rows)
+    assert warpgroup_numbers._schedule(inputs, outputs, **options).group == tiles
 
 
 @pytest.mark.parametrize(
     ("shape", "kind", "activation", "dtype", "group"),
     [
         ((150, 2, 3, 64, 192), "spread", "clamped swiglu", jnp.bfloat16, 1),  # experts of one tile and of two; one step
-        ((60, 2, 5, 320, 128), "padding", "silu", jnp.float16, 2),  # more steps than the ring has; a last group of one
-        ((30, 1, 4, 256, 64), "few experts", "tanh gelu", jnp.bfloat16, 3),  # experts without a row
+        ((60, 2, 5, 320, 256), "padding", "silu", jnp.float16, 3),  # more steps than the ring has; groups of 3 and of 2
+        ((30, 1, 4, 256, 64), "few experts", "tanh gelu", jnp.bfloat16, 1),  # experts without a row
     ],
 )
 def test_experts_equal_plain_code(shape, kind, activation, dtype, group, monkeypatch):
-    monkeypatch.setattr(warpgroup_numbers, "grouped_tiles", lambda *_: group)
+    if group > 1:
+        monkeypatch.setattr(warpgroup_numbers, "_GROUP_TILES", group)
+        monkeypatch.setattr(warpgroup_numbers, "_GROUP_BYTES", 0)
+        monkeypatch.setattr(ExpertCall, "expert_rows", 256)
     call = make_call(shape, kind, dtype=dtype, activation=activation)
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2
@@ -172,14 +190,13 @@ def test_experts_equal_plain_code(shape, kind, activation, dtype, group, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "activation", "group"),
+    ("shape", "kind", "activation"),
     [
-        ((70, 2, 3, 256, 128), "padding", "silu", 2),  # experts of one tile and of two; down has a group a step
-        ((20, 1, 3, 128, 256), "few experts", "clamped swiglu", 1),  # down has two groups a step
+        ((70, 2, 3, 256, 128), "padding", "silu"),  # experts of one tile and of two; down has a group a step
+        ((20, 1, 3, 128, 256), "few experts", "clamped swiglu"),  # down has two groups a step
     ],
 )
-def test_experts_of_codes_equal_plain_code(shape, kind, activation, group, monkeypatch):
-    monkeypatch.setattr(warpgroup_codes, "grouped_tiles", lambda *_: group)
+def test_experts_of_codes_equal_plain_code(shape, kind, activation):
     call = make_coded_call(shape, kind, activation=activation)
     actual = warpgroup_experts(call, INTERPRETED, interpret=True)
     assert distance(actual, plain(call)) < 1e-2
@@ -341,11 +358,11 @@ def test_a_cuda_that_may_compile_masks_wrongly_can_mask_no_attention(version, ca
 
 def test_the_kernels_of_a_hopper_gpu_are_given_its_warpgroups(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device("gpu", "9.0", 132)])
-    given = {"warpgroups": Warpgroups(num_programs=132), "interpret": False}
+    expected = {"warpgroups": Warpgroups(num_programs=132), "interpret": False}
     attention = DEFAULT_BACKENDS.attention["gpu"].load.__wrapped__()  # that of this process stays as it is
-    assert attention.run.keywords == attention.fused.keywords == attention.run_with_features.keywords == given
+    assert attention.run.keywords == attention.fused.keywords == attention.run_with_features.keywords == expected
     kernels = DEFAULT_BACKENDS.moe["gpu"].load.__wrapped__()
-    assert kernels.moe.run.keywords == kernels.linear.run.keywords == given
+    assert kernels.moe.run.keywords == kernels.linear.run.keywords == expected
 
 
 def test_experts_of_several_devices_lower_for_cuda():

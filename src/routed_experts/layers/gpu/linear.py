@@ -165,8 +165,7 @@ def linear_in_place(
     are_many = num_rows > LARGEST and num_rows % CODE_TILE == 0 and x.dtype == jnp.bfloat16
     if warpgroups is not None and are_many and has_code_blocks(weights):
         first, tiles = jnp.asarray(layer, jnp.int32).reshape(1), one_matrix(num_rows, CODE_TILE)
-        rows = scale_rows(x, interpret=interpret)
-        return multiply_codes(rows, weights, first, tiles, None, dtype, warpgroups, expert_rows=num_rows)
+        return multiply_codes(scale_rows(x, interpret=interpret), weights, first, tiles, None, dtype, warpgroups)
     if tile is None:
         if not isinstance(weights, QuantizedWeight) and (x.shape[0] > LARGEST or weights.shape[0] == 1):
             return reference_linear(x, weights, layer, dtype)

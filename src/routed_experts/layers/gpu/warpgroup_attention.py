@@ -27,7 +27,12 @@ from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible
 from routed_experts.layers.gpu.paged_softmax import LOG2E, visible_bounds
 from routed_experts.layers.gpu.query_tiles import ALIGNED, QueryRows, find_query_rows, find_query_tiles
-from routed_experts.layers.gpu.warpgroup_operations import CompiledOperations, InterpretedOperations, Views
+from routed_experts.layers.gpu.warpgroup_operations import (
+    CompiledOperations,
+    InterpretedOperations,
+    Operations,
+    Views,
+)
 from routed_experts.layers.gpu.warpgroups import CONSUMERS, SHARED_BYTES, SIDE, Warpgroups, split_work
 
 _SWIZZLED = 64  # numbers of a swizzled row, 128 bytes
@@ -248,7 +253,7 @@ class _Softmax(NamedTuple):
 
 def _attend(refs: _Refs, plan: _Plan, warpgroup: Array) -> None:
     """Compute this warpgroup's rows of all blocks."""
-    operations = CompiledOperations()
+    operations: Operations = CompiledOperations()
     if refs.sums is not None:
         operations = InterpretedOperations(refs.scores.at[warpgroup], refs.sums.at[warpgroup])
 
@@ -268,7 +273,7 @@ def _attend(refs: _Refs, plan: _Plan, warpgroup: Array) -> None:
 
 
 def _mix_values(
-    refs: _Refs, plan: _Plan, operations: CompiledOperations, block: _Block, warpgroup: Array, first: Array, sums: Any
+    refs: _Refs, plan: _Plan, operations: Operations, block: _Block, warpgroup: Array, first: Array, sums: Any
 ) -> Float[Array, "64 C"]:
     """Values mixed by softmax, of one warpgroup's rows. `first`: the step of the rings that the block starts with."""
     shape, dtype = (SIDE, plan.keys), refs.out.dtype
@@ -348,7 +353,7 @@ def _mix_values(
 
 
 def _start(
-    refs: _Refs, plan: _Plan, operations: CompiledOperations, block: _Block, warpgroup: Array
+    refs: _Refs, plan: _Plan, operations: Operations, block: _Block, warpgroup: Array
 ) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
     """Maximum and normaliser before the first key: a sink has weight and no value."""
     nothing = operations.place_rows(jnp.zeros((SIDE,), jnp.float32))
@@ -380,7 +385,7 @@ def _clear_unowned(plan: _Plan, block: _Block, values: Any, iota: Any) -> None:
 def _store(
     refs: _Refs,
     plan: _Plan,
-    operations: CompiledOperations,
+    operations: Operations,
     block: _Block,
     warpgroup: Array,
     mixed: Float[Array, "64 C"],

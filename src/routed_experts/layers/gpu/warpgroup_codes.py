@@ -29,7 +29,6 @@ from routed_experts.layers.gpu.warpgroups import (
     Warpgroups,
     accumulator,
     copy_blocks,
-    grouped_tiles,
     launch,
     multiply_blocks,
     split_work,
@@ -47,15 +46,7 @@ _ALIGNED = 32  # numbers of float32 in 128 bytes, to which the destination of a 
 
 
 def _schedule(
-    inputs: int,
-    outputs: int,
-    halves: int,
-    *,
-    tile: int,
-    result_bytes: int,
-    stride: int,
-    num_programs: int,
-    expert_rows: int,
+    inputs: int, outputs: int, halves: int, *, tile: int, result_bytes: int, stride: int, num_programs: int
 ) -> Schedule:
     """Steps of two groups of inputs where there is one half and an even number of groups, else of one; as many stages
     as fit. `result_bytes`: of a number."""
@@ -72,7 +63,6 @@ def _schedule(
         halves=halves,
         stride=stride,
         num_programs=num_programs,
-        group=grouped_tiles(inputs * halves * outputs, expert_rows, tile),
     )
 
 
@@ -221,11 +211,10 @@ def multiply_codes(
     dtype: Any,
     warpgroups: Warpgroups,
     *,
-    expert_rows: int,
     stride: int = 1,
 ) -> Float[Array, "P O"]:
     """Rows of each tile times the matrix of its expert, in `dtype`; with an activation the activated halves,
-    [P, O / 2]. `expert_rows`: of an expert, on average."""
+    [P, O / 2]."""
     (num_rows, inputs), halves = rows.shape, 1 if activation is None else 2
     tile = num_rows // tiles.expert.shape[0]
     schedule = _schedule(
@@ -236,7 +225,6 @@ def multiply_codes(
         result_bytes=jnp.dtype(dtype).itemsize,
         stride=stride,
         num_programs=warpgroups.num_programs,
-        expert_rows=expert_rows,
     )
     products = _Products(tile=tile, is_interpreted=warpgroups.interpret is not False)
     return launch(

@@ -43,7 +43,6 @@ def tiled_outputs(
     """Each slot's expert applied to its row, of a call that suits, and the row of each slot, which is not defined for
     slots of padding. `first_expert` counts in steps of `stride`."""
     first, gate_up, down, dtype = call.first_expert.reshape(1), call.gate_up, call.down, call.x.dtype
-    options = dict(expert_rows=call.expert_rows, stride=stride)
 
     def grouped(x: AnyRows, tile: int) -> tuple[AnyRows, Int[Array, "N K"], Tiles]:
         return group_rows(x, call.ids, call.valid, call.num_experts, tile, interpret=interpret)
@@ -51,11 +50,12 @@ def tiled_outputs(
     if isinstance(gate_up, QuantizedWeight):
         assert isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
         scaled, rows, tiles = grouped(scale_rows(call.x, interpret=interpret), tile_of_codes(call.expert_rows))
-        hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, **options)
+        hidden = multiply_codes(scaled, gate_up, first, tiles, call.activation, dtype, warpgroups, stride=stride)
         scaled = scale_rows(hidden, interpret=interpret)
-        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, **options), rows
+        return multiply_codes(scaled, down, first, tiles, None, dtype, warpgroups, stride=stride), rows
     assert not isinstance(down, QuantizedWeight), "see `suits_warpgroups`"
     copied, rows, tiles = grouped(call.x, NUMBER_TILE)
+    options = dict(expert_rows=call.expert_rows, stride=stride)
     hidden = multiply_numbers(copied, gate_up, first, tiles, call.activation, warpgroups, **options)
     return multiply_numbers(hidden, down, first, tiles, None, warpgroups, **options), rows
 

@@ -6,7 +6,7 @@ in shared memory. Dims: C head dim."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -26,51 +26,79 @@ class Views(NamedTuple):
     copy: Any
 
 
-class CompiledOperations:
-    """On a GPU: accumulators are in registers, and products run while the warpgroup goes on."""
+class Operations(Protocol):
+    """Those of a warpgroup. Products run while it goes on."""
 
-    def place_rows(self, values: Float[Array, "64"]) -> Float[Array, "64"]:
-        """A value of each row, in the layout that reductions of scores have."""
-        return plgpu.layout_cast(values, plgpu.Layout.WGMMA.reduce(1))
+    def place_rows(self, values: Array) -> Array:
+        """A value of each of 64 rows, in the layout that reductions of scores have."""
+        ...
 
     def place_scores(self, values: Array) -> Array:
         """Values in the layout of scores."""
-        return plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+        ...
 
     def run_with_sums(self, run: Callable[[Any], R], columns: int) -> R:
         """Run it with the sums of a warpgroup, [64, columns], which start at 0."""
-        return pl.run_scoped(run, accumulator(columns))
+        ...
 
     def run_with_scores(self, run: Callable[[Any], R], columns: int) -> R:
         """Run it with accumulators for the scores of a step, [64, columns]."""
-        return pl.run_scoped(run, accumulator(columns))
+        ...
 
     def start_scores(self, scores: Any, queries: Views, keys: Any) -> None:
         """Start to multiply queries and keys, blocks in shared memory."""
-        plgpu.wgmma(scores, queries.product, keys.T)
+        ...
 
     def start_mix(self, sums: Any, weights: Array, values: Any) -> None:
         """Start to add weights, in registers, times values, a block in shared memory."""
-        plgpu.wgmma(sums, weights, values)
+        ...
 
     def load(self, sums: Any, *, running: int) -> Array:
         """Accumulators once at most so many of the products that were started last run."""
-        return plgpu.wgmma_accumulator_load(sums, wait_n=running)
+        ...
 
     def store(self, views: Views, warpgroup: Array, values: Float[Array, "64 C"]) -> None:
         """Write a warpgroup's values to shared memory, for a copy."""
+        ...
+
+
+class CompiledOperations:
+    """On a GPU: accumulators are in registers."""
+
+    def place_rows(self, values: Array) -> Array:
+        return plgpu.layout_cast(values, plgpu.Layout.WGMMA.reduce(1))
+
+    def place_scores(self, values: Array) -> Array:
+        return plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+
+    def run_with_sums(self, run: Callable[[Any], R], columns: int) -> R:
+        return pl.run_scoped(run, accumulator(columns))
+
+    def run_with_scores(self, run: Callable[[Any], R], columns: int) -> R:
+        return pl.run_scoped(run, accumulator(columns))
+
+    def start_scores(self, scores: Any, queries: Views, keys: Any) -> None:
+        plgpu.wgmma(scores, queries.product, keys.T)
+
+    def start_mix(self, sums: Any, weights: Array, values: Any) -> None:
+        plgpu.wgmma(sums, weights, values)
+
+    def load(self, sums: Any, *, running: int) -> Array:
+        return plgpu.wgmma_accumulator_load(sums, wait_n=running)
+
+    def store(self, views: Views, warpgroup: Array, values: Float[Array, "64 C"]) -> None:
         views.product[warpgroup] = values
         plgpu.commit_smem()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class InterpretedOperations(CompiledOperations):
+class InterpretedOperations:
     """In JAX's interpreter. `scores`, `sums`: a warpgroup's accumulators, in shared memory."""
 
     scores: Any
     sums: Any
 
-    def place_rows(self, values: Float[Array, "64"]) -> Float[Array, "64"]:
+    def place_rows(self, values: Array) -> Array:
         return values
 
     def place_scores(self, values: Array) -> Array:

@@ -23,13 +23,6 @@ HOPPER = "9.0"  # the compute capability that has these instructions; later ones
 CONSUMERS = 2  # warpgroups that multiply
 SIDE = 64  # of a warpgroup's part of a product, along its left operand
 SHARED_BYTES = 226 * 1024  # of a multiprocessor's shared memory; the rest is for barriers
-# Tiles whose blocks are computed column by column, where a matrix is at least so large and has two tiles or more on
-# average: else its blocks leave the L2 cache between two tiles and are read again. Measured on an H100, 16384 tokens in
-# bfloat16, in TFLOP/s of gate and up and of down, tile by tile and in groups: 509, 548 and 688, 709 for Mixtral-8x7B
-# (matrices of 235 and 117 MB), 628, 587 and 673, 605 for GLM-4.5-Air (23 and 12 MB). Smaller matrices lost 1 %, and
-# with one tile each 5 %. Groups of 8 and 32 were not faster, nor were clusters of two programs that share matrices.
-_GROUPED_TILES = 16
-_GROUPED_BYTES = 10 * 2**20
 _PRODUCER = CONSUMERS  # the number of the warpgroup that copies
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 
@@ -37,9 +30,9 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Warpgroups:
     """The GPU that multiplies by warpgroups: `num_programs`, one a multiprocessor. `interpret`: as in `pallas_call`;
-    JAX's interpreter of Mosaic GPU kernels, in tests. `can_mask` False: JAX's CUDA plugin is one of CUDA
-    12.8 or 12.9, of which 12.8.0 to 12.9.0 compile causal masks wrongly (JAX's own attention kernel for Hopper refuses
-    them)."""
+    JAX's interpreter of Mosaic GPU kernels, in tests. `can_mask` False: JAX's CUDA plugin is one of CUDA 12.8
+    or 12.9. Versions 12.8.0 to 12.9.0 compile causal masks wrongly; JAX's own attention kernel for Hopper refuses
+    them, too."""
 
     num_programs: int
     can_mask: bool = True
@@ -103,11 +96,6 @@ class Schedule:
     def stage(self, step: Array) -> Array:
         """The stage of the rings that a step has, of all steps of the program."""
         return lax.rem(step, jnp.int32(self.stages))
-
-
-def grouped_tiles(matrix_bytes: int, expert_rows: int, tile: int) -> int:
-    """Tiles of a group, for matrices of so many bytes and so many rows of each, on average."""
-    return _GROUPED_TILES if matrix_bytes >= _GROUPED_BYTES and expert_rows >= 2 * tile else 1
 
 
 def accumulator(columns: int) -> Any:
