@@ -142,7 +142,7 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
     for name in _ORDER:
         array = named[name]
         assert array.dtype.itemsize == 4, (name, array.dtype)
-        parts.append(array.view(np.int32))
+        parts.append(array if array.dtype == np.int32 else array.view(np.int32))
     return np.concatenate(parts, axis=None)
 
 

@@ -63,8 +63,9 @@ class Scheduler:
 
     def __init__(self, args: ServerArgs, buckets: Buckets, *, num_pages: int, vocab_size: int) -> None:
         self._args, self._buckets = args, buckets
+        self._prefill_limit, self._running_limit = args.prefill_limit, args.running_limit
         self.weight_version = 0
-        slots = args.running_limit + 1
+        slots = self._running_limit + 1
         self.pages = RequestPages(
             num_pages=num_pages,
             page_size=args.page_size,
@@ -125,7 +126,7 @@ class Scheduler:
             for req in self.running
             if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
-        decoding, budget = len(chunks), min(self._args.prefill_limit, self._buckets.extend[-1] - len(chunks))
+        decoding, budget = len(chunks), min(self._prefill_limit, self._buckets.extend[-1] - len(chunks))
         if not self._args.deterministic and any([chunk.req.forced.size for chunk in chunks]):
             budget = self._add_forced(chunks, budget)
         for req in self.running:
@@ -213,8 +214,7 @@ class Scheduler:
         that are on the device. A request that the step in flight may bring to its end is left out. None where the host
         has to read first: a request was not in the last verify step, waits to be admitted, or has its stop tokens
         banned; pages are short; or there is no draft."""
-        limit = self._args.running_limit
-        if not self._in_flight or (self.waiting and len(self.running) < limit):
+        if not self._in_flight or (self.waiting and len(self.running) < self._running_limit):
             return None
         in_flight = {chunk.req.rid: chunk.count for chunks in self._in_flight.values() for chunk in chunks}
         ready = list[tuple[Req, int, int]]()  # of a request: its last possible position, tokens that it may feed there
@@ -366,7 +366,7 @@ class Scheduler:
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int:
         """Admit waiting requests while tokens, slots and pages last; appends their first chunks to `chunks`."""
         for req in self._admissible():
-            if budget <= 0 or len(chunks) >= self._args.running_limit or len(self.running) >= self._args.running_limit:
+            if budget <= 0 or max(len(chunks), len(self.running)) >= self._running_limit:
                 break
             req.weight_version = self.weight_version
             if not self.pages.admit(req, self.namespace(req), spare=len(self.running)):
