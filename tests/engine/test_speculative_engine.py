@@ -48,8 +48,8 @@ def test_two_hundred_requests_get_with_drafts_what_they_get_without():
 def test_two_hundred_requests_get_what_they_got_before_there_were_drafts(monkeypatch):
     """Those of the engine before are products in pairs, by the processor's instruction for them: another like it may
     round a few otherwise. A processor without it rounds logprobs, and some routes, otherwise, but few tokens: on a
-    Zen 3, 197 requests had the same tokens, with logprobs within 0.07, and 160 the same rows. An engine rounds otherwise
-    where floats or tiles are faster. Keys and values of a bfloat16 model were float32 then."""
+    Zen 3, 197 requests had the same tokens, with logprobs within 0.07, and 160 the same rows. An engine rounds
+    otherwise where floats or tiles are faster. Keys and values of a bfloat16 model were float32 then."""
 
     def widened(*args):
         return dataclasses.replace(kv_shapes(*args), dtype=jnp.dtype("float32"))
