@@ -194,7 +194,7 @@ struct Direct {
 };
 
 // A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It is much like `tile_of_codes`, and loops over groups, of which it
-// has one: GCC 12 makes slower code, up to twice, where the two are one function or this loop is left out.
+// has one: of what was tried to share code between the two, GCC 12 made slower code, up to twice.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
 inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, const ScalesOf& scales, int64_t depth, float* out, int64_t ldo) {
   for (int64_t first = 0, last = 0; first < depth; first = last) {
