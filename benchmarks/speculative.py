@@ -98,40 +98,48 @@ class GivenText:
         return self._inner.dispatch(batches)
 
     def read(self, pending: Any) -> list[StepResult]:
-        """The results, with the tokens of the texts."""
-        return [self._with_texts(*self._inner.read(pending), *pending.batches)]
+        """The results, with the tokens of the texts, which are looked up while the step runs."""
+        (batch,) = pending.batches
+        given = self._given(batch)
+        (result,) = self._inner.read(pending)
+        return [dataclasses.replace(result, **given)]
 
-    def _with_texts(self, result: StepResult, batch: ModelWorkerBatch) -> StepResult:
+    def _given(self, batch: ModelWorkerBatch) -> dict[str, np.ndarray]:
         if batch.mode is not ForwardMode.TARGET_VERIFY:
-            return dataclasses.replace(result, tokens=self._texts[batch.request_slots, batch.seq_lens])
-        count, starts = result.tokens.size, batch.query_starts
-        tokens = self._texts[batch.request_slots[batch.token_rows[:count]], batch.positions[:count] + 1]
-        matches = np.append(tokens[:-1] == batch.token_ids[1:count], False)
-        accepted = np.zeros(batch.num_requests, np.int32)
-        for row in range(batch.num_requests):
-            run = matches[starts[row] : starts[row + 1] - 1]
-            accepted[row] = run.size if run.all() else int(run.argmin())
-        return dataclasses.replace(result, tokens=tokens, accepted=accepted)
+            return {"tokens": self._texts[batch.request_slots, batch.seq_lens]}
+        count, starts = batch.token_ids.size, batch.query_starts[: batch.num_requests + 1]
+        tokens = self._texts[batch.request_slots[batch.token_rows], batch.positions + 1]
+        differs = np.append(tokens[:-1] != batch.token_ids[1:count], True)
+        differs[starts[1:] - 1] = True  # the last row of a request
+        ends = np.flatnonzero(differs)
+        accepted = (ends[np.searchsorted(ends, starts[:-1])] - starts[:-1]).astype(np.int32)
+        return {"tokens": tokens, "accepted": accepted}
 
 
 class Oracle:
-    """Knows the answers, and is right with probability ALPHA; claims no more."""
+    """Knows the answers, and is right with probability ALPHA; claims no more. Which of its drafts are wrong is drawn
+    when a sequence begins: a draft behind the first wrong one is not seen, so that it may be offered again."""
 
     nbytes = 0
 
     def __init__(self, vocabulary: int) -> None:
         self.answers: dict[str, np.ndarray] = {}
         self._known: dict[str, int] = {}
+        self._drafts: dict[str, np.ndarray] = {}
+        self._survival = ALPHA ** np.arange(1, ORACLE_DRAFTS + 1)
         self._noise, self._vocabulary = np.random.default_rng(5), vocabulary
 
     def open(self, key: str, tokens: np.ndarray, info: SequenceInfo) -> None:
-        self._known[key] = tokens.size
+        self._known[key], answer = tokens.size, self.answers[key]
+        others = self._noise.integers(0, self._vocabulary, answer.size)
+        self._drafts[key] = np.where(self._noise.random(answer.size) < ALPHA, answer, others).astype(np.int32)
 
     def extend(self, key: str, tokens: np.ndarray) -> None:
         self._known[key] += tokens.size
 
     def close(self, key: str) -> None:
         self._known.pop(key, None)
+        self._drafts.pop(key, None)
 
     def remember(self, prompt: np.ndarray, output: np.ndarray, sample: Sample) -> None:
         pass
@@ -140,10 +148,9 @@ class Oracle:
         pass
 
     def propose(self, key: str, most: int) -> Draft:
-        ahead = self.answers[key][self._known[key] :][:most].copy()
-        wrong = self._noise.random(ahead.size) >= ALPHA
-        ahead[wrong] = self._noise.integers(0, self._vocabulary, int(wrong.sum()))
-        return Draft(ahead, ALPHA ** np.arange(1, ahead.size + 1))
+        known = self._known[key]
+        ahead = self._drafts[key][known : known + most]
+        return Draft(ahead, self._survival[: ahead.size])
 
 
 class DeviceDrafts:

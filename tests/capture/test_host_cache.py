@@ -277,15 +277,42 @@ def test_what_waits_to_be_filed_is_bounded():
     for step in range(1000):
         cache.append(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
         cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]))
-        assert len(cache._steps) < host_cache._MAX_BUFFERED_STEPS
+        assert len(cache._steps) <= host_cache._MAX_BUFFERED_STEPS
     for step in range(1000, 1040):  # what pads a step waits as well
         cache.append(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.uint16), step)
-        assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MAX_BUFFERED_ROWS
-    cache.append(np.arange(5000) % NUM_SLOTS, np.zeros((5000, 4), np.uint16), 2000)
-    assert not cache._steps, "a large step is filed at once"
+        assert sum(len(rows) for _, rows, *_ in cache._steps[:-1]) < host_cache._MAX_BUFFERED_ROWS
+    for step in (2000, 2001):
+        cache.append(np.arange(5000) % NUM_SLOTS, np.zeros((5000, 4), np.uint16), step)
+    assert len(cache._steps) == 1, "a large step is filed when the next one comes"
     for _ in range(1000):
         cache.clear_pages(np.array([1]))
         assert len(cache._invalidated) < 2 * host_cache._MAX_BUFFERED_STEPS
+
+
+class OnDevice:
+    """Rows whose copy to the host has to be waited for."""
+
+    def __init__(self, rows):
+        self.rows, self.num_copies = rows, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __array__(self, dtype=None, copy=None):
+        self.num_copies += 1
+        return self.rows
+
+
+def test_rows_are_copied_from_the_device_when_the_next_step_comes():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
+    steps = [OnDevice(np.full((1, 4), step, np.uint16)) for step in range(3)]
+    for step, rows in enumerate(steps):
+        cache.append(np.array([step]), rows, step)
+        assert [own.num_copies for own in steps] == [1] * step + [0] * (3 - step)
+    ids, valid, _ = cache.gather(np.arange(3))
+    assert valid.all()
+    np.testing.assert_array_equal(ids.reshape(3, -1), np.arange(3)[:, None].repeat(4, axis=1))
+    assert [own.num_copies for own in steps] == [1, 1, 1]
 
 
 def test_after_a_filing_that_failed_no_row_is_known():

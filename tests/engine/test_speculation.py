@@ -296,7 +296,7 @@ def test_the_sums_over_requests_are_the_totals(testbed, alone):
     drafting = speculation(OracleDrafter(answers(alone), 0.6, vocab_size=VOCAB_SIZE))
     drive = testbed.drive(speculation=drafting)
     drive.run(*requests())
-    counts = [req.speculative for req in drive.reqs.values()]
+    counts = [drafting.counts_of(req) for req in drive.reqs.values()]
     total = drafting.totals.requests
     for name in ("verify_steps", "proposed", "accepted", "emitted"):
         assert sum(getattr(own, name) for own in counts) == getattr(total, name), name
@@ -306,7 +306,7 @@ def test_the_sums_over_requests_are_the_totals(testbed, alone):
     assert sum(drafting.totals.accepted_at.values()) == total.accepted
     assert sum(index * count for index, count in enumerate(total.histogram)) == total.accepted
     penalised = [req for req in drive.reqs.values() if req.source.sampling.is_penalized]
-    assert len(penalised) == 6 and all(req.speculative.accepted > 0 for req in penalised)
+    assert len(penalised) == 6 and all(drafting.counts_of(req).accepted > 0 for req in penalised)
 
 
 @pytest.mark.parametrize(
@@ -558,4 +558,4 @@ def test_requests_that_are_not_drafted_for_are_counted_by_reason(testbed):
     assert drafting.totals.skipped["not_requested"] == 0
     drive.run(request("third", prompt, 6, speculative=False))
     assert drafting.totals.skipped["not_requested"] >= 5
-    assert drive.reqs["third"].speculative.verify_steps == 0
+    assert drafting.counts_of(drive.reqs["third"]).verify_steps == 0

@@ -198,10 +198,10 @@ def test_penalties_of_each_row_are_those_of_a_loop_that_recounts_its_tokens(seed
                 parts.append(fed_by(request, ids, len(request.prompt) + len(request.generated)))
             batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=SamplingMode.FULL)
             words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
-            last, table, _ = accept(
+            last, table, kept = accept(
                 jnp.asarray(logits), jnp.zeros(NUM_SLOTS, jnp.int32), words, tokens, penalty_inputs(batch, counts)
             )
-            counts = TokenCounts(add(counts.generated, tokens, words, table), counts.prompt)
+            counts = TokenCounts(add(counts.generated, tokens, words, kept), counts.prompt)
             table = np.asarray(table)
             logprobs, top = table[:, 1].view(np.float32), table[:, 3 + MAX_TOP_LOGPROBS :].copy().view(np.float32)
             for row, own in enumerate(expected):
@@ -237,7 +237,7 @@ def test_a_step_of_one_token_a_request_counts_as_a_step_without_drafts():
     parts = [fed_tokens(SamplingMode.FULL, request, [5 * request], 6) for request in range(3)]
     batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY)
     words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
-    added = add_accepted(counts.generated, tokens, words, jnp.zeros((16, 3), jnp.int32), shape=VERIFY)
+    added = add_accepted(counts.generated, tokens, words, jnp.zeros(VERIFY.num_requests, jnp.int32), shape=VERIFY)
     plain, _ = update_token_counts(counts, tokens, words, shape=VERIFY)
     np.testing.assert_array_equal(added[1:], plain.generated[1:])  # slot 0 is padding
     np.testing.assert_array_equal(counts.prompt[1:], plain.prompt[1:])

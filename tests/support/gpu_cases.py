@@ -605,9 +605,22 @@ def small_cases() -> Iterator[Case]:
     yield prepare_case(12, ragged, decode=False)
     yield prepare_case(13, spread, decode=True)
     yield prepare_case(14, dataclasses.replace(ragged, **odd), decode=False)
+    yield from halved_cases()
     yield from family_cases(ragged, spread)
     yield from verify_cases()
     yield from kv_code_cases(ragged, spread)
+
+
+def halved_cases() -> Iterator[Case]:
+    """Heads in halves, in steps whose blocks have many tokens; the last block is not full."""
+    half, seqs = jnp.bfloat16, Sequences(spans=((0, 70), (5, 9), (0, 1)), padding=3)
+    for heads, groups in ((6, 2), (3, 1), (4, 4)):
+        yield prepare_case(81, dataclasses.replace(seqs, heads=heads, groups=groups), decode=False)
+    traits = {"qk_norm": "whole"}, {"qk_norm": "bare"}, {"qk_norm": ""}, {"qk_norm_offset": 1.0}
+    for own in (*traits, {"norm_after_rope": True}, {"norm_after_rope": True, "qk_norm": "bare"}):
+        yield prepare_case(82, seqs, decode=False, traits=StackTraits(**own), biased=True, parts=2, dtype=half)
+    for scaled in (False, True):
+        yield prepare_case(83, seqs, decode=False, dtype=half, codes=True, scaled=scaled)
 
 
 def verify_cases() -> Iterator[Case]:

@@ -32,7 +32,7 @@ _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _INT32 = np.dtype(np.int32)
 _MAX_BUFFERED_STEPS = 128
-_MAX_BUFFERED_ROWS = 4096  # padding included: bounds how long filing delays a step
+_MAX_BUFFERED_ROWS = 4096  # before the newest step, padding included: bounds how long filing delays a step
 
 # A buffered step: slots, rows, version, which of them are live, origins of its tokens. A plain tuple: building it is
 # all that a step waits for.
@@ -86,15 +86,20 @@ class _RoutedExpertsHostCache:
         live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
     ) -> None:
-        """Buffer the rows of one step under the slots of its real tokens. `version`: of the weights that ran.
+        """Buffer the rows of one step under the slots of its real tokens; those of the steps before are filed when they
+        are many. `version`: of the weights that ran.
         `rows`: anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W
         columns are packed rows (CaptureSpec.row_words), real tokens first; `live`: rows to file, None files all.
         `origins` separates generated tokens from prompts; None counts all as prompts. The store owns the arrays from
-        now on and checks them when it files them."""
-        self._steps.append((slots, rows, version, live, origins))
-        self._buffered_rows += len(rows)  # padding is buffered too
+        now on and checks them when it files them. Arrays of a device stay there until the next step: their copy is
+        not waited for."""
         if self._buffered_rows >= _MAX_BUFFERED_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
             self.flush()
+        elif self._steps:
+            own_slots, on_device, own_version, own_live, own_origins = self._steps[-1]
+            self._steps[-1] = own_slots, np.asarray(on_device), own_version, own_live, own_origins
+        self._steps.append((slots, rows, version, live, origins))
+        self._buffered_rows += len(rows)  # padding is buffered too
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Invalidate the rows of these slots."""

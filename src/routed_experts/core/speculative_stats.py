@@ -34,27 +34,43 @@ class SpeculativeCounts:
         """Tokens a verify step; 1.0 where there was none."""
         return self.emitted / self.verify_steps if self.verify_steps else 1.0
 
-    def padded(self, most: int) -> "SpeculativeCounts":
-        """The counts with a histogram for drafts of at most `most` tokens, also before the first verify step."""
-        return self if self.histogram else dataclasses.replace(self, histogram=(0,) * (most + 1))
 
-    def add(self, *, proposed: int, accepted: int, emitted: int, most: int) -> "SpeculativeCounts":
-        """The counts after one more verify step; `most`: the longest draft of the engine."""
-        histogram = list(self.histogram or (0,) * (most + 1))
+class SpeculativeTally:
+    """The counts of one request, or of all, while they grow; the engine thread alone uses it."""
+
+    __slots__ = ("_accepted", "_emitted", "_histogram", "_predicted", "_predicted_accepted", "_proposed", "_steps")
+
+    def __init__(self) -> None:
+        self._steps = self._proposed = self._accepted = self._emitted = 0
+        self._predicted = self._predicted_accepted = 0
+        self._histogram: list[int] = []
+
+    def add(self, *, proposed: int, accepted: int, emitted: int) -> None:
+        """Count one more verify step."""
+        self._steps += 1
+        self._proposed += proposed
+        self._accepted += accepted
+        self._emitted += emitted
+        histogram = self._histogram
+        if accepted >= len(histogram):
+            histogram += [0] * (accepted + 1 - len(histogram))
         histogram[accepted] += 1
-        return dataclasses.replace(
-            self,
-            verify_steps=self.verify_steps + 1,
-            proposed=self.proposed + proposed,
-            accepted=self.accepted + accepted,
-            emitted=self.emitted + emitted,
-            histogram=tuple(histogram),
-        )
 
-    def add_predicted(self, *, proposed: int, accepted: int) -> "SpeculativeCounts":
-        """The counts with a verify step's drafts from the prediction; `add` counts them, too."""
-        return dataclasses.replace(
-            self, predicted=self.predicted + proposed, predicted_accepted=self.predicted_accepted + accepted
+    def add_predicted(self, *, proposed: int, accepted: int) -> None:
+        """Count a verify step's drafts from the prediction; `add` counts them, too."""
+        self._predicted += proposed
+        self._predicted_accepted += accepted
+
+    def counts(self, most: int) -> SpeculativeCounts:
+        """The counts so far, with a histogram for drafts of at most `most` tokens."""
+        return SpeculativeCounts(
+            verify_steps=self._steps,
+            proposed=self._proposed,
+            accepted=self._accepted,
+            emitted=self._emitted,
+            histogram=tuple(self._histogram + [0] * (most + 1 - len(self._histogram))),
+            predicted=self._predicted,
+            predicted_accepted=self._predicted_accepted,
         )
 
 

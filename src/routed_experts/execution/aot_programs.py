@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 from routed_experts.core.model_worker_batch import MAX_BIAS, MAX_GIVEN_IDS, ForwardMode, SamplingMode
@@ -20,6 +21,7 @@ from routed_experts.execution.sampler import (
     TokenCounts,
     counting_program,
     given_program,
+    host_table_sharding,
     sampler_program,
 )
 from routed_experts.execution.spmd import (
@@ -117,13 +119,13 @@ def sampling_jobs(
             biases = all_ranks((_shape(bias, jnp.int32), _shape(bias, jnp.float32)), mesh_specs)
             full = PenaltyInputs(row_counts, *biases)
         inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
-        run = _sampler(spec, shape, mode, is_masked=False)
+        run = _sampler(spec, shape, mode, at, is_masked=False)
         calls[mode] = run, with_sharding(inputs, at)
         jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
         if later is not None:
             mask = all_ranks(_shape((shape.num_requests, num_mask_words(config.vocab_size)), jnp.uint32), mesh_specs)
             arguments = (*calls[mode][1], with_sharding(mask, at))
-            run = _sampler(spec, shape, mode, is_masked=True)
+            run = _sampler(spec, shape, mode, at, is_masked=True)
             later[sampler_key(spec, shape, mode, is_masked=True)] = functools.partial(run.lower, *arguments)
     if later is not None and not is_verify:
         ids = all_ranks(_shape((shape.num_requests, MAX_GIVEN_IDS), jnp.int32), mesh_specs)
@@ -132,9 +134,8 @@ def sampling_jobs(
     packed = all_ranks(shape.packed, mesh_specs)
     counting, inputs = counting_program, (slot_counts, out.tokens, packed)
     if is_verify:
-        accept, arguments = calls[SamplingMode.FULL]
-        table = jax.eval_shape(accept, *arguments)[1]
-        counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, packed, table)
+        accepted = all_ranks(_shape((shape.num_requests,), jnp.int32), mesh_specs)
+        counting, inputs = accepted_counting_program, (slot_counts.generated, out.tokens, packed, accepted)
     jobs["count", shape] = functools.partial(counting(shape, mesh).lower, *with_sharding(inputs, at))
     if shape.mode is ForwardMode.EXTEND:
         tree = jax.tree.structure(weights)
@@ -176,10 +177,12 @@ def sampler_key(
     return "sample", shape.num_requests, spec.row_words_in(shape), mode
 
 
-def _sampler(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode, *, is_masked: bool) -> Any:
-    """The jitted sampler of a step."""
-    mesh = None if spec.mesh_specs is None else spec.mesh_specs.mesh
-    sampler = dataclasses.replace(_sampler_spec(spec, shape, mode), masked=is_masked)
+def _sampler(
+    spec: ProgramSpec, shape: BatchShape, mode: SamplingMode, on_device: Sharding | None, *, is_masked: bool
+) -> Any:
+    """The jitted sampler of a step; `on_device`: the sharding of its arrays, None on a mesh."""
+    mesh, table = None if spec.mesh_specs is None else spec.mesh_specs.mesh, host_table_sharding(on_device)
+    sampler = dataclasses.replace(_sampler_spec(spec, shape, mode), masked=is_masked, table_sharding=table)
     if shape.mode is not ForwardMode.TARGET_VERIFY:
         return sampler_program(sampler, mesh)
     return accept_program(dataclasses.replace(_verify_spec(spec, shape, mode), sampler=sampler), mesh)

@@ -25,7 +25,7 @@ from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_c
 from routed_experts.execution.forward_batch import BatchShape, StepInputs, pack_ranks, split_ranks, to_batch_shape
 from routed_experts.execution.orders import NO_FOLLOWERS, OrderKind, OrderSender
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
-from routed_experts.execution.sampler import PenaltyInputs, TokenCounts
+from routed_experts.execution.sampler import HOST_MEMORY, PenaltyInputs, TokenCounts
 from routed_experts.execution.spmd import REPLICATED, num_ranks, sharded_zeros
 from routed_experts.execution.verify import ACCEPTED_COLUMN
 from routed_experts.layers.kv_format import to_stored
@@ -180,7 +180,7 @@ class ModelRunner:
             out = self._finish(started.inputs, started.packed, started.out, batches[0], mask)
         if self._needs_d2h:
             for array in (*out[:-1], *out.prompt_given):
-                if array is not None:
+                if array is not None and array.sharding.memory_kind != HOST_MEMORY:
                     array.copy_to_host_async()
         return PendingStep(
             batches=batches,
@@ -232,7 +232,7 @@ class ModelRunner:
         arguments = (out.logits, self._last_tokens, out.words, *drafts, full, *masks)
         self._last_tokens, sampled, *accepted = program(*arguments)
         if full is not None and is_verify:  # which of the tokens count is known now
-            generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, sampled)
+            generated = self._programs["count", shape](full.counts.generated, out.tokens, packed, *accepted)
             self._token_counts = TokenCounts(generated, full.counts.prompt)
         if out.recurrent_inputs is not None:
             commit = self._programs["commit", shape]
@@ -309,10 +309,9 @@ class ModelRunner:
         sampled = np.asarray(pending.sampled)
         self.orders.end_wait(sampled)
         ranks = len(pending.batches)
-        on_host = self._needs_d2h or ranks > 1  # so that the device's are freed; and of host arrays parts are views
-        rows = np.asarray(pending.rows) if on_host and pending.rows is not None else pending.rows
         if ranks == 1:
-            return [self._result(pending, pending.batches[0], sampled, pending.scored, rows, pending.rerouting)]
+            return [self._result(pending, pending.batches[0], sampled, pending.scored, pending.rows, pending.rerouting)]
+        rows = None if pending.rows is None else np.asarray(pending.rows)  # of host arrays parts are views
         arrays = (sampled, pending.scored, rows, pending.rerouting)
         parts = zip(*(split_ranks(array, ranks) for array in arrays), strict=True)
         return [self._result(pending, batch, *part) for batch, part in zip(pending.batches, parts, strict=True)]

@@ -131,10 +131,12 @@ def jit_sharded(
     in_specs: Any,
     out_specs: Any,
     donate_argnums: tuple[int, ...] = (),
+    out_shardings: Any = None,
 ) -> Any:
-    """The same, jitted, with arguments and results sharded so."""
+    """The same, jitted, with arguments and results sharded so. `out_shardings`: of the results without a mesh; None: on
+    the device."""
     if mesh_specs is None:
-        return jax.jit(program, donate_argnums=donate_argnums)
+        return jax.jit(program, donate_argnums=donate_argnums, out_shardings=out_shardings)
     mesh = mesh_specs.mesh
     in_shardings, out_shardings = (
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), mesh_specs.specs(what), is_leaf=_is_spec)

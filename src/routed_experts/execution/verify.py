@@ -91,7 +91,7 @@ def add_accepted(
     generated: Int[Array, "R V"],
     tokens: Int[Array, " N"],
     packed: Int32[Array, " words"],
-    table: Int32[Array, "S columns"],
+    accepted: Int[Array, " B"],
     *,
     shape: BatchShape,
 ) -> Int[Array, "R V"]:
@@ -99,7 +99,7 @@ def add_accepted(
     counted; the token that was sampled last is counted by the step that feeds it. All of them are generated: a verify
     step feeds no token of a prompt."""
     batch = unpack(packed, shape)
-    paged, accepted = batch.paged, table[: shape.num_requests, ACCEPTED_COLUMN]
+    paged = batch.paged
     last = (paged.query_starts[:-1] + accepted)[paged.token_rows]
     is_counted = paged.valid & (jnp.arange(shape.num_tokens) <= last)
     return generated.at[batch.request_slots[paged.token_rows], tokens].add(is_counted.astype(generated.dtype))
@@ -136,7 +136,14 @@ def accept_program(spec: VerifySpec, mesh: Mesh | None) -> Any:
     program = functools.wraps(accept_tokens)(functools.partial(accept_tokens, spec=spec))
     out_specs = (BY_RANK, GATHERED, BY_RANK)
     in_specs = (BY_RANK,) * (6 if spec.sampler.masked else 5)
-    return jit_sharded(program, without_model(mesh), in_specs=in_specs, out_specs=out_specs, donate_argnums=(1,))
+    return jit_sharded(
+        program,
+        without_model(mesh),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        donate_argnums=(1,),
+        out_shardings=(None, spec.sampler.table_sharding, None),
+    )
 
 
 @functools.lru_cache(maxsize=256)

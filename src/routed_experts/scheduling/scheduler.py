@@ -261,16 +261,16 @@ class Scheduler:
         advanced: list[Req] = []
         chunks = self._in_flight.pop(batch.step)
         rows = [chunk.count for chunk in chunks]  # to file
-        tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
+        tokens, logprobs, starts = result.tokens.tolist(), result.logprobs.tolist(), batch.query_starts.tolist()
+        accepted = None if result.accepted is None else result.accepted.tolist()
         for index, chunk in enumerate(chunks):
             req = chunk.req
             if req.state is ReqState.FINISHED:
                 rows[index] = 0
                 continue
-            if result.accepted is not None:
-                first, accepted = int(batch.query_starts[index]), int(result.accepted[index])
-                run = _Run(range(first, first + accepted + 1), tokens, logprobs, result)
-                rows[index] = _commit_run(req, chunk, run, match_stop_string, most=self._buckets.num_drafts)
+            if accepted is not None:
+                run = _Run(range(starts[index], starts[index] + accepted[index] + 1), tokens, logprobs, result)
+                rows[index] = _commit_run(req, chunk, run, match_stop_string)
                 advanced.append(req)
                 continue
             if chunk.forced is not None:
@@ -279,7 +279,7 @@ class Scheduler:
                 continue
             req.num_committed = chunk.start + chunk.count
             if batch.prompt_targets is not None and has_scored_prompt_tokens(chunk):
-                _add_prompt_logprobs(req, chunk, int(batch.query_starts[index]), result)
+                _add_prompt_logprobs(req, chunk, starts[index], result)
             if not chunk.samples:
                 continue
             if not req.is_prefilled:
@@ -341,7 +341,7 @@ class Scheduler:
             req, own = chunk.req, drafts.get(chunk.req.rid)
             count = 0 if own is None else min(own.size, req.max_drafts, self._buckets.num_drafts, spare)
             if own is not None and count > 0 and self.pages.grow(req, chunk.start + 1 + count):
-                chunk = dataclasses.replace(chunk, count=1 + count, drafts=own[:count])
+                chunk = ScheduledChunk(req, chunk.start, 1 + count, chunk.samples, own[:count])
                 spare -= count
             following.append(chunk)
         return following
@@ -411,18 +411,22 @@ class _Run:
     result: StepResult
 
 
-def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: StopMatcher, *, most: int) -> int:
+def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: StopMatcher) -> int:
     """Append a run; returns how many of the chunk's tokens have rows to file: those of the sequence that were fed. A
     request that ends inside of the run is left as a step without drafts leaves it: its last token counts as fed where
-    its row is requested. `most`: the longest draft of the engine."""
+    its row is requested."""
     req.num_pending -= 1
     if req.pending_finish is not None:  # only its last token is of the sequence
         req.num_committed = req.num_dispatched = chunk.start + 1
         req.finish(req.pending_finish)
         return 1
-    known = req.num_known
+    known, source = req.num_known, req.source
+    is_plain = req.grammar is None and not source.top_logprobs_num and not source.token_ids_logprob
     for row in run.rows:
-        _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
+        if is_plain:
+            _append_known(req, run.tokens[row], (run.logprobs[row], None), match_stop_string)
+        else:
+            _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
         if req.state is ReqState.FINISHED or req.pending_finish is not None:
             break
     emitted, proposed = req.num_known - known, chunk.count - 1
@@ -430,8 +434,7 @@ def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: S
     include_last = req.source.routed_experts.include_last
     req.num_committed = req.num_dispatched = num_fed if include_last else min(num_fed, req.num_known - 1)
     if proposed:
-        accepted = min(emitted, len(run.rows) - 1)
-        req.speculative = req.speculative.add(proposed=proposed, accepted=accepted, emitted=emitted, most=most)
+        req.speculative.add(proposed=proposed, accepted=min(emitted, len(run.rows) - 1), emitted=emitted)
     if req.last_row_ready and req.pending_finish is not None:
         req.finish(req.pending_finish)
     return req.num_committed - chunk.start

@@ -9,7 +9,6 @@ Both ratios begin at 1, so that a new request begins with the drafter's claim, a
 Sums are exponential: an observation counts half as much after a half-life. Dims: k drafts."""
 
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -22,14 +21,8 @@ SHARED_HALF_LIFE = 256  # of all requests' observations of claims of one size, i
 OWN_PRIOR, SHARED_PRIOR = 4.0, 8.0  # accepted drafts, of as many expected, that a ratio begins with
 NUM_CLAIMS = 8  # sizes of a claim, equally wide
 
-
-class Claim(NamedTuple):
-    """What was claimed of a draft: the index of the claim's size, the claim, and the claim as corrected by all."""
-
-    size: int
-    claim: float
-    expected: float
-
+Claim = tuple[int, float, float]
+"""What was claimed of a draft: the index of the claim's size, the claim, and the claim as corrected by all."""
 
 _DECAY, _IDLE_DECAY, _SHARED_DECAY = (0.5 ** (1 / steps) for steps in (HALF_LIFE, IDLE_HALF_LIFE, SHARED_HALF_LIFE))
 
@@ -61,12 +54,12 @@ class _RequestEstimates:
         """Accepted over expected drafts at this place."""
         return (self._accepted[place] + OWN_PRIOR) / (self._expected[place] + OWN_PRIOR)
 
-    def observe(self, num_reached: int, num_accepted: int) -> list["Claim"]:
+    def observe(self, num_reached: int, num_accepted: int) -> list[Claim]:
         """Count the first drafts of the last draft; return their claims."""
         reached, self.claims = self.claims[:num_reached], []
-        for place, claim in enumerate(reached):
+        for place, (_, _, expected) in enumerate(reached):
             self._accepted[place] = self._accepted[place] * _DECAY + (place < num_accepted)
-            self._expected[place] = self._expected[place] * _DECAY + claim.expected
+            self._expected[place] = self._expected[place] * _DECAY + expected
         return reached
 
 
@@ -98,15 +91,17 @@ class AcceptanceEstimates:
         """The claims of a draft, and its estimated survival."""
         claims, estimates = list[Claim](), list[float]()
         survival = before = 1.0
+        all_accepted, all_expected = self._accepted, self._expected
         for place, claimed in enumerate(draft.survival.tolist()):
             claim = claimed / before if before > 0 else 0.0
-            claim = min(claim, 1.0) if claim > 0 else 0.0  # not a number: 0
+            claim = (1.0 if claim > 1 else claim) if claim > 0 else 0.0  # not a number: 0
             before = claimed
             size = min(int(claim * NUM_CLAIMS), NUM_CLAIMS - 1)
-            shared = (self._accepted[size] + SHARED_PRIOR) / (self._expected[size] + SHARED_PRIOR)
-            expected = min(claim * shared, 1.0)
-            claims.append(Claim(size, claim, expected))
-            survival *= min(expected * request.ratio(place), 1.0)
+            expected = claim * ((all_accepted[size] + SHARED_PRIOR) / (all_expected[size] + SHARED_PRIOR))
+            expected = 1.0 if expected > 1 else expected
+            claims.append((size, claim, expected))
+            estimate = expected * request.ratio(place)
+            survival *= 1.0 if estimate > 1 else estimate
             estimates.append(survival)
         return claims, np.array(estimates, np.float64)
 
@@ -117,9 +112,9 @@ class AcceptanceEstimates:
         if request is None or proposed < 1:
             return
         reached = request.observe(min(accepted + 1, proposed), accepted)  # behind the first rejected one: unknown
-        for place, claim in enumerate(reached):
-            self._accepted[claim.size] = self._accepted[claim.size] * _SHARED_DECAY + (place < accepted)
-            self._expected[claim.size] = self._expected[claim.size] * _SHARED_DECAY + claim.claim
+        for place, (size, claim, _) in enumerate(reached):
+            self._accepted[size] = self._accepted[size] * _SHARED_DECAY + (place < accepted)
+            self._expected[size] = self._expected[size] * _SHARED_DECAY + claim
 
     def forget(self, key: Hashable) -> None:
         """Drop a request; an unknown key is ignored."""

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Int32
 
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
-from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTotals
+from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTally, SpeculativeTotals
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
@@ -93,7 +93,7 @@ class Speculation:
         self.policy, self.costs = policy, costs
         self._sharing = sharing
         self._drafter: Drafter | None = drafter  # None: it has failed too often
-        self.totals = SpeculativeTotals()
+        self.totals, self._tally = SpeculativeTotals(), SpeculativeTally()
         self._limits, self._estimates = limits, AcceptanceEstimates()
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
@@ -244,30 +244,35 @@ class Speculation:
         self, batch: ModelWorkerBatch, accepted_drafts: Int32[np.ndarray, " B"], advanced: Iterable[Req]
     ) -> None:
         """Count what became of the drafts of a verify step."""
-        self.totals.steps += 1
-        model = self._model_drafter
-        by_slot = {req.slot: req for req in advanced}
+        totals, model, reqs = self.totals, self._model_drafter, {req.slot: req for req in advanced}
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
+        first_positions = batch.positions[batch.query_starts[: accepted_drafts.size]].tolist()
+        by_source: dict[DraftSource, list[int]] = {}  # drafts, and those of them that were accepted
         for row, accepted in enumerate(accepted_drafts.tolist()):
-            proposed, req = starts[row + 1] - starts[row] - 1, by_slot.get(slots[row])
+            proposed, req = starts[row + 1] - starts[row] - 1, reqs.get(slots[row])
             if req is None:
                 continue
             if model is not None and batch.is_ahead:  # drafted before the host knew it
                 self._estimates.survival(req.rid, model.last_offer(req.rid)[1])
-            emitted = req.num_known - 1 - int(batch.positions[starts[row]])
+            emitted = req.num_known - 1 - first_positions[row]
             if proposed == 0 or emitted == 0:  # emitted none: the step before ended it, this one fed its last token
                 continue
             num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
             self._estimates.observe(req.rid, proposed, accepted)
-            self.totals.requests = self.totals.requests.add(
-                proposed=proposed, accepted=num_tokens, emitted=emitted, most=self._limits.num_drafts
-            )
-            self.totals.accepted_at.update(range(num_tokens))
+            self._tally.add(proposed=proposed, accepted=num_tokens, emitted=emitted)
+            for index in range(num_tokens):
+                totals.accepted_at[index] += 1
             source = self._sources.get(req.rid, DraftSource.CONTEXT) if model is None else DraftSource.MODEL
-            self.totals.proposed_by[source.value] += proposed
-            self.totals.accepted_by[source.value] += num_tokens
+            counts = by_source.setdefault(source, [0, 0])
+            counts[0] += proposed
+            counts[1] += num_tokens
             if source is DraftSource.PREDICTION:
-                req.speculative = req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
+                req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
+        totals.steps += 1
+        totals.requests = self._tally.counts(self._limits.num_drafts)
+        for source, (proposed, accepted) in by_source.items():
+            totals.proposed_by[source.value] += proposed
+            totals.accepted_by[source.value] += accepted
 
     def _offer(self, batch: ModelWorkerBatch, drafts: Int32[np.ndarray, "B 2k"], advanced: Iterable[Req]) -> None:
         """Give the drafter what a draft model proposes after a step."""
@@ -296,7 +301,7 @@ class Speculation:
 
     def counts_of(self, req: Req) -> SpeculativeCounts:
         """What became of a request's drafts so far."""
-        return req.speculative.padded(self._limits.num_drafts)
+        return req.speculative.counts(self._limits.num_drafts)
 
     def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
         """Give the drafter an answer, for later requests of the namespace."""
@@ -343,7 +348,7 @@ class Speculation:
             tokens = draft.tokens
             if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size > most or draft.survival.size != tokens.size:
                 raise ValueError(f"{tokens.dtype}{list(tokens.shape)}; expected at most {most} int32 ids")
-            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._limits.vocab_size:
+            if tokens.size and int(tokens.view(np.uint32).max()) >= self._limits.vocab_size:  # negative ids, too
                 ids = f"{int(tokens.min())} to {int(tokens.max())}"
                 raise ValueError(f"ids {ids} outside [0, {self._limits.vocab_size})")
         except Exception as error:

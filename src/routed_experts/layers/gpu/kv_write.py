@@ -2,6 +2,7 @@
 nothing. Dims: N tokens, B requests, L layers, P pages, G kv heads, C head dim, X rows of a slot, T tokens of a
 block."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
@@ -17,7 +18,7 @@ from routed_experts.layers.kv_format import KVScales, to_stored
 
 
 def batch_arrays(batch: PagedBatch) -> list[Array]:
-    """What `store_rows` reads of a batch."""
+    """What TokenSlots reads of a batch."""
     return [batch.positions, batch.token_rows, batch.valid, batch.page_table]
 
 
@@ -26,23 +27,32 @@ def scale_arrays(scales: KVScales) -> list[Array]:
     return [scales.values, jnp.asarray(scales.layer, jnp.int32).reshape(1)]
 
 
-def store_rows(
-    pool: Any, value: Array, row: Array | int, tokens: Array, lanes: Array, end: int, first: Array, batch: list[Any]
-) -> None:
-    """Inside a kernel: store `value` [T C] in the numbers `lanes`, as far as they are below `end`, of row `row` of the
-    tokens' slots; `first`: the layer's first page, `batch`: references to `batch_arrays`."""
-    positions, token_rows, valid, table = batch
-    num_tokens, page_size = positions.shape[0], pool.shape[1]
-    is_valid = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
-    position = plgpu.load(positions.at[tokens], mask=is_valid, other=0)
-    request = plgpu.load(token_rows.at[tokens], mask=is_valid, other=0)
-    page = plgpu.load(table.at[request, position // page_size], mask=is_valid, other=0)
-    page = jnp.where(is_valid, first + page, pool.shape[0])
-    plgpu.store(
-        pool.at[page[:, None], (position % page_size)[:, None], row, lanes[None, :]],
-        to_stored(value, pool.dtype),
-        mask=is_valid[:, None] & (lanes < end)[None, :],
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Inside a kernel: the slots of a block of tokens; only those of real tokens are written."""
+
+    page: Int[Array, " T"]
+    offset: Int[Array, " T"]  # in the page
+    is_valid: Bool[Array, " T"]
+
+    @staticmethod
+    def of(tokens: Array, pool: Any, first: Array, batch: list[Any]) -> "TokenSlots":
+        """`first`: the layer's first page, `batch`: references to `batch_arrays`."""
+        positions, token_rows, valid, table = batch
+        num_tokens, page_size = positions.shape[0], pool.shape[1]
+        is_valid = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
+        position = plgpu.load(positions.at[tokens], mask=is_valid, other=0)
+        request = plgpu.load(token_rows.at[tokens], mask=is_valid, other=0)
+        page = plgpu.load(table.at[request, position // page_size], mask=is_valid, other=0)
+        return TokenSlots(jnp.where(is_valid, first + page, pool.shape[0]), position % page_size, is_valid)
+
+    def store(self, pool: Any, value: Array, row: Array | int, lanes: Array, end: int) -> None:
+        """Store `value` [T C] in the numbers `lanes`, as far as they are below `end`, of row `row` of the slots."""
+        plgpu.store(
+            pool.at[self.page[:, None], self.offset[:, None], row, lanes[None, :]],
+            to_stored(value, pool.dtype),
+            mask=self.is_valid[:, None] & (lanes < end)[None, :],
+        )
 
 
 def _write(*refs: Any, rows: int) -> None:
@@ -55,7 +65,7 @@ def _write(*refs: Any, rows: int) -> None:
 
     def copy(source: Any, head: Array) -> None:
         value = plgpu.load(source.at[tokens[:, None], head, lanes[None, :]], mask=mask, other=0.0)
-        store_rows(pool, value, row, tokens, lanes, dim, first_page[0], batch)
+        TokenSlots.of(tokens, pool, first_page[0], batch).store(pool, value, row, lanes, dim)
 
     if len(sources) == 1:
         copy(sources[0], row)

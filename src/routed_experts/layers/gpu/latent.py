@@ -22,7 +22,7 @@ from routed_experts.layers.attention import LatentQKV, PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import first_visible, visibility_mask
 from routed_experts.layers.gpu.blocks import NARROWEST_PRODUCT, power_of_two, product_width, scaled_step
-from routed_experts.layers.gpu.kv_write import batch_arrays, store_rows
+from routed_experts.layers.gpu.kv_write import TokenSlots, batch_arrays
 from routed_experts.layers.gpu.paged_softmax import (
     State,
     add_scores,
@@ -123,15 +123,15 @@ def _prepare(
         wide = row.astype(jnp.float32)
         inverse = lax.rsqrt(jnp.sum(wide * wide, axis=1) / sizes.rank + sizes.eps)[:, None]
         scale = plgpu.load(norm.at[columns], mask=columns < sizes.rank, other=0.0)[None, :]
-        first = first_page[0] * sizes.stride
-        store_rows(pool, (wide * inverse).astype(dtype) * scale, 0, tokens, columns, sizes.rank, first, batch)
+        slots = TokenSlots.of(tokens, pool, first_page[0] * sizes.stride, batch)
+        slots.store(pool, (wide * inverse).astype(dtype) * scale, 0, columns, sizes.rank)
 
         def load(lanes: Array) -> Array:
             index, mask = (tokens[:, None], sizes.rank + lanes[None, :]), inside & (lanes < sizes.rotary)[None, :]
             return plgpu.load(compressed.at[index], mask=mask, other=0.0).astype(jnp.float32)
 
         rotated = _rotate(load, (cos, sin), tokens, inside, sizes).astype(dtype)
-        store_rows(pool, rotated, 0, tokens, sizes.rank + rotary_lanes, sizes.rank + sizes.rotary, first, batch)
+        slots.store(pool, rotated, 0, sizes.rank + rotary_lanes, sizes.rank + sizes.rotary)
 
 
 def _load_queries(queries: Any, tokens: Array, heads: Array, mask: Array, rank: int) -> tuple[Array, Array]:

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.kv_write import batch_arrays, scale_arrays, store_rows
+from routed_experts.layers.gpu.halved_heads import PROMPT_BLOCK, HeadSizes, divided, most_heads, prepare_halves
+from routed_experts.layers.gpu.kv_write import TokenSlots, batch_arrays, scale_arrays
 from routed_experts.layers.gpu.rotary import rotate
-from routed_experts.layers.stack_traits import StackTraits
 
 FEATURES = frozenset(
     {
@@ -33,24 +33,11 @@ FEATURES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """Constants of the kernel."""
-
-    heads: int
-    groups: int
-    frequencies: int  # 0: no positions
-    rows: int
-    stride: int
-    eps: float
-    traits: StackTraits
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
     """Inside the kernel: a head of the projection, for a block of tokens. `inside`: the tokens that exist [T 1]."""
 
     arrays: Mapping[str, Any]
-    sizes: _Sizes
+    sizes: HeadSizes
     head: Array
     tokens: Array
     lanes: Array
@@ -118,7 +105,7 @@ class _Head:
         return rotate(value, load, angles, self.tokens, self.inside, frequencies, interleaved=interleaved)
 
 
-def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
+def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: HeadSizes) -> None:
     """Block (head, tokens): a query head, or a head of keys or values."""
     arrays, batch, (_, queries, pool) = dict(zip(names, refs, strict=False)), list(refs[-7:-3]), refs[-3:]
     (num_tokens, _, dim), heads, groups = queries.shape, sizes.heads, sizes.groups
@@ -136,9 +123,8 @@ def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: _Sizes) -> None:
     )
 
     def write(value: Array, row: Array) -> None:
-        if "kv_scales" in arrays:
-            value = value.astype(jnp.float32) / arrays["kv_scales"][arrays["kv_layer"][0], row % 2]
-        store_rows(pool, value, row, tokens, lanes, dim, arrays["first_page"][0] * sizes.stride, batch)
+        slots = TokenSlots.of(tokens, pool, arrays["first_page"][0] * sizes.stride, batch)
+        slots.store(pool, divided(value, row, arrays), row, lanes, dim)
 
     @pl.when(head < heads)
     def _() -> None:
@@ -198,19 +184,34 @@ def prepare(
     groups, dim, traits = pool.shape[2] // 2, pool.shape[3], projected.traits
     qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
-    rows, angles = 1 if num_tokens <= 64 else 4, min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
-    sizes = _Sizes(
-        heads=heads, groups=groups, frequencies=angles, rows=rows, stride=stride, eps=projected.eps, traits=traits
-    )
+    angles = min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
+    is_halved = 2 * angles == dim == power_of_two(dim) and not traits.interleaved
+    is_decode = num_tokens <= 64
+    rows, warps = (1, 1) if is_decode else PROMPT_BLOCK if is_halved else (4, 1)
     dtype = projected.dtype or projected.qkv.dtype
+    sizes = HeadSizes(
+        heads=heads,
+        groups=groups,
+        frequencies=angles,
+        rows=rows,
+        stride=stride,
+        eps=projected.eps,
+        traits=traits,
+        dtype=dtype,
+    )
     inputs = _inputs(projected, qkv, first_page, dtype, [heads * dim, (heads + groups) * dim], angles)
     arrays = [*inputs.values(), *batch_arrays(batch), pool]
+    kernel, blocks = functools.partial(_qk_norm_rope, names=tuple(inputs), sizes=sizes), heads + 2 * groups
+    if is_halved:
+        num_heads = (1, 1) if is_decode else (most_heads(heads), most_heads(groups))
+        kernel = functools.partial(prepare_halves, names=tuple(inputs), sizes=sizes, num_heads=num_heads)
+        blocks = heads // num_heads[0] + 2 * groups // num_heads[1]
     queries, pool = pl.pallas_call(
-        functools.partial(_qk_norm_rope, names=tuple(inputs), sizes=sizes),
+        kernel,
         (jax.ShapeDtypeStruct((num_tokens, heads, dim), dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
-        grid=(heads + 2 * groups, pl.cdiv(num_tokens, rows)),
+        grid=(blocks, pl.cdiv(num_tokens, rows)),
         input_output_aliases={len(arrays) - 1: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="prepare",
     )(*arrays)
