@@ -76,7 +76,8 @@ _MEASURED = """
 CPU: two cores of an AMD EPYC, small models of one size, float32, all rows returned; throughput over transformers at
 batch 8 and 32, and the multiple of a decode step's floor at batch 8. GPU: an H200, published shapes, bfloat16; the
 multiple of the floor at batch 16, 64 and 256. What these are: [performance](performance.md), which also has Qwen3-MoE
-on a GPU and says which rows are of earlier code. A family without a row was not measured.
+on a GPU, and [performance on a CPU](performance_cpu.md); they say which rows are of earlier code. A family without a
+row was not measured.
 
 | architecture | CPU: decode | CPU: prefill | CPU: step / floor | GPU: step / floor |
 |---|---|---|---|---|
