@@ -74,7 +74,7 @@ LOADS = ("random", "copy and edit", "oracle", "rollouts", "old rollouts", "devic
 
 
 class GivenText:
-    """A runner whose steps sample the answers that are given: the others of a step's results stay."""
+    """A runner of one data rank whose steps sample the answers that are given: the others of a step's results stay."""
 
     def __init__(self, core: EngineCore, width: int) -> None:
         self._inner: Any = core.runner
@@ -107,9 +107,9 @@ class GivenText:
     def _given(self, batch: ModelWorkerBatch) -> dict[str, np.ndarray]:
         if batch.mode is not ForwardMode.TARGET_VERIFY:
             return {"tokens": self._texts[batch.request_slots, batch.seq_lens]}
-        count, starts = batch.token_ids.size, batch.query_starts[: batch.num_requests + 1]
+        starts = batch.query_starts[: batch.num_requests + 1]
         tokens = self._texts[batch.request_slots[batch.token_rows], batch.positions + 1]
-        differs = np.append(tokens[:-1] != batch.token_ids[1:count], True)
+        differs = np.append(tokens[:-1] != batch.token_ids[1:], True)
         differs[starts[1:] - 1] = True  # the last row of a request
         ends = np.flatnonzero(differs)
         accepted = (ends[np.searchsorted(ends, starts[:-1])] - starts[:-1]).astype(np.int32)

@@ -303,12 +303,16 @@ class OnDevice:
         return self.rows
 
 
-def test_rows_are_copied_from_the_device_when_the_next_step_comes():
+def test_rows_stay_on_the_device_until_they_are_taken_off_it():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
+    cache.settle()  # nothing is buffered
     steps = [OnDevice(np.full((1, 4), step, np.uint16)) for step in range(3)]
     for step, rows in enumerate(steps):
         cache.append(np.array([step]), rows, step)
-        assert [own.num_copies for own in steps] == [1] * step + [0] * (3 - step)
+        assert rows.num_copies == 0, "a step waits for no copy"
+        cache.settle()
+        cache.settle()
+        assert [own.num_copies for own in steps] == [1] * (step + 1) + [0] * (2 - step)
     ids, valid, _ = cache.gather(np.arange(3))
     assert valid.all()
     np.testing.assert_array_equal(ids.reshape(3, -1), np.arange(3)[:, None].repeat(4, axis=1))

@@ -309,6 +309,45 @@ def test_the_sums_over_requests_are_the_totals(testbed, alone):
     assert len(penalised) == 6 and all(drafting.counts_of(req).accepted > 0 for req in penalised)
 
 
+def test_sums_that_are_read_while_a_step_is_counted_are_parts_of_their_total(testbed, alone, monkeypatch):
+    drafting = speculation(OracleDrafter(answers(alone), 0.6, vocab_size=VOCAB_SIZE))
+    seen, observe = [], drafting._estimates.observe
+
+    def look(*args):
+        totals = drafting.totals.copy()
+        seen.append((sum(totals.accepted_at.values()), sum(totals.accepted_by.values()), totals.requests.accepted))
+        return observe(*args)
+
+    monkeypatch.setattr(drafting._estimates, "observe", look)
+    testbed.drive(speculation=drafting).run(*requests())
+    assert len(seen) > 50 and seen[-1][0] > 0
+    assert all(by_place <= total and by_source <= total for by_place, by_source, total in seen)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["overlapped", "joined"])
+def test_rows_are_taken_off_the_device_once_the_next_step_is_dispatched(testbed, alone, drafts):
+    drafting = speculation(OracleDrafter(answers(alone), 0.6, vocab_size=VOCAB_SIZE)) if drafts else None
+    drive, events = testbed.drive(speculation=drafting), []
+    (capturer,) = drive.core.capturers
+
+    def noting(event, call):
+        def note(*args):
+            events.append(event)
+            return call(*args)
+
+        return note
+
+    capturer.on_forward_end = noting("rows", capturer.on_forward_end)
+    capturer.on_step_end = noting("end", capturer.on_step_end)
+    drive.core.runner.dispatch = noting("dispatch", drive.core.runner.dispatch)
+    drive.run(*requests())
+    steps = " ".join(events).split("end")
+    assert all(step.count("rows") <= 1 for step in steps), "a device keeps the rows of one step that was read"
+    assert "rows" not in steps[-1]
+    order = "rows dispatch" if drafts else "dispatch rows"
+    assert sum(order in step for step in steps) > 10
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "include_last"), by_turns(("stop id", "length", "min_tokens"), (False, True)), indirect=["mode"]
 )

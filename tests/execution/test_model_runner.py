@@ -15,12 +15,12 @@ from oracles.margins import differences
 from oracles.testbeds import other_oracle, other_weights, random_prompt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplingMode
-from routed_experts.execution import aot_programs
+from routed_experts.execution import sampler
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import PendingStep
-from routed_experts.execution.sampler import HOST_MEMORY, host_table_sharding
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from support.small_runner import DECODE, EXTEND, VERIFY, Fed, build, build_step, compiled, oracle, read, run
+from support.tiny_checkpoint import VOCAB_SIZE
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}  # float32 against float64
 PROMPTS = [
@@ -189,26 +189,31 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode)
 
 
 def test_a_table_in_memory_of_the_host_is_that_of_the_device(monkeypatch):
-    on_cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    assert host_table_sharding(on_cpu) is None and host_table_sharding(None) is None
     shapes = EXTEND, DECODE, VERIFY
-    monkeypatch.setattr(aot_programs, "host_table_sharding", lambda own: own.with_memory_kind(HOST_MEMORY))
-    hosted = build(shapes=shapes)
-    hosted.compile()
-    monkeypatch.undo()
     plain = build(shapes=shapes)
-    plain.compile()
+    monkeypatch.setattr(sampler, "_HOST_TABLE_PLATFORMS", frozenset({"cpu"}))
+    hosted = build(shapes=shapes)
+    hosted._needs_d2h = True  # as on a GPU
+    for runner in (hosted, plain):
+        runner.compile()
+        runner.compile_masked()
+        monkeypatch.undo()
     drafts = Fed(3, PAGES[0], (17, 4, 9), start=len(PROMPTS[0]), prompt_len=len(PROMPTS[0]))
     following = dataclasses.replace(drafts, ids=(5,), start=drafts.start + 3)
+    mask = np.full((EXTEND.num_requests, -(-VOCAB_SIZE // 32)), 0b1010, np.uint32)
     for sampling_mode in SamplingMode:
         steps = [
             build_step(*PROMPT_PARTS, sampling_mode=sampling_mode),
             build_step(drafts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=sampling_mode),
             build_step(following, mode=ForwardMode.DECODE, sampling_mode=sampling_mode),
         ]
-        tables = [[runner.dispatch([step]).sampled for step in steps] for runner in (hosted, plain)]
+        masked = dataclasses.replace(steps[0], is_masked=True)
+        tables = []
+        for runner in (hosted, plain):
+            tables.append([runner.dispatch([step]).sampled for step in steps])
+            tables[-1].append(runner.sample(runner.begin([masked]), mask).sampled)
         for own, expected in zip(*tables, strict=True):
-            assert own.sharding.memory_kind == HOST_MEMORY != expected.sharding.memory_kind
+            assert own.sharding.memory_kind == sampler.HOST_MEMORY != expected.sharding.memory_kind
             np.testing.assert_array_equal(own, expected)
 
 

@@ -198,10 +198,10 @@ def test_penalties_of_each_row_are_those_of_a_loop_that_recounts_its_tokens(seed
                 parts.append(fed_by(request, ids, len(request.prompt) + len(request.generated)))
             batch = build_step(*parts, mode=ForwardMode.TARGET_VERIFY, sampling_mode=SamplingMode.FULL)
             words, tokens = jnp.asarray(pack(batch)), jnp.asarray(batch.token_ids)
-            last, table, kept = accept(
+            last, table, of_requests = accept(
                 jnp.asarray(logits), jnp.zeros(NUM_SLOTS, jnp.int32), words, tokens, penalty_inputs(batch, counts)
             )
-            counts = TokenCounts(add(counts.generated, tokens, words, kept), counts.prompt)
+            counts = TokenCounts(add(counts.generated, tokens, words, of_requests), counts.prompt)
             table = np.asarray(table)
             logprobs, top = table[:, 1].view(np.float32), table[:, 3 + MAX_TOP_LOGPROBS :].copy().view(np.float32)
             for row, own in enumerate(expected):

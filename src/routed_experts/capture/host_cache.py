@@ -3,9 +3,9 @@
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared,
 and invalid when the page is handed out again. An invalid row is never returned. The slot's weight version holds
 validity too (below 0: no row), so that filing is two writes. Rows of steps are buffered and filed many steps at a
-time, at the latest when the cache is read: between two steps the store and the filing code are cold in cache, and even
-a copy of one step's rows would take longer than its share of filing. All buffered steps are written at once: of two
-rows of one slot the later wins, and a row from before its page was last invalidated is dropped. Experts are counted
+time, at the latest when the cache is read: between two steps the store and the filing code are cold in cache. All
+buffered steps are written at once: of two rows of one slot the later wins, and a row from before its page was last
+invalidated is dropped. Experts are counted
 here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Combine weights, where
 they are recorded, have a store of their own, which is written with the ids and valid where they are. Engine thread
 only.
@@ -32,7 +32,7 @@ _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _INT32 = np.dtype(np.int32)
 _MAX_BUFFERED_STEPS = 128
-_MAX_BUFFERED_ROWS = 4096  # before the newest step, padding included: bounds how long filing delays a step
+_MAX_BUFFERED_ROWS = 4096  # padding included; beside them waits one step of any size, so that its tokens do not
 
 # A buffered step: slots, rows, version, which of them are live, origins of its tokens. A plain tuple: building it is
 # all that a step waits for.
@@ -91,15 +91,17 @@ class _RoutedExpertsHostCache:
         `rows`: anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W
         columns are packed rows (CaptureSpec.row_words), real tokens first; `live`: rows to file, None files all.
         `origins` separates generated tokens from prompts; None counts all as prompts. The store owns the arrays from
-        now on and checks them when it files them. Arrays of a device stay there until the next step: their copy is
-        not waited for."""
+        now on and checks them when it files them. Those of a device stay there until `settle`."""
         if self._buffered_rows >= _MAX_BUFFERED_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
             self.flush()
-        elif self._steps:
-            own_slots, on_device, own_version, own_live, own_origins = self._steps[-1]
-            self._steps[-1] = own_slots, np.asarray(on_device), own_version, own_live, own_origins
         self._steps.append((slots, rows, version, live, origins))
         self._buffered_rows += len(rows)  # padding is buffered too
+
+    def settle(self) -> None:
+        """Wait for the newest step's rows, where they are still on their way from the device, and let go of it."""
+        if self._steps:
+            slots, rows, version, live, origins = self._steps[-1]
+            self._steps[-1] = slots, np.asarray(rows), version, live, origins
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Invalidate the rows of these slots."""

@@ -68,6 +68,11 @@ class RoutedExpertsCapturer(ABC):
         `origins` separates generated tokens from prompts; None counts all as prompts."""
 
     @abstractmethod
+    def on_step_end(self) -> None:
+        """Take the rows of the last forward pass off the device. Called when the engine has dispatched the next step,
+        so that nothing waits for their copy."""
+
+    @abstractmethod
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         """Copy out ids, valid bits and weight versions of these slots."""
 
@@ -139,6 +144,9 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         origins: TokenOrigins | None = None,
     ) -> None:
         self.host_cache.append(slots, rows, version, live, origins)
+
+    def on_step_end(self) -> None:
+        self.host_cache.settle()
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         return self.host_cache.gather(slots)
@@ -250,6 +258,9 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
         live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
     ) -> None:
+        return
+
+    def on_step_end(self) -> None:
         return
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:

@@ -35,7 +35,7 @@ class SpeculativeCounts:
         return self.emitted / self.verify_steps if self.verify_steps else 1.0
 
 
-class SpeculativeTally:
+class SpeculativeCounter:
     """The counts of one request, or of all, while they grow; the engine thread alone uses it."""
 
     __slots__ = ("_accepted", "_emitted", "_histogram", "_predicted", "_predicted_accepted", "_proposed", "_steps")

@@ -111,7 +111,6 @@ def sampling_jobs(
     slot_counts = all_ranks(abstract_token_counts(config.num_request_slots, config.vocab_size), mesh_specs)
     of_rows = abstract_token_counts(shape.num_requests, config.vocab_size)
     row_counts = slot_counts if is_verify else all_ranks(of_rows, mesh_specs)
-    calls: dict[SamplingMode, tuple[Any, tuple[Any, ...]]] = {}
     for mode in SamplingMode:
         full = None
         if mode is SamplingMode.FULL:
@@ -120,13 +119,13 @@ def sampling_jobs(
             full = PenaltyInputs(row_counts, *biases)
         inputs = (out.logits, last_tokens, out.words, *((out.tokens, full) if is_verify else (full,)))
         run = _sampler(spec, shape, mode, at, is_masked=False)
-        calls[mode] = run, with_sharding(inputs, at)
-        jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *calls[mode][1])
+        arguments = with_sharding(inputs, at)
+        jobs[sampler_key(spec, shape, mode)] = functools.partial(run.lower, *arguments)
         if later is not None:
             mask = all_ranks(_shape((shape.num_requests, num_mask_words(config.vocab_size)), jnp.uint32), mesh_specs)
-            arguments = (*calls[mode][1], with_sharding(mask, at))
             run = _sampler(spec, shape, mode, at, is_masked=True)
-            later[sampler_key(spec, shape, mode, is_masked=True)] = functools.partial(run.lower, *arguments)
+            lower = functools.partial(run.lower, *arguments, with_sharding(mask, at))
+            later[sampler_key(spec, shape, mode, is_masked=True)] = lower
     if later is not None and not is_verify:
         ids = all_ranks(_shape((shape.num_requests, MAX_GIVEN_IDS), jnp.int32), mesh_specs)
         arguments = with_sharding((out.logits, ids), at)

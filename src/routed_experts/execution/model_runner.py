@@ -304,7 +304,8 @@ class ModelRunner:
         return out
 
     def read(self, pending: PendingStep) -> list[StepResult]:
-        """Wait for a step's outputs and return them as host arrays, those of each data rank."""
+        """Wait for a step's outputs and return them as host arrays, those of each data rank. Rows of a single one may
+        still be on the device: the capturer takes them off it."""
         self.orders.begin_wait()
         sampled = np.asarray(pending.sampled)
         self.orders.end_wait(sampled)

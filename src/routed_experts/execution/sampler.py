@@ -30,7 +30,8 @@ from routed_experts.execution.spmd import BY_RANK, GATHERED, REPLICATED, MeshSpe
 from routed_experts.layers.logprobs import LogprobsKernel, bitcast_int32, ranked_logprobs, token_logprobs
 from routed_experts.layers.sampling import Penalties, has_no_choice, mask_logits, penalize, sample, unpack_mask
 
-HOST_MEMORY = "pinned_host"  # JAX's name of memory of the host that a GPU writes to
+HOST_MEMORY = "pinned_host"  # JAX's name of memory of the host that devices write to
+_HOST_TABLE_PLATFORMS = frozenset({"gpu"})
 GreedyKernel = Callable[
     [Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]
 ]  # the best token of each row, and its logprob
@@ -177,9 +178,9 @@ def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
 
 
 def host_table_sharding(on_device: Sharding | None) -> Sharding | None:
-    """Of a table that a program writes to the host's memory by itself: on a GPU, where a copy that starts when the
-    program has ended arrives 0.3 ms later. None: it stays on the device."""
-    if on_device is None or next(iter(on_device.device_set)).platform != "gpu":
+    """Of a table that a program writes to the host's memory by itself: a GPU's copy that starts when the program has
+    ended arrives 0.3 ms later. None: it stays on the device, as on a mesh, where `on_device` is None."""
+    if on_device is None or {device.platform for device in on_device.device_set} - _HOST_TABLE_PLATFORMS:
         return None
     return on_device.with_memory_kind(HOST_MEMORY)
 

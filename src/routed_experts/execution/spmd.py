@@ -133,17 +133,17 @@ def jit_sharded(
     donate_argnums: tuple[int, ...] = (),
     out_shardings: Any = None,
 ) -> Any:
-    """The same, jitted, with arguments and results sharded so. `out_shardings`: of the results without a mesh; None: on
-    the device."""
+    """The same, jitted, with arguments and results sharded so. `out_shardings`: of the results on one device, None: in
+    its memory; on a mesh `out_specs` alone counts."""
     if mesh_specs is None:
         return jax.jit(program, donate_argnums=donate_argnums, out_shardings=out_shardings)
     mesh = mesh_specs.mesh
-    in_shardings, out_shardings = (
+    in_shardings, mesh_out_shardings = (
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), mesh_specs.specs(what), is_leaf=_is_spec)
         for what in (in_specs, out_specs)
     )
     sharded = shard_program(program, mesh_specs, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(sharded, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums)
+    return jax.jit(sharded, in_shardings=in_shardings, out_shardings=mesh_out_shardings, donate_argnums=donate_argnums)
 
 
 def _gather_ranks(program: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:

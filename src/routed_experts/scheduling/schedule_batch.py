@@ -20,7 +20,7 @@ from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.grammar_state import GrammarState
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import SamplingMode
-from routed_experts.core.speculative_stats import SpeculativeTally
+from routed_experts.core.speculative_stats import SpeculativeCounter
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.memory.prefix_cache import PrefixNode
 
@@ -63,7 +63,7 @@ class Req:
         self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
-        self.speculative = SpeculativeTally()
+        self.speculative = SpeculativeCounter()
         self.grammar: GrammarState | None = None if source.grammar is None else source.grammar.start()
         self.forced = NO_TOKENS  # that follow the token sampled last, and are in no step yet
         self.input_logprobs: dict[int, tuple[float, tuple[tuple[float, int], ...] | None]] = {}

@@ -261,15 +261,18 @@ class Scheduler:
         advanced: list[Req] = []
         chunks = self._in_flight.pop(batch.step)
         rows = [chunk.count for chunk in chunks]  # to file
-        tokens, logprobs, starts = result.tokens.tolist(), result.logprobs.tolist(), batch.query_starts.tolist()
-        accepted = None if result.accepted is None else result.accepted.tolist()
+        tokens, logprobs, runs = result.tokens.tolist(), result.logprobs.tolist(), None
+        if result.accepted is not None:
+            accepted = result.accepted.tolist()
+            runs = list(zip(batch.query_starts[: len(accepted)].tolist(), accepted, strict=True))
         for index, chunk in enumerate(chunks):
             req = chunk.req
             if req.state is ReqState.FINISHED:
                 rows[index] = 0
                 continue
-            if accepted is not None:
-                run = _Run(range(starts[index], starts[index] + accepted[index] + 1), tokens, logprobs, result)
+            if runs is not None:
+                first, num_accepted = runs[index]
+                run = _Run(range(first, first + num_accepted + 1), tokens, logprobs, result)
                 rows[index] = _commit_run(req, chunk, run, match_stop_string)
                 advanced.append(req)
                 continue
@@ -279,7 +282,7 @@ class Scheduler:
                 continue
             req.num_committed = chunk.start + chunk.count
             if batch.prompt_targets is not None and has_scored_prompt_tokens(chunk):
-                _add_prompt_logprobs(req, chunk, starts[index], result)
+                _add_prompt_logprobs(req, chunk, int(batch.query_starts[index]), result)
             if not chunk.samples:
                 continue
             if not req.is_prefilled:
@@ -341,7 +344,10 @@ class Scheduler:
             req, own = chunk.req, drafts.get(chunk.req.rid)
             count = 0 if own is None else min(own.size, req.max_drafts, self._buckets.num_drafts, spare)
             if own is not None and count > 0 and self.pages.grow(req, chunk.start + 1 + count):
-                chunk = ScheduledChunk(req, chunk.start, 1 + count, chunk.samples, own[:count])
+                assert chunk.forced is None, "a step of one token each has no forced ones"
+                chunk = ScheduledChunk(  # `dataclasses.replace` takes ten times as long
+                    req=req, start=chunk.start, count=1 + count, samples=chunk.samples, drafts=own[:count]
+                )
                 spare -= count
             following.append(chunk)
         return following
@@ -420,13 +426,9 @@ def _commit_run(req: Req, chunk: ScheduledChunk, run: _Run, match_stop_string: S
         req.num_committed = req.num_dispatched = chunk.start + 1
         req.finish(req.pending_finish)
         return 1
-    known, source = req.num_known, req.source
-    is_plain = req.grammar is None and not source.top_logprobs_num and not source.token_ids_logprob
+    known = req.num_known
     for row in run.rows:
-        if is_plain:
-            _append_known(req, run.tokens[row], (run.logprobs[row], None), match_stop_string)
-        else:
-            _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
+        _append(req, run.tokens[row], run.logprobs[row], row, run.result, match_stop_string)
         if req.state is ReqState.FINISHED or req.pending_finish is not None:
             break
     emitted, proposed = req.num_known - known, chunk.count - 1

@@ -156,11 +156,19 @@ class EngineCore:
             speculation.catch_up(self.ranks.running)
         elif speculation is not None:
             speculation.watch(self.ranks.running, self.num_steps)
+        self._end_step()
         return outs
 
     def drain(self) -> BatchTokenIDOut:
         """Process the step in flight without dispatching another."""
-        return self._process_result(None)
+        outs = self._process_result(None)
+        self._end_step()
+        return outs
+
+    def _end_step(self) -> None:
+        """Tell the capturers that the next step has been dispatched, if there is one."""
+        for capturer in self.capturers:
+            capturer.on_step_end()
 
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue with its tokens and rows. No step of its data rank may be in flight:
@@ -278,6 +286,7 @@ class EngineCore:
         self._pending = self._sample_late(None if batches is None else self._start(batches))
         self._end_failed()
         speculation.catch_up(self.ranks.running)
+        self._end_step()
         return outs
 
     def _schedule(self, drafts: Drafts = NO_DRAFTS) -> tuple[ModelWorkerBatch, ...] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Int32
 
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
-from routed_experts.core.speculative_stats import SpeculativeCounts, SpeculativeTally, SpeculativeTotals
+from routed_experts.core.speculative_stats import SpeculativeCounter, SpeculativeCounts, SpeculativeTotals
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.speculation.acceptance_estimates import AcceptanceEstimates
 from routed_experts.speculation.cost_table import CostTable
@@ -93,7 +93,7 @@ class Speculation:
         self.policy, self.costs = policy, costs
         self._sharing = sharing
         self._drafter: Drafter | None = drafter  # None: it has failed too often
-        self.totals, self._tally = SpeculativeTotals(), SpeculativeTally()
+        self.totals, self._counter = SpeculativeTotals(), SpeculativeCounter()
         self._limits, self._estimates = limits, AcceptanceEstimates()
         self._indexed: dict[str, int] = {}  # by request: tokens that the drafter has
         self._unverified: dict[str, _Unverified] = {}  # by request
@@ -248,6 +248,7 @@ class Speculation:
         starts, slots = batch.query_starts.tolist(), batch.request_slots.tolist()
         first_positions = batch.positions[batch.query_starts[: accepted_drafts.size]].tolist()
         by_source: dict[DraftSource, list[int]] = {}  # drafts, and those of them that were accepted
+        accepted_at = [0] * self._limits.num_drafts
         for row, accepted in enumerate(accepted_drafts.tolist()):
             proposed, req = starts[row + 1] - starts[row] - 1, reqs.get(slots[row])
             if req is None:
@@ -259,9 +260,9 @@ class Speculation:
                 continue
             num_tokens = min(accepted, emitted)  # drafts that became tokens of the request
             self._estimates.observe(req.rid, proposed, accepted)
-            self._tally.add(proposed=proposed, accepted=num_tokens, emitted=emitted)
+            self._counter.add(proposed=proposed, accepted=num_tokens, emitted=emitted)
             for index in range(num_tokens):
-                totals.accepted_at[index] += 1
+                accepted_at[index] += 1
             source = self._sources.get(req.rid, DraftSource.CONTEXT) if model is None else DraftSource.MODEL
             counts = by_source.setdefault(source, [0, 0])
             counts[0] += proposed
@@ -269,7 +270,8 @@ class Speculation:
             if source is DraftSource.PREDICTION:
                 req.speculative.add_predicted(proposed=proposed, accepted=num_tokens)
         totals.steps += 1
-        totals.requests = self._tally.counts(self._limits.num_drafts)
+        totals.requests = self._counter.counts(self._limits.num_drafts)  # first: the others are parts of it
+        totals.accepted_at.update({index: count for index, count in enumerate(accepted_at) if count})
         for source, (proposed, accepted) in by_source.items():
             totals.proposed_by[source.value] += proposed
             totals.accepted_by[source.value] += accepted

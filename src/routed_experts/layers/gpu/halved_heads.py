@@ -15,37 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.blocks import load_or_zero
 from routed_experts.layers.gpu.kv_write import TokenSlots
-from routed_experts.layers.stack_traits import StackTraits
+from routed_experts.layers.gpu.prepared_heads import HeadSizes, divided
 
-_MOST_HEADS = 2  # of a block
-PROMPT_BLOCK = 16, 4  # tokens of a block in prompts, and its warps
-# Both measured best of 24 on an H200: 16,384 tokens of 32/4 heads of 128, 64/8 of 64 and 96/8 of 128.
+# Up to so many tokens of a step: heads of a block, its tokens, its warps. The last row is the best of 24 for 16,384
+# tokens of 32/4 heads of 128, 64/8 of 64 and 96/8 of 128, on an H200; the rows before it keep more blocks.
+_BLOCKS = ((64, 1, 1, 1), (2047, 1, 4, 1), (2**31, 2, 16, 4))
 Halves = tuple[Float[Array, "T h"], Float[Array, "T h"]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSizes:
-    """Constants of a kernel. `frequencies` 0: no positions; `rows`: tokens of a block; `dtype`: of the model."""
-
-    heads: int
-    groups: int
-    frequencies: int
-    rows: int
-    stride: int
-    eps: float
-    traits: StackTraits
-    dtype: Any
-
-
-def divided(value: Array, row: Array | int, arrays: Mapping[str, Any]) -> Array:
-    """Keys or values by the scale of row `row` of a slot, where the pool is codes with scales."""
-    if "kv_scales" not in arrays:
-        return value
-    return value.astype(jnp.float32) / arrays["kv_scales"][arrays["kv_layer"][0], row % 2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +34,10 @@ class _HalvedRow:
 
     arrays: Mapping[str, Any]
     sizes: HeadSizes
-    head: Array
-    tokens: Array
-    columns: tuple[Array, Array]
-    inside: Array | None
+    head: Int[Array, ""]
+    tokens: Int[Array, " T"]
+    columns: tuple[Int[Array, " h"], Int[Array, " h"]]
+    inside: Bool[Array, "T 1"] | None
     dim: int
 
     def load(self) -> Halves:
@@ -66,7 +45,7 @@ class _HalvedRow:
         first, second = (self._load(columns) for columns in self.columns)
         return first, second
 
-    def _load(self, columns: Array) -> Array:
+    def _load(self, columns: Int[Array, " h"]) -> Float[Array, "T h"]:
         qkv, at = self.arrays["qkv"], self.head * self.dim + columns
         parts = [
             load_or_zero(qkv.at[part, self.tokens[:, None], at[None, :]], self.inside) for part in range(qkv.shape[0])
@@ -76,15 +55,15 @@ class _HalvedRow:
             return total
         return total + plgpu.load(self.arrays["bias"].at[self.arrays["layer"][0], at])[None, :]
 
-    def prepared(self, name: str, first_head: Array | int, turn: Halves) -> Halves:
-        """The head with the norm `name`, whose heads begin at `first_head`, and turned, in their order."""
+    def prepared(self, name: str, first_head: Array | int, cos_sin: Halves) -> Halves:
+        """The head with the norm `name`, whose heads begin at `first_head`, and rotated, in their order."""
         halves = self.load()
         if self.sizes.traits.norm_after_rope:
-            return self._normed(self._turned(halves, turn), name, first_head)
-        return self._turned(self._normed(halves, name, first_head), turn)
+            return self._normed(self._rotated(halves, cos_sin), name, first_head)
+        return self._rotated(self._normed(halves, name, first_head), cos_sin)
 
-    def _turned(self, halves: Halves, turn: Halves) -> Halves:
-        (first, second), (cos, sin), dtype = (half.astype(jnp.float32) for half in halves), turn, self.sizes.dtype
+    def _rotated(self, halves: Halves, cos_sin: Halves) -> Halves:
+        (first, second), (cos, sin), dtype = (half.astype(jnp.float32) for half in halves), cos_sin, self.sizes.dtype
         return (first * cos + second * -sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
     def _normed(self, halves: Halves, name: str, first_head: Array | int) -> Halves:
@@ -100,7 +79,7 @@ class _HalvedRow:
             squares = functools.reduce(jnp.add, [jnp.sum(half * half, axis=1) for half in wide])
             inverse = jax.lax.rsqrt(squares / self.dim + self.sizes.eps)[:, None]
 
-        def scaled(half: Array, columns: Array) -> Array:
+        def scaled(half: Float[Array, "T h"], columns: Int[Array, " h"]) -> Float[Array, "T h"]:
             if traits.qk_norm == "bare":
                 return (half * inverse).astype(dtype)
             at = (self.head - first_head) * self.dim + columns if traits.qk_norm == "whole" else columns
@@ -126,38 +105,40 @@ def prepare_halves(*refs: Any, names: tuple[str, ...], sizes: HeadSizes, num_hea
     def row(head: Array) -> _HalvedRow:
         return _HalvedRow(arrays=arrays, sizes=sizes, head=head, tokens=tokens, columns=columns, inside=inside, dim=dim)
 
-    def angles() -> tuple[Array, Array]:
+    def load_cos_sin() -> Halves:
         cos, sin = (load_or_zero(arrays[name].at[tokens[:, None], lanes[None, :]], inside) for name in ("cos", "sin"))
         return cos, sin
 
-    def write(is_value: bool, first: Array) -> None:
+    def write(first: Array, *, is_value: bool) -> None:
         slots = TokenSlots.of(tokens, pool, arrays["first_page"][0] * sizes.stride, batch)
-        turn = None if is_value else angles()
+        cos_sin = None if is_value else load_cos_sin()
         for index in range(num_heads[1]):
             group = first + index
             own = row(heads + group + int(is_value) * groups)
-            halves = own.load() if turn is None else own.prepared("k_norm", heads, turn)
+            halves = own.load() if cos_sin is None else own.prepared("k_norm", heads, cos_sin)
             for half, at in zip(halves, columns, strict=True):
                 kv_row = 2 * group + int(is_value)
                 slots.store(pool, divided(half, kv_row, arrays), kv_row, at, dim)
 
     @pl.when(block < query_blocks)
     def _() -> None:
-        turn = angles()
+        cos_sin = load_cos_sin()
         for index in range(num_heads[0]):
             head = block * num_heads[0] + index
-            for half, at in zip(row(head).prepared("q_norm", 0, turn), columns, strict=True):
+            for half, at in zip(row(head).prepared("q_norm", 0, cos_sin), columns, strict=True):
                 plgpu.store(queries.at[tokens[:, None], head, at[None, :]], half, mask=inside)
 
     @pl.when((block >= query_blocks) & (block < query_blocks + kv_blocks))
     def _() -> None:
-        write(False, (block - query_blocks) * num_heads[1])
+        write((block - query_blocks) * num_heads[1], is_value=False)
 
     @pl.when(block >= query_blocks + kv_blocks)
     def _() -> None:
-        write(True, (block - query_blocks - kv_blocks) * num_heads[1])
+        write((block - query_blocks - kv_blocks) * num_heads[1], is_value=True)
 
 
-def most_heads(count: int) -> int:
-    """Heads of a block: a power of two that divides `count`, `_MOST_HEADS` at most."""
-    return math.gcd(count, _MOST_HEADS)
+def choose_block(num_tokens: int, heads: int, groups: int) -> tuple[tuple[int, int], int, int]:
+    """For a step of so many tokens: the heads of a block of queries, and of one of keys or values, which divide their
+    numbers; the tokens of a block, and its warps."""
+    most, tokens, warps = next(row[1:] for row in _BLOCKS if num_tokens <= row[0])
+    return (math.gcd(heads, most), math.gcd(groups, most)), tokens, warps

@@ -36,7 +36,7 @@ class TokenSlots:
     is_valid: Bool[Array, " T"]
 
     @staticmethod
-    def of(tokens: Array, pool: Any, first: Array, batch: list[Any]) -> "TokenSlots":
+    def of(tokens: Int[Array, " T"], pool: Any, first: Int[Array, ""], batch: list[Any]) -> "TokenSlots":
         """`first`: the layer's first page, `batch`: references to `batch_arrays`."""
         positions, token_rows, valid, table = batch
         num_tokens, page_size = positions.shape[0], pool.shape[1]
@@ -46,7 +46,7 @@ class TokenSlots:
         page = plgpu.load(table.at[request, position // page_size], mask=is_valid, other=0)
         return TokenSlots(jnp.where(is_valid, first + page, pool.shape[0]), position % page_size, is_valid)
 
-    def store(self, pool: Any, value: Array, row: Array | int, lanes: Array, end: int) -> None:
+    def store(self, pool: Any, value: Float[Array, "T C"], row: Array | int, lanes: Int[Array, " C"], end: int) -> None:
         """Store `value` [T C] in the numbers `lanes`, as far as they are below `end`, of row `row` of the slots."""
         plgpu.store(
             pool.at[self.page[:, None], self.offset[:, None], row, lanes[None, :]],

@@ -2,7 +2,8 @@
 
 Queries and keys may be normalised, a head at a time or all of them, and rotated by position: whole heads or their
 first dims, in halves or in pairs of neighbours. A norm of each head may come after that. All is rounded as `rms_norm`
-and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Dims: N tokens, B requests, L
+and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Whole heads in halves have a
+kernel of their own (halved_heads.py). Dims: N tokens, B requests, L
 layers, P pages, H query heads, G kv heads, C head dim, F frequencies, R layers of the stack, T rows of a block."""
 
 import dataclasses
@@ -18,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.halved_heads import PROMPT_BLOCK, HeadSizes, divided, most_heads, prepare_halves
+from routed_experts.layers.gpu.halved_heads import choose_block, prepare_halves
 from routed_experts.layers.gpu.kv_write import TokenSlots, batch_arrays, scale_arrays
+from routed_experts.layers.gpu.prepared_heads import HeadSizes, divided
 from routed_experts.layers.gpu.rotary import rotate
 
 FEATURES = frozenset(
@@ -43,7 +45,6 @@ class _Head:
     lanes: Array
     inside: Array
     dim: int
-    dtype: Any
 
     def load(self, columns: Array) -> Float[Array, "T C"]:
         """Columns of the head: the parts of the projection's sums, added up and rounded, and then its bias."""
@@ -52,7 +53,7 @@ class _Head:
             plgpu.load(qkv.at[split, self.tokens[:, None], at], mask=self.inside & real, other=0.0)
             for split in range(qkv.shape[0])
         ]
-        total = functools.reduce(jnp.add, parts).astype(self.dtype)
+        total = functools.reduce(jnp.add, parts).astype(self.sizes.dtype)
         if "bias" not in self.arrays:
             return total
         return total + plgpu.load(self.arrays["bias"].at[self.arrays["layer"][0], at], mask=real, other=0.0)
@@ -62,12 +63,14 @@ class _Head:
         traits, part = self.sizes.traits, self.load(self.lanes)
         if traits.norm_after_rope:
             value = self._rotated(part.astype(jnp.float32), lambda columns: self.load(columns).astype(jnp.float32))
-            value = value.astype(self.dtype)
-            return self._normed(value, self._inverse(name, value), name, first_head, self.lanes).astype(self.dtype)
+            value = value.astype(self.sizes.dtype)
+            return self._normed(value, self._inverse(name, value), name, first_head, self.lanes).astype(
+                self.sizes.dtype
+            )
         inverse = self._inverse(name, part)
         value = self._normed(part, inverse, name, first_head, self.lanes)
         load = lambda columns: self._normed(self.load(columns), inverse, name, first_head, columns)  # noqa: E731
-        return self._rotated(value, load).astype(self.dtype)
+        return self._rotated(value, load).astype(self.sizes.dtype)
 
     def _inverse(self, name: str, value: Array) -> Array | None:
         """The inverse root of the mean square that the norm divides by."""
@@ -87,14 +90,14 @@ class _Head:
         if inverse is None:
             return wide
         if traits.qk_norm == "bare":
-            return (wide * inverse).astype(self.dtype).astype(jnp.float32)
+            return (wide * inverse).astype(self.sizes.dtype).astype(jnp.float32)
         at = (self.head - first_head) * self.dim + columns if traits.qk_norm == "whole" else columns
         norm, layer = self.arrays[name], self.arrays["layer"][0]
         scale = plgpu.load(norm.at[layer, at], mask=self.lanes < self.dim, other=0.0)[None, :]
         if traits.qk_norm_offset:
             scaled = wide * inverse * (scale.astype(jnp.float32) + traits.qk_norm_offset)
-            return scaled.astype(self.dtype).astype(jnp.float32)
-        return ((wide * inverse).astype(self.dtype) * scale).astype(jnp.float32)
+            return scaled.astype(self.sizes.dtype).astype(jnp.float32)
+        return ((wide * inverse).astype(self.sizes.dtype) * scale).astype(jnp.float32)
 
     def _rotated(self, value: Array, load: Callable[[Array], Array]) -> Float[Array, "T C"]:
         """The columns by the angles of the tokens; `load` gives those of their pairs. Float32."""
@@ -119,7 +122,6 @@ def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: HeadSizes) -> None:
         lanes=lanes,
         inside=inside,
         dim=dim,
-        dtype=queries.dtype,
     )
 
     def write(value: Array, row: Array) -> None:
@@ -186,8 +188,9 @@ def prepare(
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
     angles = min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
     is_halved = 2 * angles == dim == power_of_two(dim) and not traits.interleaved
-    is_decode = num_tokens <= 64
-    rows, warps = (1, 1) if is_decode else PROMPT_BLOCK if is_halved else (4, 1)
+    num_heads, rows, warps = choose_block(num_tokens, heads, groups)
+    if not is_halved:
+        num_heads, rows, warps = (1, 1), 1 if num_tokens <= 64 else 4, 1
     dtype = projected.dtype or projected.qkv.dtype
     sizes = HeadSizes(
         heads=heads,
@@ -201,11 +204,10 @@ def prepare(
     )
     inputs = _inputs(projected, qkv, first_page, dtype, [heads * dim, (heads + groups) * dim], angles)
     arrays = [*inputs.values(), *batch_arrays(batch), pool]
-    kernel, blocks = functools.partial(_qk_norm_rope, names=tuple(inputs), sizes=sizes), heads + 2 * groups
+    kernel = functools.partial(_qk_norm_rope, names=tuple(inputs), sizes=sizes)
     if is_halved:
-        num_heads = (1, 1) if is_decode else (most_heads(heads), most_heads(groups))
         kernel = functools.partial(prepare_halves, names=tuple(inputs), sizes=sizes, num_heads=num_heads)
-        blocks = heads // num_heads[0] + 2 * groups // num_heads[1]
+    blocks = heads // num_heads[0] + 2 * groups // num_heads[1]
     queries, pool = pl.pallas_call(
         kernel,
         (jax.ShapeDtypeStruct((num_tokens, heads, dim), dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
