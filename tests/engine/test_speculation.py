@@ -33,7 +33,7 @@ SAMPLING = (
     dict(temperature=1.0),
     dict(temperature=0.7, top_k=8),
     dict(temperature=1.0, top_p=0.8, presence_penalty=0.5),
-    dict(prompt_logprobs_from=0),
+    dict(prompt_logprobs_from=0, top_logprobs=3),
     dict(temperature=1.3, min_p=0.05),
     dict(logit_bias={5: 3.0}),
     dict(temperature=1.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB_SIZE, 9))),
@@ -101,8 +101,8 @@ def alone(mode):
 
 @functools.cache
 def answers_alone(mode):
-    """By request id: its tokens, logprobs, prompt logprobs, rows and end, from an engine without drafts, one request
-    at a time."""
+    """By request id: its tokens, logprobs, prompt logprobs, rows, end and best tokens, from an engine without drafts,
+    one request at a time."""
     plain = tiny_testbed(deterministic=mode == "deterministic", moe_backend="probed", **SIZES)
     found = {}
     for req in requests():
@@ -120,6 +120,7 @@ def results(drive):
             output.prompt_logprobs,
             output.end.routed_experts.ids.tolist(),
             output.end.finish_reason,
+            output.top,
         )
         for rid, output in drive.outputs.items()
     }
@@ -128,12 +129,14 @@ def results(drive):
 def assert_same(drive, expected, *, bitwise):
     """Tokens and ends are equal; logprobs and rows too, to the last bit or up to rounding."""
     assert_all_faithful(drive)
-    for rid, (tokens, logprobs, of_prompt, rows, end) in results(drive).items():
+    for rid, (tokens, logprobs, of_prompt, rows, end, top) in results(drive).items():
         assert (tokens, end) == (expected[rid][0], expected[rid][4]), rid
         if bitwise:
-            assert (logprobs, of_prompt, rows) == expected[rid][1:4], rid
+            assert (logprobs, of_prompt, rows, top) == (*expected[rid][1:4], expected[rid][5]), rid
         else:
             np.testing.assert_allclose(logprobs, expected[rid][1], atol=1e-4, rtol=0)
+            of_best = [[[value for value, _ in own or ()] for own in best] for best in (top, expected[rid][5])]
+            np.testing.assert_allclose(*of_best, atol=1e-4, rtol=0)
 
 
 def speculation(drafter, policy=None, num_drafts=7):

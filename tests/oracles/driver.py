@@ -42,6 +42,7 @@ def request(
     include_last=False,
     stop_token_ids=(),
     prompt_logprobs_from=-1,
+    top_logprobs=0,
     extra_key=None,
     grammar=None,
     **sampling,
@@ -61,7 +62,7 @@ def request(
             stream=stream,
             return_logprob=True,
             logprob_start_len=prompt_logprobs_from,
-            top_logprobs_num=0,
+            top_logprobs_num=top_logprobs,
             routed_experts=RoutingOptions(
                 enabled=asks, start=start if asks else 0, include_last=include_last, weights=asks_weights
             ),
@@ -103,6 +104,7 @@ class CollectedOutput:
 
     tokens: list = dataclasses.field(default_factory=list)
     logprobs: list = dataclasses.field(default_factory=list)
+    top: list = dataclasses.field(default_factory=list)  # of each token: (logprob, id) of the best, or None
     prompt_logprobs: list | None = None
     num_outputs: int = 0
     end: object = None  # the last output
@@ -262,6 +264,7 @@ class Drive:
             assert output.end is None, f"{out.rid} has output after its end"
             output.tokens += out.new_token_ids
             output.logprobs += out.output_logprobs.values
+            output.top += out.output_logprobs.top
             if out.input_logprobs is not None:
                 output.prompt_logprobs = list(out.input_logprobs.values)
             output.num_outputs += 1
