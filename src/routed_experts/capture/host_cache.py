@@ -5,10 +5,9 @@ and invalid when the page is handed out again. An invalid row is never returned.
 validity too (below 0: no row), so that filing is two writes. Rows of steps are buffered and filed many steps at a
 time, at the latest when the cache is read: between two steps the store and the filing code are cold in cache. All
 buffered steps are written at once: of two rows of one slot the later wins, and a row from before its page was last
-invalidated is dropped. Experts are counted
-here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Combine weights, where
-they are recorded, have a store of their own, which is written with the ids and valid where they are. Engine thread
-only.
+invalidated is dropped. Experts are counted here too (`expert_counts.py`). Token-major: a token's row is one contiguous
+run of M*K bytes. Combine weights, where they are recorded, have a store of their own, which is written with the ids and
+valid where they are. Engine thread only.
 Dims: Z slots, P pages, R rows, N rows and padding, M MoE layers, K experts per token, W words of a packed row, V words
 of its weights."""
 

@@ -22,7 +22,8 @@ OWN_PRIOR, SHARED_PRIOR = 4.0, 8.0  # accepted drafts, of as many expected, that
 NUM_CLAIMS = 8  # sizes of a claim, equally wide
 
 Claim = tuple[int, float, float]
-"""What was claimed of a draft: the index of the claim's size, the claim, and the claim as corrected by all."""
+"""What was claimed of a draft: the index of the claim's size, the claim, and the claim as corrected by all. A plain
+tuple, because each draft of each step has one."""
 
 _DECAY, _IDLE_DECAY, _SHARED_DECAY = (0.5 ** (1 / steps) for steps in (HALF_LIFE, IDLE_HALF_LIFE, SHARED_HALF_LIFE))
 
@@ -94,14 +95,13 @@ class AcceptanceEstimates:
         all_accepted, all_expected = self._accepted, self._expected
         for place, claimed in enumerate(draft.survival.tolist()):
             claim = claimed / before if before > 0 else 0.0
-            claim = (1.0 if claim > 1 else claim) if claim > 0 else 0.0  # not a number: 0
+            claim = min(claim, 1.0) if claim > 0 else 0.0  # not a number: 0
             before = claimed
             size = min(int(claim * NUM_CLAIMS), NUM_CLAIMS - 1)
-            expected = claim * ((all_accepted[size] + SHARED_PRIOR) / (all_expected[size] + SHARED_PRIOR))
-            expected = 1.0 if expected > 1 else expected
+            shared = (all_accepted[size] + SHARED_PRIOR) / (all_expected[size] + SHARED_PRIOR)
+            expected = min(claim * shared, 1.0)
             claims.append((size, claim, expected))
-            estimate = expected * request.ratio(place)
-            survival *= 1.0 if estimate > 1 else estimate
+            survival *= min(expected * request.ratio(place), 1.0)
             estimates.append(survival)
         return claims, np.array(estimates, np.float64)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.blocks import load_or_zero
 from routed_experts.layers.gpu.kv_write import TokenSlots
-from routed_experts.layers.gpu.prepared_heads import HeadSizes, divided
+from routed_experts.layers.gpu.prepared_heads import HeadSizes, divide_by_kv_scale
 
 # Up to so many tokens of a step: heads of a block, its tokens, its warps. The last row is the best of 24 for 16,384
 # tokens of 32/4 heads of 128, 64/8 of 64 and 96/8 of 128, on an H200; the rows before it keep more blocks.
@@ -28,7 +28,7 @@ Halves = tuple[Float[Array, "T h"], Float[Array, "T h"]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _HalvedRow:
+class _HalvedHead:
     """Inside a kernel: one head of the projection, for a block of tokens, in the model's dtype. `inside`: the tokens
     that exist [T 1], None: all."""
 
@@ -102,8 +102,10 @@ def prepare_halves(*refs: Any, names: tuple[str, ...], sizes: HeadSizes, num_hea
     columns = lanes, dim // 2 + lanes
     query_blocks, kv_blocks = heads // num_heads[0], groups // num_heads[1]
 
-    def row(head: Array) -> _HalvedRow:
-        return _HalvedRow(arrays=arrays, sizes=sizes, head=head, tokens=tokens, columns=columns, inside=inside, dim=dim)
+    def halved(head: Array) -> _HalvedHead:
+        return _HalvedHead(
+            arrays=arrays, sizes=sizes, head=head, tokens=tokens, columns=columns, inside=inside, dim=dim
+        )
 
     def load_cos_sin() -> Halves:
         cos, sin = (load_or_zero(arrays[name].at[tokens[:, None], lanes[None, :]], inside) for name in ("cos", "sin"))
@@ -114,18 +116,18 @@ def prepare_halves(*refs: Any, names: tuple[str, ...], sizes: HeadSizes, num_hea
         cos_sin = None if is_value else load_cos_sin()
         for index in range(num_heads[1]):
             group = first + index
-            own = row(heads + group + int(is_value) * groups)
+            own = halved(heads + group + int(is_value) * groups)
             halves = own.load() if cos_sin is None else own.prepared("k_norm", heads, cos_sin)
             for half, at in zip(halves, columns, strict=True):
                 kv_row = 2 * group + int(is_value)
-                slots.store(pool, divided(half, kv_row, arrays), kv_row, at, dim)
+                slots.store(pool, divide_by_kv_scale(half, kv_row, arrays), kv_row, at, dim)
 
     @pl.when(block < query_blocks)
     def _() -> None:
         cos_sin = load_cos_sin()
         for index in range(num_heads[0]):
             head = block * num_heads[0] + index
-            for half, at in zip(row(head).prepared("q_norm", 0, cos_sin), columns, strict=True):
+            for half, at in zip(halved(head).prepared("q_norm", 0, cos_sin), columns, strict=True):
                 plgpu.store(queries.at[tokens[:, None], head, at[None, :]], half, mask=inside)
 
     @pl.when((block >= query_blocks) & (block < query_blocks + kv_blocks))

@@ -24,7 +24,7 @@ class HeadSizes:
     dtype: Any
 
 
-def divided(value: Float[Array, "T C"], row: Array | int, arrays: Mapping[str, Any]) -> Float[Array, "T C"]:
+def divide_by_kv_scale(value: Float[Array, "T C"], row: Array | int, arrays: Mapping[str, Any]) -> Float[Array, "T C"]:
     """Keys or values by the scale of row `row` of a slot, where the pool is codes with scales. Dims: T tokens, C
     numbers of a head."""
     if "kv_scales" not in arrays:

@@ -21,7 +21,7 @@ from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
 from routed_experts.layers.gpu.halved_heads import choose_block, prepare_halves
 from routed_experts.layers.gpu.kv_write import TokenSlots, batch_arrays, scale_arrays
-from routed_experts.layers.gpu.prepared_heads import HeadSizes, divided
+from routed_experts.layers.gpu.prepared_heads import HeadSizes, divide_by_kv_scale
 from routed_experts.layers.gpu.rotary import rotate
 
 FEATURES = frozenset(
@@ -126,7 +126,7 @@ def _qk_norm_rope(*refs: Any, names: tuple[str, ...], sizes: HeadSizes) -> None:
 
     def write(value: Array, row: Array) -> None:
         slots = TokenSlots.of(tokens, pool, arrays["first_page"][0] * sizes.stride, batch)
-        slots.store(pool, divided(value, row, arrays), row, lanes, dim)
+        slots.store(pool, divide_by_kv_scale(value, row, arrays), row, lanes, dim)
 
     @pl.when(head < heads)
     def _() -> None:
@@ -188,9 +188,9 @@ def prepare(
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
     angles = min(projected.cos.shape[1], dim // 2) if traits.rotary else 0
     is_halved = 2 * angles == dim == power_of_two(dim) and not traits.interleaved
-    num_heads, rows, warps = choose_block(num_tokens, heads, groups)
-    if not is_halved:
-        num_heads, rows, warps = (1, 1), 1 if num_tokens <= 64 else 4, 1
+    num_heads, rows, warps = (1, 1), 1 if num_tokens <= 64 else 4, 1
+    if is_halved:
+        num_heads, rows, warps = choose_block(num_tokens, heads, groups)
     dtype = projected.dtype or projected.qkv.dtype
     sizes = HeadSizes(
         heads=heads,
