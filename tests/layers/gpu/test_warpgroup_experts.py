@@ -245,6 +245,30 @@ def test_a_projection_of_many_rows_of_codes_equals_plain_code(dtype, monkeypatch
     assert actual.dtype == dtype and distance(actual, expected) < (3e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
+def test_a_projection_of_many_rows_equals_plain_code_and_slices_nothing(monkeypatch):
+    monkeypatch.setattr(linear, "FEWEST_NUMBER_ROWS", 256)
+    weights = jax.random.normal(jax.random.key(0), (3, 128, 320), jnp.bfloat16).at[0].set(jnp.nan)
+    x = jax.random.normal(jax.random.key(1), (256, 128), jnp.bfloat16)
+
+    def project(x, weights=weights, dtype=jnp.bfloat16):
+        return linear.linear_in_place(x, weights, jnp.int32(1), dtype, warpgroups=INTERPRETED, interpret=True)
+
+    def by_warpgroups(*args):
+        return "barrier_wait" in str(jax.make_jaxpr(project, static_argnums=2)(*args))
+
+    assert by_warpgroups(x, weights, jnp.bfloat16) and "dynamic_slice" not in str(jax.make_jaxpr(project)(x)).split()
+    others = {
+        "few rows": (x[:128], weights, jnp.bfloat16),
+        "half a tile": (jnp.tile(x, (2, 1))[:320], weights, jnp.bfloat16),
+        "another result": (x, weights, jnp.float32),
+        "a wider matrix": (x, weights.astype(jnp.float32), jnp.bfloat16),
+        "half a step": (x[:, :96], weights[:, :96], jnp.bfloat16),
+    }
+    assert not [name for name, args in others.items() if by_warpgroups(*args)]
+    expected = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
+    assert distance(project(x), expected) < 3e-3
+
+
 def test_a_step_without_a_row_has_no_tile_and_ends():
     call = make_call((8, 2, 3, 64, 64))
     nothing = dataclasses.replace(call, valid=jnp.zeros(8, bool))
@@ -436,6 +460,18 @@ def test_projections_of_codes_equal_the_triton_kernel(dtype):
         for own in (these_warpgroups(), None)
     )
     assert actual.dtype == dtype and distance(actual, expected) < (1e-5 if dtype == jnp.float32 else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(2048, 2048, 5120), (4096, 2880, 576)])
+def test_projections_equal_the_library(rows, inputs, outputs):
+    weights = jax.random.normal(jax.random.key(0), (3, inputs, outputs), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+    actual, expected = (
+        jax.jit(lambda x, w, own=own: linear.linear_in_place(x, w, jnp.int32(1), x.dtype, warpgroups=own))(x, weights)
+        for own in (these_warpgroups(), None)
+    )
+    assert distance(actual, expected) < 1e-3
 
 
 @pytest.mark.gpu

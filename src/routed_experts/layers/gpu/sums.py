@@ -1,8 +1,8 @@
 """Sums over the inputs of one matrix inside a GPU kernel: rows times a block of columns, in float32.
 
-A sum is made in steps. Of e4m3 codes a step is within one group of inputs; of codes of 4 bits (packed_codes.py) it is
-whole pairs of runs, and each run, or both of one group, is a product that is scaled by itself. The sum of a group is
-float32, and so is the scale that it is multiplied by.
+A sum is made in steps. Of e4m3 codes a step is a part of a group of inputs, or some whole groups, each a product; of
+codes of 4 bits (packed_codes.py) it is whole pairs of runs, and each run, or both of one group, is a product that is
+scaled by itself. The sum of a group is float32, and so is the scale that it is multiplied by.
 
 Dims: N rows, T rows of a block, I inputs, J groups of inputs, C columns of a block, R matrices of the stack."""
 
@@ -80,24 +80,30 @@ def sum_products(
     if is_packed(weights):
         return _sum_packed(block, inputs, is_inside=is_inside)
     size = min(inputs.size, weights.group) if isinstance(weights, QuantizedWeight) else inputs.size
-    steps = pl.cdiv(inputs.length, size)
+    groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step
+    steps = pl.cdiv(inputs.length, groups * size)
 
     def load_scales(index: Any) -> tuple[Array, ...]:
-        """Those of a step, for each set of columns; none of numbers."""
+        """Those of a step: group by group, and for each set of columns; none of numbers."""
         if not isinstance(weights, QuantizedWeight):
             return ()
-        first, _, _ = inputs.step(jnp.minimum(index, steps - 1), size)
-        at = [_scales_at(weights, matrix, first // weights.group, part[:, None]) for part in columns]
+        begins = [inputs.step(jnp.minimum(index, steps - 1) * groups + group, size)[0] for group in range(groups)]
+        at = [
+            _scales_at(weights, matrix, first // weights.group, part[:, None]) for first in begins for part in columns
+        ]
         return tuple(load_or_zero(own, None if real is None else real.T) for own in at)
 
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
-        sums, scales = carry
         # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
-        following, (_, depth, deep) = load_scales(index + 1), inputs.step(index, size)
-        own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
-        blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
-        products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, scales)]
-        return tuple(total + part for total, part in zip(sums, products, strict=True)), following
+        (sums, scales), following = carry, load_scales(index + 1)
+        for group in range(groups):
+            _, depth, deep = inputs.step(index * groups + group, size)
+            own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
+            blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
+            own_scales = scales[group * len(columns) :][: len(columns)]
+            products = [block_product(own, *pair) for pair in itertools.zip_longest(blocks, own_scales)]
+            sums = tuple(total + part for total, part in zip(sums, products, strict=True))
+        return sums, following
 
     shape = (rows.shape[0], columns[0].shape[0])
     zeros = jnp.zeros(shape[::-1] if isinstance(weights, QuantizedWeight) else shape, jnp.float32)

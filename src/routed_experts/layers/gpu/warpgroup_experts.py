@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes, tile_of_codes
-from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, STEP, multiply_numbers
+from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, has_steps, multiply_numbers
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import QuantizedWeight
@@ -29,12 +29,7 @@ def suits_warpgroups(call: ExpertCall) -> bool:
         return False
     if all(has_code_blocks(matrix) for matrix in matrices):
         return rows >= FEWEST_CODE_ROWS and call.x.dtype == jnp.bfloat16
-    return (
-        rows >= FEWEST_ROWS
-        and call.x.dtype in (jnp.bfloat16, jnp.float16)
-        and all(not isinstance(matrix, QuantizedWeight) and matrix.dtype == call.x.dtype for matrix in matrices)
-        and all(side % STEP == 0 for side in call.down.shape[1:])
-    )
+    return rows >= FEWEST_ROWS and all(has_steps(matrix, call.x.dtype) for matrix in matrices)
 
 
 def tiled_outputs(

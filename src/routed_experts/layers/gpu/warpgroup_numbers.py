@@ -6,9 +6,10 @@ stack are read in place, as there.
 Dims: R matrices of the stack, I inputs, O outputs, M tiles, P rows of all tiles."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,6 +30,7 @@ from routed_experts.layers.gpu.warpgroups import (
     multiply_blocks,
     split_work,
 )
+from routed_experts.layers.quantized import QuantizedWeight, Weight
 
 NUMBER_TILE = CONSUMERS * SIDE  # rows of a tile
 STEP = 64  # inputs: 128 bytes, the widest swizzle
@@ -135,6 +137,14 @@ def _add_up(
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.emptied.at[schedule.stage(end - 1)])
     return tuple(half_sums[...] for half_sums in sums)
+
+
+def has_steps(matrices: Weight, dtype: Any) -> TypeGuard[Array]:
+    """Whether they are matrices that `multiply_numbers` reads for rows of `dtype`: of its 16-bit numbers, with sides of
+    whole steps."""
+    if isinstance(matrices, QuantizedWeight) or dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    return matrices.dtype == dtype and all(side % STEP == 0 for side in matrices.shape[1:])
 
 
 def multiply_numbers(
