@@ -123,15 +123,10 @@ def test_no_body_makes_a_server_error(server, engine, path, is_thorough):
     statuses = set()
     for count in range(-(-(NUM_THOROUGH if is_thorough else NUM_BODIES) // len(BODIES))):
         body = mutated(rng, BODIES[path])
-        for last_try in (False, True):  # a slow answer must be slow twice: the machine may have stood still
-            start_time = time.monotonic()
-            response = server.client.post(path, content=body, headers={"content-type": "application/json"})
-            slow = time.monotonic() - start_time > (
-                8 if path == "/tokenize" and len(body) > 1e6 else 2
-            )  # megabytes are its work
-            if not slow:
-                break
-            assert not last_try, body[:300]
+        start_time = time.process_time()  # server and engine are in this process; others may keep the machine busy
+        response = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        seconds = time.process_time() - start_time
+        assert seconds < (8 if path == "/tokenize" and len(body) > 1e6 else 3), (seconds, body[:300])  # megabytes: work
         assert response.status_code < 500, (body, response.text[:500])
         statuses.add(response.status_code)
         if response.status_code >= 400:
