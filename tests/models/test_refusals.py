@@ -62,7 +62,7 @@ def faults(name, values):
     layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
     for word in ("scoring_func", "score_function"):
         yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "expected one of"]
-    yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "'silu'"]
+    yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "expected one of silu"]
     for section in ("rope_parameters", "rope_scaling"):
         yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
     longer, shorter = (relayered(name, values, count) for count in (layers + 1, layers - 1))

@@ -102,6 +102,19 @@ class Oracle:
             f"{case.router!r}, and layer_ids={case.layer_ids}; correct `router` or `layer_ids` of the case"
         )
 
+    def read_again(self):
+        """Take the model that transformers makes of the folder as it is now, for a config.json that was edited."""
+        import torch
+
+        options = dict(dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
+        self.model = type(self.model).from_pretrained(self.folder, **options).eval()
+        self.config = self.model.config.get_text_config()
+        self.routers = [
+            module
+            for module in self.model.modules()
+            if type(module).__name__.lower().endswith(self.case.router.lower())
+        ]
+
     def judge(self, tokens):
         """Score a whole sequence."""
         import torch

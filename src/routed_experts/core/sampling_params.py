@@ -348,7 +348,8 @@ def _check_stop_token_ids(value: object) -> None:
     if not isinstance(value, list | tuple) or len(value) > MAX_STOP_TOKEN_IDS:
         _refuse("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     for token in value:
-        _check_int("stop_token_ids", token, 0, MAX_INT32)
+        if not _is_int(token, 0, MAX_INT32):
+            _refuse("stop_token_ids", token, f"an integer in 0..{MAX_INT32}")
 
 
 def _check_logit_bias(value: object) -> None:

@@ -459,7 +459,8 @@ class Engine:
         return stream_outputs(new_generation, text, kind=output_kind)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End requests with what they have: those of `rid` (all its choices and prompts), or all. Returns how many."""
+        """End requests with what they have: that of `rid`, those of a call or of a prompt of that id (all its choices),
+        or all. Returns how many."""
         if (rid is None) != abort_all:
             text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
             raise InvalidRequestError(text, param="rid")
@@ -467,11 +468,7 @@ class Engine:
 
         def end() -> int:
             live = [req for live in core.request_table.live() if (req := core.request_table.find(live)) is not None]
-            return sum(
-                core.abort(req.rid)
-                for req in live
-                if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0])
-            )
+            return sum(core.abort(req.rid) for req in live if abort_all or rid in (req.rid, req.source.caller_id))
 
         return self.thread.run_between_steps(end)
 

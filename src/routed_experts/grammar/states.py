@@ -1,23 +1,36 @@
 """LLGrammarState: where one sequence stands in its grammar, by a matcher of llguidance. Engine thread only."""
 
-from collections.abc import Callable
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
 
+MAX_FORCED = 1 << 16  # tokens of a forced run: one takes up to 3 us
+_MAX_GIVEN = 1 << 12  # of them at once
 _MAX_ERROR_CHARS = 300
 _T = TypeVar("_T")
 
 
 class LLGrammarState:
     """A GrammarState. `matcher` may share its lexer with other sequences; `renew` makes one at the start of the grammar
-    with a lexer of its own, for the case that they have used up the states of the shared one."""
+    with a lexer of its own, for the case that they have used up the states of the shared one. `forced`: the run that
+    the output begins with, where it is known. A forced run is computed once, and given as it is used up."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], *, renew: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        eos_token_ids: frozenset[int],
+        *,
+        renew: Callable[[], Any],
+        forced: Sequence[int] = (),
+    ) -> None:
         self._matcher, self._eos_token_ids = matcher, eos_token_ids
         self._renew: Callable[[], Any] | None = renew  # None: the lexer is its own
         self._tokens: list[int] = []  # that the matcher has taken
+        self._forced = deque(forced)  # that follow them
         self._is_complete, self._error = False, error_of(matcher)
         self._end_words = _bits(eos_token_ids)
 
@@ -35,6 +48,8 @@ class LLGrammarState:
         """Move on by one token of the output."""
         if self._is_complete or self._error is not None:
             return
+        if self._forced and self._forced.popleft() != token:
+            self._forced.clear()
         if token in self._eos_token_ids:
             self._is_complete = True
         elif self._run(lambda matcher: matcher.consume_token(token)):
@@ -43,13 +58,20 @@ class LLGrammarState:
             self._error = self._error or f"token {token} does not fit"
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """The tokens that follow whatever is sampled; empty where there is a choice."""
+        """The tokens that follow whatever is sampled, or the first of them; empty where there is a choice."""
         if self._is_complete or self._error is not None:
             return ()
-        tokens = self._run(lambda matcher: matcher.compute_ff_tokens())  # an error: for example, text without an end
-        if not tokens or self._error is not None:
-            return ()
-        return tuple(tokens[: self._matcher.validate_tokens(tokens)])
+        if not self._forced:
+            tokens = self._run(
+                lambda matcher: matcher.compute_ff_tokens()
+            )  # an error: for example, text without an end
+            if not tokens or self._error is not None:
+                return ()
+            if len(tokens) > MAX_FORCED:
+                self._error = f"more than {MAX_FORCED} tokens follow one another without a choice"
+                return ()
+            self._forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
+        return tuple(itertools.islice(self._forced, _MAX_GIVEN))
 
     def fill(self, words: UInt32[np.ndarray, " W"], *, keep_end: bool) -> None:
         """Write the bits of the tokens that may follow. `keep_end` False: without end tokens, unless nothing else may

@@ -30,11 +30,14 @@ def read_string(reader: Reader) -> Generator[None, None, str | None]:
 
 
 def decode_string(text: str) -> str | None:
-    """Return the value of a string with its quotes; None for an escape that JSON does not have."""
+    """Return the value of a string with its quotes; None for an escape that JSON does not have, and for half of a
+    surrogate pair, which no answer in UTF-8 can hold."""
     try:
-        return json.loads(text, strict=False)
-    except ValueError:
+        value: str = json.loads(text, strict=False)
+        value.encode()
+    except ValueError:  # UnicodeEncodeError is one
         return None
+    return value
 
 
 def read_value(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:

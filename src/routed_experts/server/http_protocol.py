@@ -4,8 +4,8 @@ Headers arrive in time and within their limits, or the connection closes with an
 reading is disconnected. uvicorn has no settings for these limits and does not publish its protocol class, so the range
 of its versions in pyproject.toml is a tested one. Of that class this file uses, beyond asyncio.Protocol and httptools'
 callbacks: `on_response_complete`, `timeout_keep_alive_handler`, `send_400_response`, and the attributes `transport`,
-`loop`, `scope`, `headers`, `url`, `cycle`, `pipeline` and `connections`; of a cycle `send`, `chunked_encoding` and
-`expected_content_length`."""
+`loop`, `parser`, `scope`, `headers`, `url`, `cycle`, `pipeline` and `connections`; of a cycle `send`,
+`chunked_encoding` and `expected_content_length`."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,6 +25,8 @@ from routed_experts.server.limits import (
     RETRY_AFTER_S,
     WRITE_TIMEOUT_S,
 )
+
+_OF_UPGRADES = (b"upgrade", b"http2-settings")
 
 
 class _Timer:
@@ -63,6 +65,40 @@ def _send_unchunked(cycle: RequestResponseCycle) -> None:
     cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
+class _Parser:
+    """httptools' parser of a connection, which ends a message that asks for an upgrade before its body, and takes the
+    rest for another protocol. This one parses such a message again without the wish: a server may ignore it (RFC 9110,
+    7.8), and clients of HTTP/2 send it by default."""
+
+    def __init__(self, protocol: "LimitedProtocol") -> None:
+        self._protocol = protocol
+        self._parser = self._create()
+
+    def _create(self) -> Any:
+        parser = httptools.HttpRequestParser(self._protocol)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse. Raises HttpParserError."""
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = self._create()
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self._protocol.url, version)]
+        lines += [b"%b: %b" % header for header in self._protocol.headers if header[0] not in _OF_UPGRADES]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -76,6 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first headers; refuse a connection above the limit."""
         self._header_timer, self._write_timer = _Timer(self.loop), _Timer(self.loop)
+        self.parser = _Parser(self)
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             text = f"{self.max_connections} connections are open; try again later"
@@ -111,12 +148,21 @@ class LimitedProtocol(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             raise httptools.HttpParserError(f"headers above {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} in number")
+        if self.parser.should_upgrade():  # it is parsed once more
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("CONNECT is for proxies")
+            return
         if not self._is_write_paused:  # the end of this response starts the timer again
             self._write_timer.stop()
         self.scope["extensions"] = {"routed_experts.abort": {"call": self.transport.abort}}
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             _send_unchunked(self.cycle)
+
+    def on_message_complete(self) -> None:
+        """Pass over the end of a message that is parsed once more."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         """Note the progress."""

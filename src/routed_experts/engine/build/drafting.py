@@ -58,10 +58,15 @@ def find_draft(
         source,
         config,
         context_length=resolve_context_length(args, config.context_length),
-        choose_kernels=functools.partial(
-            registry.choose, dataclasses.replace(args, enable_return_routed_experts=False)
-        ),
+        choose_kernels=functools.partial(registry.choose, _without_capture(args)),
     )
+
+
+def _without_capture(args: ServerArgs) -> ServerArgs:
+    """The arguments of an engine that records nothing."""
+    off = ServerArgs(model_path=args.model_path)
+    names = ("enable_return_routed_experts", "enable_return_routed_experts_weights", "routed_experts_weights_dtype")
+    return dataclasses.replace(args, **{name: getattr(off, name) for name in names})
 
 
 def create_speculation(

@@ -268,7 +268,8 @@ class EngineThread:
         """Add the requests of one call to the core. Raises what `submit` raises."""
         table, requests = self._core.request_table, submission.requests
         duplicate = next(
-            (request.rid for request in requests if table.find(request.rid) or table.has_group(request.group)), None
+            (request.rid for request in requests if table.find(request.rid) or table.has_caller(request.caller_id)),
+            None,
         )
         if duplicate is not None:
             text = f"{PARAM}={duplicate!r} is the id of a request that has not ended (Duplicate request ID)"

@@ -1,6 +1,7 @@
 """InputProcessor: validates and tokenises a call. A GenerateReqInput becomes one request a choice of each prompt, or a
 typed error before a page is touched. Dims: S tokens of a prompt."""
 
+import collections
 import dataclasses
 import itertools
 import secrets
@@ -90,7 +91,7 @@ class InputProcessor:
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
-        for ids, call, own, (group, rids) in zip(prompts, calls, params, groups, strict=True):
+        for ids, call, own, (caller_id, group, rids) in zip(prompts, calls, params, groups, strict=True):
             _check_flags(call)
             options = resolve_routing_options(
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
@@ -103,6 +104,7 @@ class InputProcessor:
                 TokenizedGenerateReqInput(
                     rid=rid,
                     group=group,
+                    caller_id=caller_id,
                     choice=choice,
                     input_ids=ids,
                     sampling=sampling,
@@ -375,21 +377,28 @@ def _check_flags(request: GenerateReqInput) -> None:
 
 def _request_ids(
     request: GenerateReqInput, calls: Sequence[GenerateReqInput], counts: Sequence[int]
-) -> list[tuple[str, list[str]]]:
-    """For each prompt the id of its group and the ids of its choices. One id for the call is followed by the number of
-    the sequence, where there are several; an id of a prompt by the number of the choice."""
+) -> list[tuple[str, str, list[str]]]:
+    """For each prompt the id that its caller gave, the id of its group, which is no request id, and the ids of its
+    choices. One id for the call is followed by the number of the sequence, where there are several; an id of a prompt
+    by the number of the choice. Raises InvalidRequestError where two sequences would have one id."""
     for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
         if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
             text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param="rid")
     if isinstance(request.rid, list | tuple):
         ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))
-        return [(rid, [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
+        named = [(rid, f"{rid}/", [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
+        counted = collections.Counter(rid for _, _, rids in named for rid in rids)
+        if repeated := next((rid for rid, count in counted.items() if count > 1), None):
+            text = f"Duplicate request ID: {PARAM} and the number of a choice make {repeated!r} twice; choose other ids"
+            raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
+        return named
     call_id = request.rid if isinstance(request.rid, str) else secrets.token_hex(8)
     firsts = itertools.accumulate(counts, initial=0)
     return [
         (
-            f"{call_id}-{index}",
+            call_id,
+            f"{call_id}/{index}",
             [call_id] if sum(counts) == 1 else [f"{call_id}-{first + choice}" for choice in range(n)],
         )
         for index, (first, n) in enumerate(zip(firsts, counts, strict=False))

@@ -1,7 +1,7 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code of a checkpoint (`auto_map`) is never imported. `null` means absent. Integers are never taken
-from booleans, strings or fractions."""
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_absent`. Integers are never
+taken from booleans, strings or fractions."""
 
 import builtins
 import dataclasses
@@ -167,6 +167,11 @@ class ConfigReader:
     def has(self, key: str) -> builtins.bool:
         """Whether the key, or its other spelling, is there and not null."""
         return self._find(key) is not None
+
+    def with_absent(self, key: str, value: object) -> "ConfigReader":
+        """The same object, with `value` where the key is not there; null stays null, which transformers tells from a
+        key that is left out where its default is not null."""
+        return self if key in self.values else dataclasses.replace(self, values={**self.values, key: value})
 
     def require(self, holds: builtins.bool, key: str, expected: str) -> None:
         """Raise unless `holds`; `expected` describes a valid value of `key`."""

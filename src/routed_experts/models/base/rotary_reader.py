@@ -4,6 +4,7 @@ refused by name. Dims: F frequencies."""
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import numpy as np
 from jaxtyping import Float32
@@ -16,8 +17,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "pro
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is
-    set (DeepSeek); and the length up to which they hold, None where the config's own length holds."""
+    """The frequencies, their base and kind; what `mscale_all_dim` multiplies the scale of latent attention by, with any
+    kind but default (DeepSeek); and the length up to which they hold, None where the config's own length holds."""
 
     spec: RotarySpec
     theta: float
@@ -34,12 +35,15 @@ def read_rotary(
     interleaved: bool = False,
     part: float | None = None,
     stretched: bool = False,
+    kinds: Collection[str] = ROPE_TYPES,
+    mscale: bool = False,
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
     a head's dims that are rotated, are defaults. Without `part` all dims are rotated, and a config with another
-    share is refused. `stretched`: dynamic positions with an `alpha` are those of a larger base (HunYuan)."""
+    share is refused. `stretched`: dynamic positions with an `alpha` are those of a larger base (HunYuan).
+    `kinds`: those of the family. `mscale`: `short_mscale` is the magnitude of longrope (PhiMoE)."""
     section = _section(reader)
-    spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
+    spellings = {section.str(key, choices=kinds) for key in ("rope_type", "type") if section.has(key)}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
     kind = next(iter(spellings), "default")
     base = _either(reader, section, "rope_theta", theta)
@@ -61,45 +65,47 @@ def read_rotary(
     powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
     inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
-    return unscaled if kind == "default" else _scaled(reader, section, unscaled, inverse)
+    return unscaled if kind == "default" else _scaled(reader, section, unscaled, inverse, mscale=mscale)
 
 
 def _scaled(
-    reader: ConfigReader, section: ConfigReader, unscaled: Rotary, inverse: Float32[np.ndarray, " F"]
+    reader: ConfigReader,
+    section: ConfigReader,
+    unscaled: Rotary,
+    inverse: Float32[np.ndarray, " F"],
+    *,
+    mscale: bool,
 ) -> Rotary:
     """Rotary embedding of any other kind."""
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
+    all_dims = section.float("mscale_all_dim", default=0.0)
 
-    def with_frequencies(inverse: Float32[np.ndarray, " F"], **changes: float) -> RotarySpec:
-        return dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), **changes)
+    def scaled(inverse: Float32[np.ndarray, " F"], factor: float, *, magnitude: float = 1.0) -> Rotary:
+        spec = dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), magnitude=magnitude)
+        score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
+        return dataclasses.replace(unscaled, spec=spec, score_scale=score_scale)
 
     if kind in ("linear", "dynamic"):
         factor = section.float("factor")
         section.require(factor >= 1, "factor", "a number of at least 1")
         # dynamic positions are inverse ones up to the trained length, which is all that is served
-        return (
-            unscaled
-            if kind == "dynamic"
-            else dataclasses.replace(unscaled, spec=with_frequencies(inverse / np.float32(factor)))
-        )
+        return scaled(inverse if kind == "dynamic" else inverse / np.float32(factor), factor)
     top_level = reader.int("original_max_position_embeddings", minimum=1, default=trained)
     original = section.int("original_max_position_embeddings", minimum=1, default=top_level)
     same = original == top_level or not reader.has("original_max_position_embeddings")
     section.require(same, "original_max_position_embeddings", f"{top_level}, as at the top level")
     if kind == "longrope":
-        inverse, magnitude = _longrope(section, inverse, trained, original)
-        return dataclasses.replace(
-            unscaled, spec=with_frequencies(inverse, magnitude=magnitude), context_length=min(original, trained)
-        )
+        factor = section.float("factor", default=trained / original)
+        inverse, magnitude = _longrope(section, inverse, factor, original, mscale=mscale)
+        rotary = scaled(inverse, factor, magnitude=magnitude)
+        return dataclasses.replace(rotary, context_length=min(original, trained))
     factor = section.float("factor", default=trained / original)
     section.require(factor >= 1, "factor", "a number of at least 1")
     if kind == "llama3":
-        return dataclasses.replace(unscaled, spec=with_frequencies(_llama3(section, inverse, factor, original)))
+        return scaled(_llama3(section, inverse, factor, original), factor)
     inverse = _yarn(section, inverse, base=unscaled.theta, size=2 * inverse.size, factor=factor, original=original)
-    all_dims = section.float("mscale_all_dim", default=0.0)
     magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
-    score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
-    return dataclasses.replace(unscaled, spec=with_frequencies(inverse, magnitude=magnitude), score_scale=score_scale)
+    return scaled(inverse, factor, magnitude=magnitude)
 
 
 def _proportional(section: ConfigReader, head_dim: int, base: float, share: float) -> tuple[float, ...]:
@@ -113,10 +119,16 @@ def _proportional(section: ConfigReader, head_dim: int, base: float, share: floa
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """The config object of the rotary embedding, one for all layers. Where both spellings exist, they must agree."""
+    """The config object of the rotary embedding, one for all layers. Where both spellings exist, transformers reads
+    rope_scaling alone, and numbers at the top level: rope_parameters must say nothing else."""
     old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
     for key in sorted(old.values.keys() & new.values.keys()):
         new.require(old.values[key] == new.values[key], key, f"{old.values[key]!r}, as rope_scaling says")
+    kind = old.values.get("type", old.values.get("rope_type"))
+    for key in sorted(new.values.keys() - old.values.keys()) if old.values else ():
+        value = new.values[key]
+        says_nothing = value is None or value == (kind if key in ("type", "rope_type") else reader.values.get(key))
+        new.require(says_nothing, key, "none, or the same in rope_scaling, which transformers reads in its place")
     section = dataclasses.replace(new, values={**old.values, **new.values}) if reader.has("rope_parameters") else old
     for key, value in section.values.items():
         section.require(not isinstance(value, dict), key, "no object: positions must be the same for all layers")
@@ -169,15 +181,15 @@ def _llama3(
 
 
 def _longrope(
-    section: ConfigReader, inverse: Float32[np.ndarray, " F"], trained: int, original: int
+    section: ConfigReader, inverse: Float32[np.ndarray, " F"], factor: float, original: int, *, mscale: bool
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
     would go stale: served up to the original length. Returns frequencies and magnitude."""
     factors = np.asarray(section.floats("short_factor"), np.float32)
     section.require(factors.shape == inverse.shape, "short_factor", f"{inverse.size} numbers")
-    ratio = section.float("factor", default=trained / original)
-    default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
-    return inverse / factors, section.float("short_mscale", default=section.float("attention_factor", default=default))
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    magnitude = section.float("attention_factor", default=default)
+    return inverse / factors, section.float("short_mscale", default=magnitude) if mscale else magnitude
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:

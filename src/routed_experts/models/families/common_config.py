@@ -73,7 +73,7 @@ def read_sizes(
     reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
     head_dim = reader.int("head_dim", minimum=2, default=max(2, hidden // heads))
     reader.require(latent or head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
-    reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
+    reader.str("hidden_act", default="silu", choices=("silu", "swish"))  # two names of one function
     return Sizes(
         vocab_size=reader.int("vocab_size", minimum=1),
         hidden_size=hidden,
@@ -133,7 +133,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
         reader.bool("use_sliding_window", default=False),
         reader.int("max_window_layers", minimum=0, default=28),
     )
-    window = read_window(reader, sizes) if slides else 0
+    window = read_window(reader.with_absent("sliding_window", 4096), sizes) if slides else 0
     default = tuple(_LAYER_TYPES[slides and index >= first] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")

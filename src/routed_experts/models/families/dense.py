@@ -22,10 +22,7 @@ def read_llama(reader: ConfigReader) -> FamilyConfig:
 def read_mistral(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Mistral, whose window is 4096 tokens where the file has no such field, and
     none where it is null."""
-    silent = "sliding_window" not in reader.values
-    return _read_llama(
-        dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096}) if silent else reader, slides=True
-    )
+    return _read_llama(reader.with_absent("sliding_window", 4096), slides=True)
 
 
 def _read_llama(reader: ConfigReader, *, slides: bool) -> FamilyConfig:

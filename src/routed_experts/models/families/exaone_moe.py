@@ -28,10 +28,9 @@ def read_exaone_moe(reader: ConfigReader) -> FamilyConfig:
     rotary = read_rotary(reader, sizes.head_dim)
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=2.5, key="num_experts")
     full = dataclasses.replace(sizes.attention(None), qk_norm="head")
-    if not reader.has("sliding_window"):
-        is_absent = "sliding_window" not in reader.values
-        reader.require(is_absent, "sliding_window", "a number: positions of a model without windows are not known")
-        reader = dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096})
+    reader = reader.with_absent("sliding_window", 4096)
+    expected = "a number: positions of a model without windows are not known"
+    reader.require(reader.has("sliding_window"), "sliding_window", expected)
     sliding = dataclasses.replace(full, rotary=rotary.spec, window=read_window(reader, sizes))
     width = reader.int("moe_intermediate_size", minimum=1)
     shared = shared_width(reader, width, default=1)

@@ -43,7 +43,7 @@ _LAYER_TYPES: tuple[str, ...] = ("sliding_attention", "full_attention")
 def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of gpt-oss-20b or gpt-oss-120b."""
     sizes = read_sizes(reader, eps=1e-5)
-    if not reader.has("rope_parameters") and not reader.has("rope_scaling"):
+    if not reader.has("rope_parameters") and not reader.section("rope_scaling").values:
         reader = dataclasses.replace(reader, values={**reader.values, "rope_scaling": dict(_POSITIONS)})
     rotary = read_rotary(reader, sizes.head_dim, theta=150_000.0)
     experts, top_k = read_experts(reader, key="num_local_experts")

@@ -41,15 +41,16 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         "no_rope_layers",
         f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
     )
-    kinds = tuple(_LAYER_TYPES[flag != 0] for flag in uses_rope)
+    reader = reader.with_absent("attention_chunk_size", 8192)
+    has_chunks = reader.has("attention_chunk_size")
+    kinds = tuple(_LAYER_TYPES[has_chunks and flag != 0] for flag in uses_rope)
     layer_types = reader.strings("layer_types", choices=_LAYER_TYPES, default=kinds)
-    reader.require(
-        layer_types == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention"
-    )
+    chunked_where = "chunked_attention where no_rope_layers is 1, else " if has_chunks else ""
+    reader.require(layer_types == kinds, "layer_types", f"{chunked_where}full_attention")
     step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
     sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))
     plain = sizes.attention(None)
-    chunk = reader.int("attention_chunk_size", minimum=1, default=8192)
+    chunk = reader.int("attention_chunk_size", minimum=1, default=sizes.context_length)
     chunked = dataclasses.replace(
         plain,
         rotary=rotary.spec,

@@ -19,7 +19,7 @@ def read_olmoe(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False))
     clip = reader.float("clip_qkv", default=0.0)
-    reader.require(clip >= 0, "clip_qkv", "a positive number")
+    reader.require(clip > 0 or not reader.has("clip_qkv"), "clip_qkv", "a positive number")
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="whole", clip=clip)
     layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1)))
     return sizes.within(rotary).decoder([layer] * sizes.num_layers)

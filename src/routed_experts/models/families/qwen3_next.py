@@ -31,13 +31,13 @@ def read_qwen3_5_moe_text(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Qwen3.5-MoE with a vision tower, which is not loaded."""
+    """Read config.json of Qwen3.5-MoE with a vision tower, which is not loaded; the outer `tie_word_embeddings` is the
+    one that counts."""
     config = read_qwen3_5_moe_text(reader.section("text_config"))
-    tied = reader.bool("tie_word_embeddings", default=config.tie_embeddings)
     return dataclasses.replace(
         config,
         stem="model.language_model.",
-        tie_embeddings=tied,
+        tie_embeddings=reader.bool("tie_word_embeddings", default=False),
         ignored_tensors=(*config.ignored_tensors, "model.visual.*"),
     )
 

@@ -95,9 +95,10 @@ class MessageWriter:
 
 def to_input(arguments: str) -> dict[str, Any]:
     """Return arguments as an object. Text that is none, such as that of a call cut by max_tokens, is its `arguments`:
-    nothing is lost."""
+    nothing is lost. So is text with what an answer in JSON cannot hold: half of a surrogate pair, NaN, 1e999."""
     try:
         value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = arguments
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {"arguments": arguments}

@@ -1,0 +1,145 @@
+"""A config.json that was edited by hand, or that transformers wrote of unusual settings, means what transformers makes
+of it when it reads the folder again: logprobs and experts, and the tokens that each layer sees."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+
+from oracles.families import CASES, SIZES, Oracle
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
+from routed_experts.replay.forward import forward
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0, mscale_all_dim=1.0)
+LONG = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=160)
+LONG |= dict(short_factor=[1.1] * 8, long_factor=[2.0] * 8, short_mscale=1.3)
+LLAMA3 = LINEAR | dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64)
+EDITED = {  # family: settings of transformers, keys of the file that are set, and those that are left out
+    "DeepseekV2: linear positions scale scores": ("DeepseekV2", dict(rope_parameters=LINEAR), {}, ()),
+    "DeepseekV3: so do those of llama3": ("DeepseekV3", dict(rope_parameters=LLAMA3), {}, ()),
+    "Glm4MoeLite: dynamic ones too": ("Glm4MoeLite", dict(rope_parameters=LINEAR | dict(rope_type="dynamic")), {}, ()),
+    "BailingHybrid: the inner base counts": (
+        "BailingHybrid",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+        {},
+        (),
+    ),
+    "Qwen3Moe: a magnitude of PhiMoE": ("Qwen3Moe", dict(rope_parameters=LONG), {}, ()),
+    "Qwen3Moe: both sections alike": (
+        "Qwen3Moe",
+        {},
+        dict(rope_scaling=dict(type="linear", factor=4.0), rope_parameters=dict(rope_type="linear", rope_theta=5e5)),
+        (),
+    ),
+    "Qwen3Moe: another name of silu": ("Qwen3Moe", {}, dict(hidden_act="swish"), ()),
+    "GptOss: an empty section": ("GptOss", {}, dict(rope_scaling={}), ("rope_parameters",)),
+    "Llama4: no chunks": ("Llama4", dict(attention_chunk_size=None), {}, ()),
+}
+TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 48)
+
+
+def write(name, settings, keys, absent, folder):
+    """A folder whose config.json is edited, and what transformers makes of it."""
+    case = dataclasses.replace(CASES[name], config=CASES[name].config | settings)
+    oracle = Oracle(case, folder)
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    values = {key: value for key, value in values.items() if key not in absent} | keys
+    if name == "Qwen3Moe" and "rope_scaling" in keys:
+        values["rope_theta"] = 5e5
+    file.write_text(json.dumps(values))
+    oracle.read_again()
+    return oracle
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_file_means_what_transformers_makes_of_it(tmp_path, name):
+    oracle = write(*EDITED[name], tmp_path)
+    judged = oracle.judge(TOKENS)
+    model = ModelFolder.open(tmp_path).load(jnp.dtype(jnp.float32))
+    scored = forward(model, jnp.asarray(TOKENS, jnp.int32)[None], return_routed=True)
+    logprobs = np.asarray(jax.nn.log_softmax(scored.logits[0].astype(jnp.float32)))
+    assert np.abs(logprobs - judged.logprobs).max() < 1e-4
+    assert (np.sort(scored.ids[0], -1) == np.sort(judged.ids, -1)).mean() > 0.99
+
+
+def parse(name, values):
+    """Our config of a file."""
+    case = CASES[name]
+    return FAMILIES[case.model or f"{name}ForCausalLM"].read_config(ConfigReader(values, "config.json"))
+
+
+LENGTH = 65_536  # longer than every default
+SLIDING = dict(max_position_embeddings=LENGTH, max_window_layers=1, use_sliding_window=True)
+
+
+@pytest.mark.parametrize("name", ["Dots1", "Qwen2", "Qwen3", "Mixtral", "Phimoe"])
+@pytest.mark.parametrize("window", ["absent", None, 128])
+def test_windows_are_those_of_transformers(name, window):
+    case = CASES[name]
+    kind = getattr(transformers, f"{name}Config")
+    values = json.loads(kind(**{**SIZES, **case.config, **SLIDING}).to_json_string())
+    values = {key: value for key, value in values.items() if key not in ("sliding_window", "layer_types")}
+    if window != "absent":
+        values["sliding_window"] = window
+    theirs = kind.from_dict(dict(values))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    expected = [theirs.sliding_window or 0 if own == "sliding_attention" else 0 for own in kinds]
+    assert [layer.mixer.window for layer in parse(name, values).layers] == expected
+
+
+REFUSED = {  # what transformers reads in a way that no family here does, and words of the error
+    "yarn of PhiMoE": (
+        "Phimoe",
+        dict(rope_parameters=LINEAR | dict(short_mscale=1.2)),
+        ["rope_type='linear'", "longrope"],
+    ),
+    "a share of plain heads": (
+        "Gemma4",
+        dict(
+            rope_parameters={
+                "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+                "full_attention": dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+            }
+        ),
+        ["partial_rotary_factor=0.5", "1.0"],
+    ),
+    "a base in one of two sections": (
+        "Qwen3Moe",
+        dict(rope_scaling=dict(type="linear", factor=4.0), rope_parameters=dict(rope_theta=7e5)),
+        ["rope_theta=700000.0", "rope_scaling"],
+    ),
+    "a clip of nothing": ("Olmoe", dict(clip_qkv=0.0), ["clip_qkv=0.0", "positive"]),
+    "windows without a size": ("Dots1", dict(sliding_window=None), ["layer_types", "sliding_window"]),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_no_family_reads_is_refused_by_name(fault):
+    name, keys, words = REFUSED[fault]
+    case = CASES[name]
+    kind = getattr(transformers, case.settings or f"{name}Config")
+    values = json.loads(kind(**{**SIZES, **case.config}).to_json_string()) | keys
+    if fault == "windows without a size":
+        values["layer_types"] = ["sliding_attention"] * values["num_hidden_layers"]
+    with pytest.raises(CheckpointError) as caught:
+        parse(name, values)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_outer_flag_of_tied_embeddings_counts():
+    inner = json.loads(transformers.Qwen3_5MoeTextConfig(**{**SIZES, **CASES["Qwen3_5Moe"].config}).to_json_string())
+    family = FAMILIES["Qwen3_5MoeForConditionalGeneration"]
+    for outer, tied in (({}, False), ({"tie_word_embeddings": True}, True)):
+        values = {"text_config": inner | {"tie_word_embeddings": not tied}} | outer
+        assert family.read_config(ConfigReader(values, "config.json")).tie_embeddings is tied
