@@ -45,7 +45,7 @@ BAD = [
     ("min_p", [*NOT_A_NUMBER, -0.01, 1.01]),
     ("seed", [*NOT_AN_INT, -1, 2**63]),
     ("stop", ["", [""], ["ok", ""], "x" * 257, ["x"] * 17, [1], 5, {"a": 1}, [None], b"x", True]),
-    ("stop_token_ids", [5, [-1], [1.0], [True], ["1"], [2**31], list(range(1025)), "12"]),
+    ("stop_token_ids", [5, [-1], [1.0], [True], ["1"], [None], [2**31], list(range(1025)), "12"]),
     ("max_tokens", [*NOT_AN_INT, 0, -1, 2**31]),
     ("min_tokens", [*NOT_AN_INT, -1]),
     ("logprobs", [*NOT_AN_INT, -1, 21]),

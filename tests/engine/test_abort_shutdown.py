@@ -246,6 +246,40 @@ def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
     assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
 
 
+@pytest.mark.parametrize(("rids", "n", "name", "ended"), [
+    (["job-1", "job-2"], 1, "job", 0),
+    (["job-1", "job-2"], 1, "job-2", 1),
+    (["job-1", "solo"], 2, "job-1", 2),
+    (["job-1", "solo"], 2, "solo", 2),
+    (["job-1", "solo"], 2, "solo-0", 1),
+])  # fmt: skip
+def test_abort_by_the_id_of_a_prompt_in_a_list_ends_its_choices_alone(engine, rids, n, name, ended):
+    call = Background(engine, ["once upon", "the cat"], LONG | {"n": n}, rid=rids)
+    assert engine.abort(name) == ended
+    aborted = [result["meta_info"]["id"] for result in call.result() if result["meta_info"]["finish_reason"] == ABORTED]
+    assert len(aborted) == ended and all(rid.startswith(name) for rid in aborted)
+
+
+def test_a_call_whose_ids_meet_is_refused_and_nobody_else_is_touched(engine):
+    other = Background(engine, "experts", LONG, rid="other")
+    for rids, counts in ((["a", "a-1"], [2, 1]), (["b-0", "b"], [1, 1, 2][1:])):
+        params = [{**GREEDY, "n": count} for count in counts]
+        with pytest.raises(InvalidRequestError, match="twice") as caught:
+            engine.generate(["once", "upon"], params, rid=rids)
+        assert (caught.value.param, caught.value.code) == ("rid", "duplicate_request_id")
+    assert engine.abort("other") == 1
+    assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
+    first, second = engine.generate(["once", "upon"], GREEDY, rid=["a", "a-1"])  # these do not meet
+    assert (first["meta_info"]["id"], second["meta_info"]["id"]) == ("a", "a-1")
+
+
+def test_an_id_in_a_list_is_not_that_of_a_call_with_one_prompt(engine):
+    call = Background(engine, "once upon", LONG, rid="a")
+    (answer,) = engine.generate(["the cat"], GREEDY, rid=["a-0"])
+    assert answer["meta_info"]["id"] == "a-0" and engine.abort("a") == 1
+    assert call.result()[0]["meta_info"]["finish_reason"] == ABORTED
+
+
 def test_abort_of_one_choice_by_its_id(engine):
     call = Background(engine, "once upon", LONG | {"n": 2}, rid="pair")
     assert engine.abort("pair-1") == 1

@@ -147,3 +147,10 @@ def test_an_empty_prompt_is_refused(llm, prompts):
 def test_one_parameter_set_for_all_or_one_each(llm):
     with pytest.raises(InvalidRequestError, match="one each"):
         llm.generate(["a", "b"], [GREEDY])
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {GREEDY}])
+def test_what_are_no_parameters_is_named(llm, params):
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams") as caught:
+        llm.generate(["a"], params)
+    assert caught.value.param == "sampling_params"

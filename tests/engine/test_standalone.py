@@ -138,6 +138,23 @@ def test_drafts_are_right_after_steps_without_them_and_up_to_the_end_of_the_cont
     assert all(meta["spec_accept_rate"] == 1.0 and meta["spec_verify_ct"] > 3 for meta in metas)
 
 
+def test_weights_of_experts_are_recorded_beside_a_draft_model(target):
+    found = []
+    for speculative in (None, standalone(target)):
+        options = SIZES | EXACT | dict(enable_return_routed_experts_weights=True, speculative=speculative)
+        with lazy_compilation(), Engine(str(target), **options) as engine:
+            asked = dict(return_routed_experts=True, return_routed_experts_weights=True)
+            answer = engine.generate(
+                input_ids=prompts_of(V)[0], sampling_params=dict(temperature=0.0, max_new_tokens=NEW), **asked
+            )
+        meta = answer["meta_info"]
+        rows = {name: value for name, value in meta.items() if name.startswith("routed_experts")}
+        assert {"routed_experts", "routed_experts_weights"} <= rows.keys()
+        found.append((answer["output_ids"], rows))
+    assert found[0] == found[1]
+    assert meta["spec_num_proposed_drafts"] > 0
+
+
 @pytest.mark.parametrize("family", ["gemma4", "deepseek"])
 def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
     """Pages of two shapes, and latent rows."""

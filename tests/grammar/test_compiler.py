@@ -17,6 +17,7 @@ from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.grammar_spec import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_DEPTH, GrammarSpec
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.grammar import compiler as grammar_compiler
+from routed_experts.grammar import states as grammar_states
 from routed_experts.grammar import vocabulary
 from support.grammars import allowed_tokens, new_compiler, tiny_tokenizer, walk
 from support.tiny_checkpoint import EOS_ID, VOCAB_SIZE
@@ -127,6 +128,74 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(compiler, 
     assert words.lower() in str(error).lower() and error.param == spec.param and len(str(error)) < 600
     assert code in (None, error.code), error.code
     assert time.monotonic() - began < 5, "bounded by counted steps; 5 s is a slow machine"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec.regex("(((((a{99}){99}){99}){99}){99})"),
+        GrammarSpec.regex("[ab](((a{999}){999}){9})"),
+        GrammarSpec.json_schema({"type": "string", "pattern": "^((b|(a{500}){500}))$"}),
+        GrammarSpec.grammar("start: /((a{500}){500})/"),
+        GrammarSpec.json_schema({"const": "a" * 200_000}),
+    ],
+)
+def test_forced_text_without_bound_is_refused(compiler, spec):
+    error = refusal(lambda: compiler.compile(spec))
+    assert error.param == spec.param and ("times" in str(error) or "without a choice" in str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("a{9}", 1),
+        ("(a{2}){3}", 6),
+        ("(a{2}b{5}){3}c{7}", 15),
+        (r"\(a{3}\){4}", 1),
+        ("((a|b){2,4}){3,}", 12),
+        (")({", 1),
+    ],
+)
+def test_repetitions_inside_of_one_another_are_counted(text, count):
+    assert grammar_compiler._largest_repetition(text) == count
+
+
+class CountingMatcher:
+    """Counts how often forced text is computed."""
+
+    def __init__(self, matcher):
+        self._matcher, self.count = matcher, 0
+
+    def __getattr__(self, name):
+        return getattr(self._matcher, name)
+
+    def compute_ff_tokens(self):
+        self.count += 1
+        return self._matcher.compute_ff_tokens()
+
+
+def test_forced_text_is_computed_once_and_given_as_it_is_used_up(tokenizer, compiler):
+    text = "once upon a time " * 500
+    state = compiler.compile(GrammarSpec.regex(f"[xy]{text}[xy]")).start()
+    state._matcher = counting = CountingMatcher(state._matcher)
+    assert state.forced_tokens() == () and counting.count == 1
+    state.accept(tokenizer.encode_plain("x")[0])
+    written = []
+    while forced := state.forced_tokens():
+        written += forced[:7]
+        for token in forced[:7]:
+            state.accept(token)
+    assert tokenizer.decode(written) == text and state.error is None
+    assert counting.count == 3  # for the choice before it, the text, and the choice behind it
+    state.accept(tokenizer.encode_plain("y")[0])
+    assert state.error is None
+
+
+def test_a_token_that_is_not_the_forced_one_is_an_error(tokenizer, compiler):
+    state = compiler.compile(GrammarSpec.regex("once upon")).start()
+    assert state.forced_tokens()
+    state.accept(tokenizer.encode_plain("z")[0])
+    assert state.error is not None and state.forced_tokens() == ()
 
 
 @pytest.mark.parametrize(
@@ -292,6 +361,7 @@ def test_json_schemas_own_suite(tokenizer, compiler):
 def test_limits_are_what_the_page_says():
     assert (grammar_spec.MAX_GRAMMAR_CHARS, grammar_spec.MAX_GRAMMAR_DEPTH) == (262_144, 48)
     assert (grammar_compiler.MAX_CACHED, grammar_compiler.MAX_CACHED_CHARS) == (128, 4_194_304)
+    assert (grammar_compiler.MAX_REPETITION, grammar_states.MAX_FORCED) == (100_000, 65_536)
 
 
 def use_up(state, letters, rng):

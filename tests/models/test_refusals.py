@@ -64,7 +64,7 @@ def faults(name, values):
         yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "expected one of"]
     yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "expected one of silu"]
     for section in ("rope_parameters", "rope_scaling"):
-        yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
+        yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "longrope"]
     longer, shorter = (relayered(name, values, count) for count in (layers + 1, layers - 1))
     yield longer, ["missing", f"layers.{layers}."]
     yield shorter, ["unexpected", f"layers.{layers - 1}."]

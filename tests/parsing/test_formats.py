@@ -17,7 +17,7 @@ from routed_experts.parsing import (
     detect_format,
     resolve_format,
 )
-from routed_experts.parsing.json_values import property_types
+from routed_experts.parsing.json_values import decode_string, property_types
 
 NUM_SPLITS = 2000
 TOOLS = {
@@ -425,3 +425,16 @@ def test_a_schema_that_repeats_itself_is_read_in_bounded_work():
         "properties": {"x": {"anyOf": [{"$ref": "#/$defs/a"}, {"const": None}]}},
     }
     assert property_types(known, "x") == {"integer", "string", "null"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [(r'"a\u00e9"', "aé"), (r'"\ud83d\ude00"', "😀"), (r'"f\ud800g"', None), ('"\\q"', None)]
+)
+def test_strings_that_no_answer_can_hold_have_no_value(text, value):
+    assert decode_string(text) == value
+
+
+def test_a_name_with_half_of_a_surrogate_pair_is_no_call():
+    text = '<tool_call>{"name": "f\\ud800g", "arguments": {"a": 1}}</tool_call>'
+    response = read(create_parser(ResponseFormat(tool_calls="json"), prompt="", tools=TOOLS), [text])
+    assert response.content == text and not response.calls

@@ -352,6 +352,44 @@ def test_pickles_are_only_bytes(server):
         assert response.status_code in (400, 415)
 
 
+BODY = b'{"text": "a", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}'
+SIZED = b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize("body", [SIZED, IN_CHUNKS], ids=["sized", "in chunks"])
+@pytest.mark.parametrize("wish", ["h2c", "websocket"])
+@pytest.mark.parametrize("cut", [None, 20, len(SIZED) - 5])
+def test_a_wish_for_another_protocol_is_ignored(server, body, wish, cut):
+    """As clients of HTTP/2 send it: the body is that of the request, and no request of its own, in however many
+    segments it comes."""
+    plain = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    wishes = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {wish}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n".encode()
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    sent = plain + wishes + body
+    cut = len(sent) if cut is None else len(plain + wishes) + cut
+    with socket.create_connection(server.address, timeout=15) as wire:
+        wire.sendall(sent[:cut])
+        server.client.get("/health")  # the first segment has arrived
+        wire.sendall(sent[cut:] + last)
+        answer = b""
+        while chunk := wire.recv(65536):
+            answer += chunk
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == 2, answer
+    assert b'"output_ids":[' in answer and b'"state":"serving"' in answer
+
+
+def test_a_body_is_never_a_second_request(server):
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: Upgrade\r\n"
+    answer = raw(server, head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n%b" % (len(hidden), hidden))
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400") == 1 and b'"data":[' not in answer
+
+
+def test_a_tunnel_is_refused(server):
+    assert raw(server, b"CONNECT example.com:80 HTTP/1.1\r\nHost: x\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
 CHUNKED = b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "
 
 

@@ -81,7 +81,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="as transformers writes them",
             routing="sparsemixer: best z, then best of the rest; each a softmax over the z within "
             "2 `router_jitter_noise` of it",
-            refused="longrope past `original_max_position_embeddings`",
+            refused="longrope past `original_max_position_embeddings`, other scaled positions",
             test="test_families.py[Phimoe]",
         ),
         "PhiMoEForCausalLM": Family(
@@ -90,7 +90,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="PhiMoE",
             checkpoints="Phi-3.5-MoE-instruct",
             routing="as PhimoeForCausalLM",
-            refused="longrope past `original_max_position_embeddings`",
+            refused="longrope past `original_max_position_embeddings`, other scaled positions",
             test="test_families.py[Phimoe]",
         ),
         "Qwen2MoeForCausalLM": Family(

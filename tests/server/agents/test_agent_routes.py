@@ -6,6 +6,7 @@ import httpx
 import pydantic
 import pytest
 
+from routed_experts.server.anthropic.message_blocks import to_input
 from support.agents import ARGUMENTS, SCRIPTS, WEATHER, messages
 from support.http_server import parse_error, running
 
@@ -253,3 +254,18 @@ def test_messages_take_the_key_in_their_own_header(engine):
         assert client.post("/v1/messages", json=body, headers={"x-api-key": "key-of-users-1"}).status_code == 200
         assert client.get("/v1/models", headers={"x-api-key": "key-of-users-1"}).status_code == 401
         assert server.post("/v1/messages", body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_object"),
+    [
+        ('{"a": [1, null], "b": "\\ud83d\\ude00"}', True),
+        ('{"a": "\\ud800"}', False),
+        ('{"a": NaN}', False),
+        ('{"a": [1e999]}', False),
+        ('{"a": 1', False),
+        ("[1]", False),
+    ],
+)
+def test_arguments_that_json_cannot_hold_stay_text(arguments, is_object):
+    assert to_input(arguments) == (json.loads(arguments) if is_object else {"arguments": arguments})
