@@ -67,8 +67,17 @@ GPT-OSS in such forms; no published file was read yet. An architecture that is n
 list of those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
-the length of its short factors. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the
-prefix cache is off: `get_server_info()["prefix_cache"]` says so.
+the length of its short factors; PhiMoE has plain positions or longrope. Where a file has both `rope_scaling` and
+`rope_parameters`, transformers reads the first alone, so a key that only the second has is refused. Factors below 1,
+activations other than SiLU and biases that a family does not have are refused by name, too. A key that is left out
+means what transformers takes for it, which may differ from `null`: `sliding_window` and `attention_chunk_size`.
+
+Tensors have the names of published files, which transformers writes by default. Its own names
+(`save_pretrained(..., save_original_format=False)`) are refused for Mixtral, PhiMoE, K-EXAONE, Granite-MoE,
+Ernie 4.5 MoE, MiniMax-M2, LFM2-MoE and Ling 3.0.
+
+Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5, LFM2, Ling 3.0), the prefix cache is off:
+`get_server_info()["prefix_cache"]` says so.
 """
 _MEASURED = """
 ## Measured

@@ -104,7 +104,7 @@ REFUSED = {
         dict(first_k_dense_replace=2),
         ["mlp_layer_types", "first 2 layers", "first_k_dense_replace"],
     ),
-    "windows of dots.llm1": ("Dots1", dict(sliding_window=...), ["layer_types", "without sliding_window"]),
+    "windows of dots.llm1": ("Dots1", dict(sliding_window=None), ["layer_types", "without sliding_window"]),
     "full layers of K-EXAONE alone": ("ExaoneMoe", dict(sliding_window=None), ["sliding_window=None", "windows"]),
     "layers of K-EXAONE": ("ExaoneMoe", dict(is_moe_layer=[True] * 4), ["is_moe_layer=[True", "dense, sparse"]),
     "a pattern of K-EXAONE": (
