@@ -50,11 +50,13 @@ def guarded(engine):
         yield server
 
 
-def raw(server, request, *, timeout=15):
-    """Bytes to the server, and what it answers until it closes or is silent."""
+def raw(server, request, *, timeout=15, ends=True):
+    """Bytes to the server, and what it answers until it closes. `ends`: nothing more is sent, and the server is told
+    so."""
     with socket.create_connection(server.address, timeout=timeout) as wire:
         wire.sendall(request)
-        wire.shutdown(socket.SHUT_WR)
+        if ends:
+            wire.shutdown(socket.SHUT_WR)
         answer = b""
         while chunk := wire.recv(65536):
             answer += chunk
@@ -182,6 +184,13 @@ def test_bodies_beyond_the_limits_are_refused(engine):
             parse_error(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"]
             == "body_too_large"
         )
+        long = json.dumps({"prompt": "a" * 8_000_000}).encode()  # more than buffers between the two hold
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        answer = raw(server, head + b"Content-Length: %d\r\n\r\n%b" % (len(long), long))
+        assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
+        for waits in (b"", b"Expect: 100-continue\r\n"):  # a client that sends nothing of it is answered, too
+            answer = raw(server, head + waits + b"Content-Length: %d\r\n\r\n" % len(long), ends=False)
+            assert answer.startswith(b"HTTP/1.1 413")
         chunked = (big[start : start + 512] for start in range(0, len(big), 512))
         assert parse_error(server.client.post("/v1/completions", content=chunked, headers=kind), 413)
         deep = b'{"prompt":' + b"[" * 65 + b"]" * 65 + b"}"

@@ -4,9 +4,10 @@ Every route refuses misspelled, reserved and unsupported fields; fields without 
 field that is null counts as absent."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,6 +20,8 @@ from routed_experts.server.errors import ApiError, ClientGone
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import (
     BODY_TIMEOUT_S,
+    DISCARD_IDLE_S,
+    DISCARDED_BYTES,
     MAX_JSON_DEPTH,
     MAX_NAMED_FIELDS,
     MAX_UNKNOWN_NAMES,
@@ -189,16 +192,19 @@ def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    length = request.headers.get("content-length", "0")
+    length, stream = request.headers.get("content-length", "0"), request.stream()
     if length.isascii() and length.isdecimal() and int(length[:20]) > max_bytes:
+        if "expect" not in request.headers:  # else the client waits for this answer
+            await _discard(stream)
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
+            async for chunk in stream:
                 size += len(chunk)
                 if size > max_bytes:
+                    await _discard(stream)
                     raise _too_large(max_bytes)
                 chunks.append(chunk)
     except ClientDisconnect as error:
@@ -207,6 +213,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it at once"
         raise ApiError(text, status=408, code="body_timeout") from error
     return b"".join(chunks)
+
+
+async def _discard(stream: AsyncGenerator[bytes, None]) -> None:
+    """Receive what a client is sending, for a while. Where a connection is closed before, the system resets it, and
+    the client loses the answer."""
+    left = DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        while left > 0 and (chunk := await asyncio.wait_for(anext(stream, b""), DISCARD_IDLE_S)):
+            left -= len(chunk)
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -23,6 +23,7 @@ MAX_ERROR_CHARS = 1000
 MAX_NAMED_FIELDS = 20  # of X-Ignored-Params
 MAX_LOGGED_NAMES = 256  # ignored parameters that are logged, once each
 HEADER_TIMEOUT_S, BODY_TIMEOUT_S, KEEP_ALIVE_S = 10.0, 30.0, 75
+DISCARDED_BYTES, DISCARD_IDLE_S = 64 << 20, 0.5  # of a body that is too large; silence ends it, too
 SSE_COMMENT_S = 15.0
 STREAM_GRACE_S = 5.0  # to send the end of a stream that has timed out
 WRITE_TIMEOUT_S, MIN_READ_BYTES = 30.0, 16 * 1024  # a client that is behind must read as much in this time
