@@ -186,7 +186,7 @@ def test_bodies_beyond_the_limits_are_refused(engine):
         )
         long = json.dumps({"prompt": "a" * 8_000_000}).encode()  # more than buffers between the two hold
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = raw(server, head + b"Content-Length: %d\r\n\r\n%b" % (len(long), long))
+        answer = raw(server, head + b"Content-Length: %d\r\n\r\n%b" % (len(long), long), ends=False)
         assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
         for waits in (b"", b"Expect: 100-continue\r\n"):  # a client that sends nothing of it is answered, too
             answer = raw(server, head + waits + b"Content-Length: %d\r\n\r\n" % len(long), ends=False)
