@@ -68,9 +68,10 @@ list of those that are.
 
 Rotary positions may be plain, linear, yarn or llama3. Dynamic scaling works up to the trained length, longrope up to
 the length of its short factors; PhiMoE has plain positions or longrope. Where a file has both `rope_scaling` and
-`rope_parameters`, transformers reads the first alone, so a key that only the second has is refused. Factors below 1,
-activations other than SiLU and biases that a family does not have are refused by name, too. A key that is left out
-means what transformers takes for it, which may differ from `null`: `sliding_window` and `attention_chunk_size`.
+`rope_parameters`, transformers reads the first alone, so a key that only the second has is refused. Factors of linear,
+dynamic, yarn and llama3 positions below 1, another activation than the family's, and biases that it does not have are
+refused by name, too. A key that is left out means what transformers takes for it, which may differ from `null`:
+`sliding_window` and `attention_chunk_size`.
 
 Tensors have the names of published files, which transformers writes by default. Its own names
 (`save_pretrained(..., save_original_format=False)`) are refused for Mixtral, PhiMoE, K-EXAONE, Granite-MoE,

@@ -260,9 +260,9 @@ def test_abort_by_the_id_of_a_prompt_in_a_list_ends_its_choices_alone(engine, ri
     assert len(aborted) == ended and all(rid.startswith(name) for rid in aborted)
 
 
-def test_a_call_whose_ids_meet_is_refused_and_nobody_else_is_touched(engine):
+def test_a_call_with_a_repeated_id_is_refused_and_other_requests_go_on(engine):
     other = Background(engine, "experts", LONG, rid="other")
-    for rids, counts in ((["a", "a-1"], [2, 1]), (["b-0", "b"], [1, 1, 2][1:])):
+    for rids, counts in ((["a", "a-1"], [2, 1]), (["b-0", "b"], [1, 2]), (["c", "c-0"], [2, 2])):
         params = [{**GREEDY, "n": count} for count in counts]
         with pytest.raises(InvalidRequestError, match="twice") as caught:
             engine.generate(["once", "upon"], params, rid=rids)
@@ -271,6 +271,16 @@ def test_a_call_whose_ids_meet_is_refused_and_nobody_else_is_touched(engine):
     assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
     first, second = engine.generate(["once", "upon"], GREEDY, rid=["a", "a-1"])  # these do not meet
     assert (first["meta_info"]["id"], second["meta_info"]["id"]) == ("a", "a-1")
+
+
+@pytest.mark.parametrize(("live", "count", "rid", "n"), [("d", 2, "d-0", 2), ("e-1", 2, "e", 2), ("f", 1, "f", 2)])
+def test_an_id_of_a_live_call_or_choice_is_no_id_of_another_call(engine, live, count, rid, n):
+    call = Background(engine, "once upon", LONG | {"n": count}, rid=live)
+    with pytest.raises(InvalidRequestError, match="Duplicate request ID") as caught:
+        engine.generate("the cat", GREEDY | {"n": n}, rid=rid)
+    assert caught.value.code == "duplicate_request_id"
+    assert engine.abort(live) == count
+    assert all(result["meta_info"]["finish_reason"] == ABORTED for result in call.result())
 
 
 def test_an_id_in_a_list_is_not_that_of_a_call_with_one_prompt(engine):

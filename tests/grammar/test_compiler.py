@@ -134,30 +134,62 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(compiler, 
     "spec",
     [
         GrammarSpec.regex("(((((a{99}){99}){99}){99}){99})"),
-        GrammarSpec.regex("[ab](((a{999}){999}){9})"),
-        GrammarSpec.json_schema({"type": "string", "pattern": "^((b|(a{500}){500}))$"}),
+        GrammarSpec.regex("a{9}{9}{9}{9}{9}{ 9}{9}"),
+        GrammarSpec.json_schema({"type": "string", "pattern": "^(a{500}){500}$"}),
         GrammarSpec.grammar("start: /((a{500}){500})/"),
         GrammarSpec.json_schema({"const": "a" * 200_000}),
     ],
 )
-def test_forced_text_without_bound_is_refused(compiler, spec):
+def test_a_form_that_begins_with_too_long_a_text_is_refused(compiler, spec):
     error = refusal(lambda: compiler.compile(spec))
-    assert error.param == spec.param and ("times" in str(error) or "without a choice" in str(error)), error
+    assert (error.param, error.code) == (spec.param, "invalid_grammar") and "without a choice" in str(error), error
+
+
+@pytest.mark.parametrize("text", ["[xy](((a{999}){999}){9})", "[xy]((((a{99}){99}){99}){99})"])
+def test_too_long_a_text_behind_a_choice_ends_the_request(tokenizer, compiler, text):
+    """At once, or where the run that is computed has been used up."""
+    state = compiler.compile(GrammarSpec.regex(text)).start()
+    state.accept(tokenizer.encode_plain("x")[0])
+    written = 0
+    while forced := state.forced_tokens():
+        for token in forced:
+            state.accept(token)
+        written += len(forced)
+        assert written < 10 * grammar_states.MAX_FORCED
+    assert state.error is not None
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("spec", "is_served"),
     [
-        ("a{9}", 1),
-        ("(a{2}){3}", 6),
-        ("(a{2}b{5}){3}c{7}", 15),
-        (r"\(a{3}\){4}", 1),
-        ("((a|b){2,4}){3,}", 12),
-        (")({", 1),
+        (GrammarSpec.regex(r"(([a-zA-Z0-9]{1,63}\.){1,10}[a-z]{2,24},?){1,1000}"), True),
+        (GrammarSpec.json_schema({"const": "{1}{2}{3}{4}{5}{6}{7}{8}{9}"}), True),
+        (GrammarSpec.json_schema({"type": "string", "description": "{" + "1" * 5000 + "}"}), True),
+        (GrammarSpec.json_schema({"type": "string", "pattern": r"^(([^,]{0,200},){20}[^,]{0,200}\n){1,100}$"}), True),
+        (GrammarSpec.regex("a{" + "9" * 5000 + "}"), False),
+        (GrammarSpec.regex("a" + "{99}" * 3000), False),
     ],
 )
-def test_repetitions_inside_of_one_another_are_counted(text, count):
-    assert grammar_compiler._largest_repetition(text) == count
+def test_counted_repetitions_are_followed_or_refused_by_name(compiler, spec, is_served):
+    if not is_served:
+        assert refusal(lambda: compiler.compile(spec)).code == "invalid_grammar"
+        return
+    state = compiler.compile(spec).start()
+    assert state.forced_tokens() or allowed_tokens(state, VOCAB_SIZE).size
+
+
+def test_what_every_output_begins_with_is_computed_with_the_grammar(tokenizer, compiler):
+    """All of it, however many tokens one call returns."""
+    text = "once upon a time " * 1_000
+    state = compiler.compile(GrammarSpec.regex(f"{text}[xy]")).start()
+    state._matcher = counting = CountingMatcher(state._matcher)
+    written = []
+    while forced := state.forced_tokens():
+        written += forced
+        for token in forced:
+            state.accept(token)
+    assert tokenizer.decode(written) == text and len(written) > 4096 and state.error is None
+    assert counting.count == 1  # for the choice behind it
 
 
 class CountingMatcher:
@@ -361,7 +393,7 @@ def test_json_schemas_own_suite(tokenizer, compiler):
 def test_limits_are_what_the_page_says():
     assert (grammar_spec.MAX_GRAMMAR_CHARS, grammar_spec.MAX_GRAMMAR_DEPTH) == (262_144, 48)
     assert (grammar_compiler.MAX_CACHED, grammar_compiler.MAX_CACHED_CHARS) == (128, 4_194_304)
-    assert (grammar_compiler.MAX_REPETITION, grammar_states.MAX_FORCED) == (100_000, 65_536)
+    assert grammar_states.MAX_FORCED == 65_536
 
 
 def use_up(state, letters, rng):

@@ -26,19 +26,34 @@ LLAMA3 = LINEAR | dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor
 LLAMA3 |= dict(original_max_position_embeddings=64)
 EDITED = {  # family: settings of transformers, keys of the file that are set, and those that are left out
     "DeepseekV2: linear positions scale scores": ("DeepseekV2", dict(rope_parameters=LINEAR), {}, ()),
-    "DeepseekV3: so do those of llama3": ("DeepseekV3", dict(rope_parameters=LLAMA3), {}, ()),
-    "Glm4MoeLite: dynamic ones too": ("Glm4MoeLite", dict(rope_parameters=LINEAR | dict(rope_type="dynamic")), {}, ()),
+    "DeepseekV3: llama3 positions scale scores": ("DeepseekV3", dict(rope_parameters=LLAMA3), {}, ()),
+    "Glm4MoeLite: dynamic positions scale scores": (
+        "Glm4MoeLite",
+        dict(rope_parameters=LINEAR | dict(rope_type="dynamic")),
+        {},
+        (),
+    ),
     "BailingHybrid: the inner base counts": (
         "BailingHybrid",
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
         {},
         (),
     ),
+    "BailingHybrid: the base of rope_scaling counts": (
+        "BailingHybrid",
+        {},
+        dict(rope_scaling=dict(rope_type="linear", factor=2.0, rope_theta=5e4), rope_theta=6e6),
+        ("rope_parameters",),
+    ),
     "Qwen3Moe: a magnitude of PhiMoE": ("Qwen3Moe", dict(rope_parameters=LONG), {}, ()),
     "Qwen3Moe: both sections alike": (
         "Qwen3Moe",
         {},
-        dict(rope_scaling=dict(type="linear", factor=4.0), rope_parameters=dict(rope_type="linear", rope_theta=5e5)),
+        dict(
+            rope_scaling=dict(type="linear", factor=4.0),
+            rope_parameters=dict(rope_type="linear", rope_theta=5e5),
+            rope_theta=5e5,
+        ),
         (),
     ),
     "Qwen3Moe: another name of silu": ("Qwen3Moe", {}, dict(hidden_act="swish"), ()),
@@ -55,8 +70,6 @@ def write(name, settings, keys, absent, folder):
     file = folder / "config.json"
     values = json.loads(file.read_text())
     values = {key: value for key, value in values.items() if key not in absent} | keys
-    if name == "Qwen3Moe" and "rope_scaling" in keys:
-        values["rope_theta"] = 5e5
     file.write_text(json.dumps(values))
     oracle.read_again()
     return oracle
@@ -99,7 +112,7 @@ def test_windows_are_those_of_transformers(name, window):
 
 
 REFUSED = {  # what transformers reads in a way that no family here does, and words of the error
-    "yarn of PhiMoE": (
+    "linear positions of PhiMoE": (
         "Phimoe",
         dict(rope_parameters=LINEAR | dict(short_mscale=1.2)),
         ["rope_type='linear'", "longrope"],
@@ -143,3 +156,36 @@ def test_the_outer_flag_of_tied_embeddings_counts():
     for outer, tied in (({}, False), ({"tie_word_embeddings": True}, True)):
         values = {"text_config": inner | {"tie_word_embeddings": not tied}} | outer
         assert family.read_config(ConfigReader(values, "config.json")).tie_embeddings is tied
+
+
+def test_positions_of_gemma4_may_have_the_old_spelling():
+    values = json.loads(transformers.Gemma4TextConfig(**{**SIZES, **CASES["Gemma4"].config}).to_json_string())
+    full = dict(rope_theta=1e5, partial_rotary_factor=0.25)
+    sliding = dict(rope_type="default", rope_theta=1e4)
+    new, old = (
+        parse("Gemma4", values | dict(rope_parameters=dict(sliding_attention=sliding, full_attention=full | kind)))
+        for kind in (dict(rope_type="proportional"), dict(type="proportional"))
+    )
+    assert new == old
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [
+        *((name, False) for name in ("Mixtral", "Phimoe", "ExaoneMoe", "GraniteMoe", "Ernie4_5_Moe", "MiniMaxM2")),
+        *((name, False) for name in ("Lfm2Moe", "BailingHybrid")),
+        *((name, True) for name in ("Qwen3Moe", "DeepseekV3")),
+    ],
+)
+def test_tensor_names_of_transformers_itself_are_read_or_refused_as_the_page_says(tmp_path, name, is_read):
+    oracle = Oracle(CASES[name], tmp_path / "published")
+    oracle.model.save_pretrained(tmp_path / "own", save_original_format=False)
+
+    def load():
+        return ModelFolder.open(tmp_path / "own").load(jnp.dtype(jnp.float32))
+
+    if is_read:
+        load()
+    else:
+        with pytest.raises(CheckpointError, match="missing"):
+            load()

@@ -367,16 +367,18 @@ IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BO
 
 
 @pytest.mark.parametrize("body", [SIZED, IN_CHUNKS], ids=["sized", "in chunks"])
-@pytest.mark.parametrize("wish", ["h2c", "websocket"])
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 @pytest.mark.parametrize("cut", [None, 20, len(SIZED) - 5])
-def test_a_wish_for_another_protocol_is_ignored(server, body, wish, cut):
+def test_an_upgrade_header_is_ignored(server, body, protocol, cut):
     """As clients of HTTP/2 send it: the body is that of the request, and no request of its own, in however many
     segments it comes."""
     plain = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    wishes = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {wish}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n".encode()
+    upgrade = (
+        f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n".encode()
+    )
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    sent = plain + wishes + body
-    cut = len(sent) if cut is None else len(plain + wishes) + cut
+    sent = plain + upgrade + body
+    cut = len(sent) if cut is None else len(plain + upgrade) + cut
     with socket.create_connection(server.address, timeout=15) as wire:
         wire.sendall(sent[:cut])
         server.client.get("/health")  # the first segment has arrived
@@ -393,6 +395,12 @@ def test_a_body_is_never_a_second_request(server):
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: Upgrade\r\n"
     answer = raw(server, head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n%b" % (len(hidden), hidden))
     assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400") == 1 and b'"data":[' not in answer
+
+
+def test_two_requests_with_upgrade_headers_are_two(server):
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: %bUpgrade\r\nUpgrade: h2c\r\n\r\n"
+    answer = raw(server, request % b"" + request % b"close, ", ends=False)
+    assert answer.count(b"HTTP/1.1 200") == 2 and answer.count(b'"state":"serving"') == 2
 
 
 def test_a_tunnel_is_refused(server):

@@ -65,7 +65,7 @@ class TokenizedGenerateReqInput:
 
     rid: str
     group: str  # shared by the requests of one prompt, which wait for the prefill of the first
-    caller_id: str = ""  # what the caller knows it by: the id of the call, or of its prompt; "" of no call
+    call_id: str = ""  # of the call, or of the prompt where a call has a list of ids; "" of internal requests
     choice: int
     input_ids: Int[np.ndarray, " S"]
     sampling: ResolvedSampling  # max_tokens fits the context and the pool

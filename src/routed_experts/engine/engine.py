@@ -459,8 +459,8 @@ class Engine:
         return stream_outputs(new_generation, text, kind=output_kind)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End requests with what they have: that of `rid`, those of a call or of a prompt of that id (all its choices),
-        or all. Returns how many."""
+        """End requests with what they have: the request of id `rid`, or all of the call or prompt of that id; or all
+        requests. Returns how many."""
         if (rid is None) != abort_all:
             text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
             raise InvalidRequestError(text, param="rid")
@@ -468,7 +468,7 @@ class Engine:
 
         def end() -> int:
             live = [req for live in core.request_table.live() if (req := core.request_table.find(live)) is not None]
-            return sum(core.abort(req.rid) for req in live if abort_all or rid in (req.rid, req.source.caller_id))
+            return sum(core.abort(req.rid) for req in live if abort_all or rid in (req.rid, req.source.call_id))
 
         return self.thread.run_between_steps(end)
 

@@ -262,9 +262,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_list(params: Params, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [_to_sampling_params(params)] * count
-    given: object = params
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        text = f"{PARAM}={short_repr(given)} must be SamplingParams, or a list of them, one for each prompt"
+    value: object = params
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        text = f"{PARAM}={short_repr(value)} must be SamplingParams, or a list of them, one for each prompt"
         raise InvalidRequestError(text, param="sampling_params")
     if len(params) != count:
         text = f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each"

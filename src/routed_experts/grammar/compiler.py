@@ -8,7 +8,6 @@ and later sequences share a new one: whether a sequence meets the limit depends 
 
 import functools
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,9 +23,6 @@ from routed_experts.grammar.vocabulary import VocabularySource, build_vocabulary
 MAX_CACHED = 128  # grammars in the cache
 MAX_CACHED_CHARS = 1 << 22  # and characters of their sources
 MAX_GBNF_CHARS = 1 << 15  # of a GBNF grammar: it is translated by Python code
-# Of counted repetitions inside of one another: the states of a lexer have no other bound while forced text is computed.
-MAX_REPETITION = 100_000
-_REPETITION = re.compile(r"\{(?P<count>[0-9]+(?:,[0-9]*)?)\}|\\.|[()]|[^(){\\]+|.", re.DOTALL)
 # Of llguidance. 1,000,000 steps of building take about 20 ms; a mask at most about 14 ms + 2.5 ms.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -60,13 +56,13 @@ class LLCompiledGrammar:
         renew = functools.partial(self._renew, shared)
         return LLGrammarState(copied, self._eos_token_ids, renew=renew, forced=self._forced)
 
-    def begin(self, vocab_size: int) -> str | None:
-        """Find what every output begins with, on the caller's thread. Returns why none can begin: a grammar that allows
-        nothing at all is refused before it is queued."""
+    def compute_first_tokens(self, vocab_size: int) -> str | None:
+        """Compute the forced run that every output begins with, on the caller's thread. Returns why none can begin: a
+        grammar that allows nothing at all is refused before it is queued."""
         state = self.start()
-        self._forced = state.forced_tokens()
-        if not self._forced:
+        if not state.forced_tokens():
             state.fill(np.zeros(-(-vocab_size // 32), np.uint32), keep_end=True)
+        self._forced = state.forced_run
         return state.error
 
     def _renew(self, shared: Any) -> Any:
@@ -122,7 +118,7 @@ class GrammarCompiler:
         compiled = LLCompiledGrammar(
             lambda: llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), self._eos_token_ids
         )
-        error = compiled.error or compiled.begin(self._vocab_size)
+        error = compiled.error or compiled.compute_first_tokens(self._vocab_size)
         if error is not None:
             raise _refusal(spec, error)
         return compiled
@@ -132,11 +128,6 @@ def _source_of(llguidance: Any, spec: GrammarSpec) -> str:
     """A grammar in llguidance's own form."""
     if spec.kind == GRAMMAR and "::=" in spec.text and len(spec.text) > MAX_GBNF_CHARS:
         text = f"has {len(spec.text)} characters, above the limit of {MAX_GBNF_CHARS} for GBNF; write it in Lark"
-        raise InvalidRequestError(f"{PARAM} {text}", param=spec.param, code="grammar_too_large")
-    if (count := _largest_repetition(spec.text)) > MAX_REPETITION:
-        text = (
-            f"repeats a part {count:,} times, by repetitions inside of one another; expected at most {MAX_REPETITION:,}"
-        )
         raise InvalidRequestError(f"{PARAM} {text}", param=spec.param, code="grammar_too_large")
     names = {JSON: "json_schema", REGEX: "regex", GRAMMAR: "grammar", CHOICE: "choice"}
     text = _with_options(spec.text) if spec.kind == JSON else spec.text
@@ -152,26 +143,6 @@ def _with_options(schema: str) -> str:
     if not isinstance(value, dict) or "x-guidance" in value:
         return schema
     return json.dumps({"x-guidance": SCHEMA_OPTIONS, **value}, ensure_ascii=False)
-
-
-def _largest_repetition(text: str) -> int:
-    """How often counted repetitions that are inside of one another repeat what they hold, at most: 6 for
-    `(a{2}){3}`, 1 for `a{9}`. An approximation: brackets in classes of characters count as groups."""
-    groups, most, inner, largest = list[int](), 1, 1, 1  # of each open group, of the innermost, of what stands last
-    for match in _REPETITION.finditer(text):
-        if match["count"] is not None:
-            own = max(int(number) for number in match["count"].split(",") if number)
-            largest = max(largest, inner * own) if inner > 1 else largest
-            inner *= own
-            most = max(most, inner)
-        elif match[0] == "(":
-            groups.append(most)
-            most = inner = 1
-        elif match[0] == ")" and groups:
-            inner, most = most, max(most, groups.pop())
-        else:
-            inner = 1
-    return largest
 
 
 def _refusal(spec: GrammarSpec, error: str) -> InvalidRequestError:

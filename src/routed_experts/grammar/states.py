@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import UInt32
 
-MAX_FORCED = 1 << 16  # tokens of a forced run: one takes up to 3 us
-_MAX_GIVEN = 1 << 12  # of them at once
+MAX_FORCED = 1 << 16  # tokens of a forced run, which are computed at once
+_MAX_RETURNED = 1 << 12  # of them by one call
 _MAX_ERROR_CHARS = 300
 _T = TypeVar("_T")
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 class LLGrammarState:
     """A GrammarState. `matcher` may share its lexer with other sequences; `renew` makes one at the start of the grammar
     with a lexer of its own, for the case that they have used up the states of the shared one. `forced`: the run that
-    the output begins with, where it is known. A forced run is computed once, and given as it is used up."""
+    the output begins with, where it is known. A forced run is computed once, and returned as it is used up."""
 
     def __init__(
         self,
@@ -57,6 +57,11 @@ class LLGrammarState:
         else:
             self._error = self._error or f"token {token} does not fit"
 
+    @property
+    def forced_run(self) -> tuple[int, ...]:
+        """The rest of the forced run that was computed last."""
+        return tuple(self._forced)
+
     def forced_tokens(self) -> tuple[int, ...]:
         """The tokens that follow whatever is sampled, or the first of them; empty where there is a choice."""
         if self._is_complete or self._error is not None:
@@ -71,7 +76,7 @@ class LLGrammarState:
                 self._error = f"more than {MAX_FORCED} tokens follow one another without a choice"
                 return ()
             self._forced.extend(tokens[: self._matcher.validate_tokens(tokens)])
-        return tuple(itertools.islice(self._forced, _MAX_GIVEN))
+        return tuple(itertools.islice(self._forced, _MAX_RETURNED))
 
     def fill(self, words: UInt32[np.ndarray, " W"], *, keep_end: bool) -> None:
         """Write the bits of the tokens that may follow. `keep_end` False: without end tokens, unless nothing else may

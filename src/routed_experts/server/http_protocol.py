@@ -26,7 +26,7 @@ from routed_experts.server.limits import (
     WRITE_TIMEOUT_S,
 )
 
-_OF_UPGRADES = (b"upgrade", b"http2-settings")
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class _Timer:
@@ -66,9 +66,9 @@ def _send_unchunked(cycle: RequestResponseCycle) -> None:
 
 
 class _Parser:
-    """httptools' parser of a connection, which ends a message that asks for an upgrade before its body, and takes the
-    rest for another protocol. This one parses such a message again without the wish: a server may ignore it (RFC 9110,
-    7.8), and clients of HTTP/2 send it by default."""
+    """Parses the bytes of a connection by httptools, which ends a message with an Upgrade header before its body, and
+    takes the rest for another protocol. Such a message is parsed again without the header: a server may ignore it
+    (RFC 9110, 7.8), and some clients that can speak HTTP/2 always send it."""
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
         self._protocol = protocol
@@ -93,9 +93,11 @@ class _Parser:
                 self._parser = self._create()
 
     def _head_without_upgrade(self) -> bytes:
+        if all(name != b"upgrade" for name, _ in self._protocol.headers):
+            raise httptools.HttpParserError("a tunnel (CONNECT), or an upgrade without a header that asks for it")
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self._protocol.url, version)]
-        lines += [b"%b: %b" % header for header in self._protocol.headers if header[0] not in _OF_UPGRADES]
+        lines += [b"%b: %b" % header for header in self._protocol.headers if header[0] not in _UPGRADE_HEADERS]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
@@ -149,8 +151,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if num_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             raise httptools.HttpParserError(f"headers above {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} in number")
         if self.parser.should_upgrade():  # it is parsed once more
-            if self.parser.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("CONNECT is for proxies")
             return
         if not self._is_write_paused:  # the end of this response starts the timer again
             self._write_timer.stop()

@@ -266,11 +266,8 @@ class EngineThread:
 
     def _admit(self, submission: Submission) -> None:
         """Add the requests of one call to the core. Raises what `submit` raises."""
-        table, requests = self._core.request_table, submission.requests
-        duplicate = next(
-            (request.rid for request in requests if table.find(request.rid) or table.has_caller(request.caller_id)),
-            None,
-        )
+        requests, live = submission.requests, self._core.request_table.live_ids()
+        duplicate = next((rid for request in requests for rid in (request.rid, request.call_id) if rid in live), None)
         if duplicate is not None:
             text = f"{PARAM}={duplicate!r} is the id of a request that has not ended (Duplicate request ID)"
             text = f"{text}; choose another, or leave it out"

@@ -100,9 +100,9 @@ class RequestTable:
         entry = self._live.get(rid)
         return None if entry is None else entry.req
 
-    def has_caller(self, caller_id: str) -> bool:
-        """Whether a request of the call, or of the prompt, of this id is live; "" is no id."""
-        return caller_id != "" and any(entry.req.source.caller_id == caller_id for entry in self._live.values())
+    def live_ids(self) -> set[str]:
+        """Ids of live requests, and of their calls or prompts."""
+        return {*self._live, *(entry.req.source.call_id for entry in self._live.values())} - {""}
 
     def live(self) -> tuple[str, ...]:
         """Ids of all live requests, in order of arrival."""

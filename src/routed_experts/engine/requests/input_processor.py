@@ -87,11 +87,11 @@ class InputProcessor:
         params = [_sampling_params(call) for call in calls]
         counts = [1 if own.n is None else int(own.n) for own in params]
         self._check_num_requests(counts)
-        groups = _request_ids(request, calls, counts)
+        all_ids = _request_ids(request, calls, counts)
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
-        for ids, call, own, (caller_id, group, rids) in zip(prompts, calls, params, groups, strict=True):
+        for ids, call, own, (call_id, group, rids) in zip(prompts, calls, params, all_ids, strict=True):
             _check_flags(call)
             options = resolve_routing_options(
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
@@ -104,7 +104,7 @@ class InputProcessor:
                 TokenizedGenerateReqInput(
                     rid=rid,
                     group=group,
-                    caller_id=caller_id,
+                    call_id=call_id,
                     choice=choice,
                     input_ids=ids,
                     sampling=sampling,
@@ -378,21 +378,21 @@ def _check_flags(request: GenerateReqInput) -> None:
 def _request_ids(
     request: GenerateReqInput, calls: Sequence[GenerateReqInput], counts: Sequence[int]
 ) -> list[tuple[str, str, list[str]]]:
-    """For each prompt the id that its caller gave, the id of its group, which is no request id, and the ids of its
-    choices. One id for the call is followed by the number of the sequence, where there are several; an id of a prompt
-    by the number of the choice. Raises InvalidRequestError where two sequences would have one id."""
+    """For each prompt the id of the call, or its own in a list of ids; the id of its group, which is no request id; and
+    the ids of its choices. One id for the call is followed by the number of the sequence, where there are several; an
+    id of a prompt by the number of the choice. Raises InvalidRequestError where two prompts would share an id."""
     for rid in request.rid if isinstance(request.rid, list | tuple) else [request.rid]:
         if rid is not None and (not isinstance(rid, str) or not REQUEST_ID.fullmatch(rid)):
             text = f"{PARAM}={short_repr(rid)} must be {REQUEST_ID_RULE}; change it"
             raise InvalidRequestError(text, param="rid")
     if isinstance(request.rid, list | tuple):
         ids = ((str(call.rid), n) for call, n in zip(calls, counts, strict=True))
-        named = [(rid, f"{rid}/", [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
-        counted = collections.Counter(rid for _, _, rids in named for rid in rids)
-        if repeated := next((rid for rid, count in counted.items() if count > 1), None):
+        prompts = [(rid, f"{rid}/", [rid] if n == 1 else [f"{rid}-{choice}" for choice in range(n)]) for rid, n in ids]
+        counts_of_ids = collections.Counter(itertools.chain(*({rid, *rids} for rid, _, rids in prompts)))
+        if repeated := next((rid for rid, count in counts_of_ids.items() if count > 1), None):
             text = f"Duplicate request ID: {PARAM} and the number of a choice make {repeated!r} twice; choose other ids"
             raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
-        return named
+        return prompts
     call_id = request.rid if isinstance(request.rid, str) else secrets.token_hex(8)
     firsts = itertools.accumulate(counts, initial=0)
     return [

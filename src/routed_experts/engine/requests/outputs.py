@@ -118,7 +118,7 @@ def request_output(sequences: Sequence[SequenceState], prompt: str | None) -> Re
     """The choices of one prompt, ended or as far as they are."""
     first = sequences[0]
     return RequestOutput(
-        request_id=first.request.caller_id,
+        request_id=first.request.call_id,
         prompt=prompt,
         prompt_token_ids=tuple(first.request.input_ids.tolist()),
         prompt_logprobs=_prompt_logprobs(first),

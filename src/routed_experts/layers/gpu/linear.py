@@ -20,7 +20,7 @@ from routed_experts.layers.gpu.operands import Inputs, check_weights, is_packed
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, RowScaling, rows_for_codes, scale_rows
 from routed_experts.layers.gpu.sums import FEWEST_ROWS, part_unit, sum_products
 from routed_experts.layers.gpu.warpgroup_codes import CODE_TILE, has_code_blocks, multiply_codes
-from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, has_steps, multiply_numbers
+from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.quantized import QuantizedWeight, Weight
@@ -171,7 +171,12 @@ def _by_warpgroups(
             return None
         rows, tiles = scale_rows(x, interpret=interpret), one_matrix(num_rows, CODE_TILE)
         return multiply_codes(rows, weights, first, tiles, None, dtype, warpgroups)
-    if not has_steps(weights, x.dtype) or dtype != x.dtype or num_rows < FEWEST_NUMBER_ROWS or num_rows % NUMBER_TILE:
+    if (
+        not suits_number_products(weights, x.dtype)
+        or dtype != x.dtype
+        or num_rows < FEWEST_NUMBER_ROWS
+        or num_rows % NUMBER_TILE
+    ):
         return None
     tiles = one_matrix(num_rows, NUMBER_TILE)
     return multiply_numbers(x, weights, first, tiles, None, warpgroups, expert_rows=num_rows)

@@ -80,14 +80,16 @@ def sum_products(
     if is_packed(weights):
         return _sum_packed(block, inputs, is_inside=is_inside)
     size = min(inputs.size, weights.group) if isinstance(weights, QuantizedWeight) else inputs.size
-    groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step
-    steps = pl.cdiv(inputs.length, groups * size)
+    num_groups = math.gcd(inputs.size // size, pl.cdiv(inputs.length, size))  # of a step; 1 if not all have as many
+    steps = pl.cdiv(inputs.length, num_groups * size)
 
     def load_scales(index: Any) -> tuple[Array, ...]:
         """Those of a step: group by group, and for each set of columns; none of numbers."""
         if not isinstance(weights, QuantizedWeight):
             return ()
-        begins = [inputs.step(jnp.minimum(index, steps - 1) * groups + group, size)[0] for group in range(groups)]
+        begins = [
+            inputs.step(jnp.minimum(index, steps - 1) * num_groups + group, size)[0] for group in range(num_groups)
+        ]
         at = [
             _scales_at(weights, matrix, first // weights.group, part[:, None]) for first in begins for part in columns
         ]
@@ -96,8 +98,8 @@ def sum_products(
     def step(index: Array, carry: tuple[tuple[Array, ...], tuple[Array, ...]]) -> tuple[tuple[Array, ...], ...]:
         # The compiler pipelines loads of a product's operands alone, so those of scales are a step ahead here.
         (sums, scales), following = carry, load_scales(index + 1)
-        for group in range(groups):
-            _, depth, deep = inputs.step(index * groups + group, size)
+        for group in range(num_groups):
+            _, depth, deep = inputs.step(index * num_groups + group, size)
             own = load_rows(x, rows, depth, row_mask, deep, is_inside=is_inside)
             blocks = [load_block(weights, matrix, depth, part, deep, real, own.numbers.dtype) for part in columns]
             own_scales = scales[group * len(columns) :][: len(columns)]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.gpu.expert_rows import AnyRows, Tiles, group_rows
 from routed_experts.layers.gpu.scaled_rows import scale_rows
 from routed_experts.layers.gpu.warpgroup_codes import has_code_blocks, multiply_codes, tile_of_codes
-from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, has_steps, multiply_numbers
+from routed_experts.layers.gpu.warpgroup_numbers import NUMBER_TILE, multiply_numbers, suits_number_products
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.moe import ExpertCall, combine
 from routed_experts.layers.quantized import QuantizedWeight
@@ -29,7 +29,7 @@ def suits_warpgroups(call: ExpertCall) -> bool:
         return False
     if all(has_code_blocks(matrix) for matrix in matrices):
         return rows >= FEWEST_CODE_ROWS and call.x.dtype == jnp.bfloat16
-    return rows >= FEWEST_ROWS and all(has_steps(matrix, call.x.dtype) for matrix in matrices)
+    return rows >= FEWEST_ROWS and all(suits_number_products(matrix, call.x.dtype) for matrix in matrices)
 
 
 def tiled_outputs(

@@ -139,7 +139,7 @@ def _add_up(
     return tuple(half_sums[...] for half_sums in sums)
 
 
-def has_steps(matrices: Weight, dtype: Any) -> TypeGuard[Array]:
+def suits_number_products(matrices: Weight, dtype: Any) -> TypeGuard[Array]:
     """Whether they are matrices that `multiply_numbers` reads for rows of `dtype`: of its 16-bit numbers, with sides of
     whole steps."""
     if isinstance(matrices, QuantizedWeight) or dtype not in (jnp.bfloat16, jnp.float16):

@@ -36,12 +36,12 @@ def read_rotary(
     part: float | None = None,
     stretched: bool = False,
     kinds: Collection[str] = ROPE_TYPES,
-    mscale: bool = False,
+    uses_short_mscale: bool = False,
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
     a head's dims that are rotated, are defaults. Without `part` all dims are rotated, and a config with another
     share is refused. `stretched`: dynamic positions with an `alpha` are those of a larger base (HunYuan).
-    `kinds`: those of the family. `mscale`: `short_mscale` is the magnitude of longrope (PhiMoE)."""
+    `kinds`: those of the family. `uses_short_mscale`: it is the magnitude of longrope (PhiMoE)."""
     section = _section(reader)
     spellings = {section.str(key, choices=kinds) for key in ("rope_type", "type") if section.has(key)}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
@@ -65,7 +65,11 @@ def read_rotary(
     powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
     inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
-    return unscaled if kind == "default" else _scaled(reader, section, unscaled, inverse, mscale=mscale)
+    return (
+        unscaled
+        if kind == "default"
+        else _scaled(reader, section, unscaled, inverse, uses_short_mscale=uses_short_mscale)
+    )
 
 
 def _scaled(
@@ -74,7 +78,7 @@ def _scaled(
     unscaled: Rotary,
     inverse: Float32[np.ndarray, " F"],
     *,
-    mscale: bool,
+    uses_short_mscale: bool,
 ) -> Rotary:
     """Rotary embedding of any other kind."""
     trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
@@ -96,7 +100,7 @@ def _scaled(
     section.require(same, "original_max_position_embeddings", f"{top_level}, as at the top level")
     if kind == "longrope":
         factor = section.float("factor", default=trained / original)
-        inverse, magnitude = _longrope(section, inverse, factor, original, mscale=mscale)
+        inverse, magnitude = _longrope(section, inverse, factor, original, uses_short_mscale=uses_short_mscale)
         rotary = scaled(inverse, factor, magnitude=magnitude)
         return dataclasses.replace(rotary, context_length=min(original, trained))
     factor = section.float("factor", default=trained / original)
@@ -181,7 +185,7 @@ def _llama3(
 
 
 def _longrope(
-    section: ConfigReader, inverse: Float32[np.ndarray, " F"], factor: float, original: int, *, mscale: bool
+    section: ConfigReader, inverse: Float32[np.ndarray, " F"], factor: float, original: int, *, uses_short_mscale: bool
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
     would go stale: served up to the original length. Returns frequencies and magnitude."""
@@ -189,7 +193,7 @@ def _longrope(
     section.require(factors.shape == inverse.shape, "short_factor", f"{inverse.size} numbers")
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     magnitude = section.float("attention_factor", default=default)
-    return inverse / factors, section.float("short_mscale", default=magnitude) if mscale else magnitude
+    return inverse / factors, section.float("short_mscale", default=magnitude) if uses_short_mscale else magnitude
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:

@@ -29,12 +29,12 @@ def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Ling 3.0. The width of rotary positions is qk_rope_head_dim, whatever part of a head a file
     names beside it."""
     reader = dataclasses.replace(reader, synonyms={**reader.synonyms, **_SPELLINGS})
-    unread = [key for key in ("partial_rotary_factor",) if reader.has(key)]
-    base = reader.section("rope_parameters").values.get("rope_theta")
-    if base is not None and reader.has("rope_theta") and reader.values["rope_theta"] != base:
-        unread.append("rope_theta")  # transformers writes its default beside the one that counts
-    if unread:
-        reader = dataclasses.replace(reader, values={**reader.values, **dict.fromkeys(unread)})
+    positions = reader.section("rope_scaling").values or reader.section("rope_parameters").values
+    if reader.has("partial_rotary_factor"):
+        reader = dataclasses.replace(reader, values={**reader.values, "partial_rotary_factor": None})
+    if positions.get("rope_theta") not in (None, reader.values.get("rope_theta")):
+        # transformers writes its default beside the one that counts
+        reader = dataclasses.replace(reader, values={**reader.values, "rope_theta": None})
     sizes = read_sizes(reader, latent=True)
     for key in ("use_bias", "use_qkv_bias", "use_sliding_window"):
         refuse(reader, key)

@@ -104,7 +104,8 @@ def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, 
         reader.require(False, "rope_parameters", f"positions of {kind} layers in a section of their own")
     positions = sections.section(kind).values or _ROTARY[kind]
     own = dataclasses.replace(reader, values={**reader.values, "rope_parameters": positions})
-    part = 1.0 if positions.get("rope_type") == "proportional" else None  # transformers cuts no other kind's heads
+    is_proportional = "proportional" in (positions.get("rope_type"), positions.get("type"))
+    part = 1.0 if is_proportional else None  # transformers cuts no other kind's heads
     rotary = read_rotary(own, head_dim, theta=_THETA[kind], part=part)
     reader.require(rotary.context_length is None, "rope_parameters", "positions that hold up to the trained length")
     sized = dataclasses.replace(sizes, head_dim=head_dim, num_kv_heads=kv_heads).attention(rotary.spec)

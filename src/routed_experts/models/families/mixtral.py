@@ -36,7 +36,7 @@ def read_phimoe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of PhiMoE. The jitter of its inputs is for training; that of its router is the width of
     sparsemixer's choice."""
     sizes = read_sizes(reader, eps=1e-5)
-    rotary = read_rotary(reader, sizes.head_dim, theta=1e6, kinds=("default", "longrope"), mscale=True)
+    rotary = read_rotary(reader, sizes.head_dim, theta=1e6, kinds=("default", "longrope"), uses_short_mscale=True)
     sizes = sizes.within(rotary)
     experts, top_k = read_experts(reader, key="num_local_experts", scoring="sparsemixer")
     reader.require(top_k == 2, "num_experts_per_tok", "2: sparsemixer is defined for two experts")
