@@ -298,9 +298,18 @@ def test_copies_that_cannot_be_are_refused_and_nothing_has_changed(engine):
         ({"norm": jnp.ones(64).at[5].set(jnp.inf)}, "1 arrays hold NaN or infinity: norm"),
         ({"norm": jnp.ones(63)}, r"norm: .*float32\[63\] for"),
         ({"norm": jnp.ones(64, jnp.int32)}, r"norm: .*int32\[64\] for"),
+        ({"norm": np.ones(64, np.dtype(np.float32).newbyteorder())}, r"norm: >f4\[64\] for"),
+        ({"norm": np.ones(64, np.complex64)}, r"norm: complex64\[64\] for"),
+        ({"norm": np.ones(64, np.longdouble)}, r"norm: .*\[64\] for"),
     ):
         with pytest.raises(WeightsMismatchError, match=text):
             engine.update_weights({**flat, **change}, copy=True)
+    blocks = nnx.to_flat_state(nnx.split(build_model(tiny_config(), tiny_tensors(tiny_config())))[1])
+    path, leaf = next((path, leaf) for path, leaf in blocks if len(path) > 1)
+    name = ".".join(map(str, path))
+    for twice in ({**flat, name: leaf[...]}, {name: leaf[...], **flat}):
+        with pytest.raises(WeightsMismatchError, match=f"{name} twice"):
+            engine.update_weights(twice, copy=True)
     with pytest.raises(InvalidRequestError, match="donate=True and copy=True"):
         engine.update_weights(state, donate=True, copy=True)
     with pytest.raises(InvalidRequestError, match="copy='yes' must be True or False"):

@@ -6,7 +6,7 @@ nnx.to_pure_dict."""
 import dataclasses
 import functools
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Shaped
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.errors import PARAM, WeightsMismatchError
 from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.execution.memory_plan import common_dtype
 from routed_experts.layers.quantized import E4M3, SCALE, has_nan
@@ -95,7 +95,12 @@ def _matched(
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The arrays of `new`, and paths and leaves of the served state, by name. No array is made before all of them fit;
     then plain ones in place of codes are quantised. Raises WeightsMismatchError."""
-    inputs = dict(_leaves(new))
+    leaves = list(_leaves(new))
+    inputs = dict(leaves)
+    if len(inputs) < len(leaves):
+        repeated = next(name for name, count in Counter(name for name, _ in leaves).items() if count > 1)
+        text = f"{PARAM} has {repeated} twice, as a dotted name and inside of a mapping; give each array once"
+        raise WeightsMismatchError(text, param="state")
     expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
     arrays = {name: leaf for name, (_, leaf) in expected.items()}
     if config is None:
@@ -327,9 +332,14 @@ def _matches(new: object, served: Any, *, any_dtype: bool, others: Collection[An
         return False
     if others:
         return array.shape == served.shape and array.dtype in others
-    if any_dtype and jnp.issubdtype(array.dtype, jnp.inexact) and jnp.issubdtype(served.dtype, jnp.inexact):
+    if any_dtype and _is_castable(array.dtype) and jnp.issubdtype(served.dtype, jnp.inexact):
         return array.shape == served.shape
     return (array.dtype, array.shape) == (served.dtype, served.shape)
+
+
+def _is_castable(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays are real floats that JAX reads: neither longer than 8 bytes nor of the other byte order."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 8 and dtype.isnative
 
 
 def _to_array(leaf: object) -> Any:

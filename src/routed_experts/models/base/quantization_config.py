@@ -22,7 +22,7 @@ METHODS = (FP8, COMPRESSED)  # that every family loads
 
 _FP8_KEYS = frozenset(
     "quant_method fmt activation_scheme weight_block_size modules_to_not_convert ignored_layers scale_fmt expert_dtype "
-    "dequantize weight_per_tensor".split()
+    "dequantize weight_per_tensor kv_cache_scheme".split()
 )
 _IGNORED_KEYS = frozenset("observer observer_kwargs dynamic scale_dtype zp_dtype".split())
 _WEIGHT_KEYS = frozenset("num_bits type strategy group_size symmetric actorder block_structure".split())
@@ -70,8 +70,8 @@ class StorageFormat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageGroup:
-    """Modules and their format. A target is `re:` with an expression that matches from the start, the class `Linear`,
-    or the name of a module."""
+    """Modules and their format. A target is the name of a module, `re:` with an expression that matches from the start,
+    or the class `Linear`; the first of these kinds that has a match counts, in whichever group."""
 
     name: str
     targets: tuple[str, ...]
@@ -124,18 +124,23 @@ class QuantizationConfig:
 
     def storage(self, module: str) -> StorageFormat | None:
         """The format of a module's matrix; None where no group targets it."""
-        return next(
-            (group.storage for group in self.groups if any(_targets(target, module) for target in group.targets)), None
-        )
+        found = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
+        matches = [(rank, storage) for rank, storage in found if rank is not None]
+        return min(matches, key=lambda match: match[0])[1] if matches else None
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(str(group.storage) for group in self.groups))
 
 
 def _targets(pattern: str, module: str) -> bool:
+    return _rank(pattern, module) is not None
+
+
+def _rank(pattern: str, module: str) -> int | None:
+    """0 for the name of the module, 1 for an expression that matches it, 2 for its class; None for no match."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return pattern in (_LINEAR, module)
+        return 1 if re.match(pattern[3:], module) else None
+    return 0 if pattern == module else 2 if pattern == _LINEAR else None
 
 
 def _read_fp8(reader: ConfigReader, path: Path) -> QuantizationConfig:
@@ -151,7 +156,9 @@ def _read_fp8(reader: ConfigReader, path: Path) -> QuantizationConfig:
     lists = [_words(reader, key) for key in ("modules_to_not_convert", "ignored_layers")]
     ignored = tuple(dict.fromkeys((*lists[0], *lists[1])))
     group = StorageGroup(name=FP8, targets=(_LINEAR,), storage=storage)
-    return QuantizationConfig(path=path, method=FP8, groups=(group,), ignored=ignored)
+    keys = reader.str("kv_cache_scheme", choices=("static", "dynamic"), default="static")  # changes no weight
+    scheme = ConfigReader({"type": "float", "dynamic": True}, reader.path) if keys == "dynamic" else None
+    return QuantizationConfig(path=path, method=FP8, groups=(group,), ignored=ignored, kv_cache_scheme=scheme)
 
 
 def _read_compressed(reader: ConfigReader, path: Path) -> QuantizationConfig:
@@ -166,6 +173,8 @@ def _read_compressed(reader: ConfigReader, path: Path) -> QuantizationConfig:
     outer = reader.section("config_groups")
     for name in outer.values:
         group = outer.section(name)
+        if not group.has("weights"):  # of activations alone
+            continue
         fmt = group.str("format", default=top)
         if fmt not in _FORMATS:
             raise CheckpointError(
@@ -175,7 +184,7 @@ def _read_compressed(reader: ConfigReader, path: Path) -> QuantizationConfig:
         storage = _read_weights(group.section("weights"), fmt)
         groups.append(StorageGroup(name=name, targets=_words(group, "targets"), storage=storage))
     scheme = reader.section("kv_cache_scheme")
-    reader.require(bool(groups or scheme.values), "config_groups", "at least one group")
+    reader.require(bool(groups or scheme.values), "config_groups", "at least one group with weights")
     return QuantizationConfig(
         path=path,
         method=COMPRESSED,

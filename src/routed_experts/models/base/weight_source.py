@@ -19,6 +19,17 @@ class WeightSource:
     first: int = 0  # along the first axis of the target, for stacked experts; `index` is empty then
 
     @property
+    def start(self) -> list[int]:
+        """Where the tensor begins in the target, by axis."""
+        start = [*self.index, *[0] * len(self.shape)]
+        if self.offset:
+            start[self.offset_axis] += self.offset
+        if self.first:
+            assert not self.index, self
+            start[0] += self.first
+        return start
+
+    @property
     def placed_shape(self) -> tuple[int, ...]:
         """The tensor's shape in the target."""
         tail = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transpose else self.shape

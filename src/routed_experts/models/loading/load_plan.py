@@ -133,7 +133,7 @@ def plan_reads(
         ends = [bounds[part_boxes.axis][1] for _, bounds in offsets]  # in order: a source meets few of many boxes
         reads: list[TensorRead] = []
         for source in sources:
-            start, extent = _start(source), source.placed_shape
+            start, extent = source.start, source.placed_shape
             for offset, bounds in offsets[bisect.bisect_right(ends, start[part_boxes.axis]) :]:
                 if bounds[part_boxes.axis][0] >= start[part_boxes.axis] + extent[part_boxes.axis]:
                     break
@@ -143,20 +143,9 @@ def plan_reads(
     return parts
 
 
-def _start(source: WeightSource) -> list[int]:
-    """Where the source begins in its target."""
-    start = [*source.index, *[0] * len(source.shape)]
-    if source.offset:
-        start[source.offset_axis] += source.offset
-    if source.first:
-        assert not source.index, source
-        start[0] += source.first
-    return start
-
-
 def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int]) -> TensorRead | None:
     """Return the read of one box, which starts at (axis, offset) of its part."""
-    start, extent = _start(source), source.placed_shape
+    start, extent = source.start, source.placed_shape
     assert len(extent) == len(bounds), (source, bounds)
     low = [max(first, bound_start) for first, (bound_start, _) in zip(start, bounds, strict=True)]
     high = [min(first + size, end) for first, size, (_, end) in zip(start, extent, bounds, strict=True)]
