@@ -269,7 +269,7 @@ def test_a_call_with_a_repeated_id_is_refused_and_other_requests_go_on(engine):
         assert (caught.value.param, caught.value.code) == ("rid", "duplicate_request_id")
     assert engine.abort("other") == 1
     assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
-    first, second = engine.generate(["once", "upon"], GREEDY, rid=["a", "a-1"])  # these do not meet
+    first, second = engine.generate(["once", "upon"], GREEDY, rid=["a", "a-1"])  # no id occurs twice
     assert (first["meta_info"]["id"], second["meta_info"]["id"]) == ("a", "a-1")
 
 

@@ -133,7 +133,11 @@ REFUSED = {  # what transformers reads in a way that no family here does, and wo
         ["rope_theta=700000.0", "rope_scaling"],
     ),
     "a clip of nothing": ("Olmoe", dict(clip_qkv=0.0), ["clip_qkv=0.0", "positive"]),
-    "windows without a size": ("Dots1", dict(sliding_window=None), ["layer_types", "sliding_window"]),
+    "windows without a size": (
+        "Dots1",
+        dict(sliding_window=None, layer_types=["sliding_attention"] * SIZES["num_hidden_layers"]),
+        ["layer_types", "sliding_window"],
+    ),
 }
 
 
@@ -143,8 +147,6 @@ def test_what_no_family_reads_is_refused_by_name(fault):
     case = CASES[name]
     kind = getattr(transformers, case.settings or f"{name}Config")
     values = json.loads(kind(**{**SIZES, **case.config}).to_json_string()) | keys
-    if fault == "windows without a size":
-        values["layer_types"] = ["sliding_attention"] * values["num_hidden_layers"]
     with pytest.raises(CheckpointError) as caught:
         parse(name, values)
     assert all(word in str(caught.value) for word in words), caught.value

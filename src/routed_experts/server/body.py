@@ -21,6 +21,7 @@ from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import (
     BODY_TIMEOUT_S,
     DISCARD_IDLE_S,
+    DISCARD_S,
     DISCARDED_BYTES,
     MAX_JSON_DEPTH,
     MAX_NAMED_FIELDS,
@@ -216,12 +217,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 async def _discard(stream: AsyncGenerator[bytes, None]) -> None:
-    """Receive what a client is sending, for a while. Where a connection is closed before, the system resets it, and
-    the client loses the answer."""
+    """Receive and drop what a client is still sending, within limits of bytes and time: where a connection is closed
+    before, the system resets it, and the client loses the answer."""
     left = DISCARDED_BYTES
     with contextlib.suppress(TimeoutError, ClientDisconnect):
-        while left > 0 and (chunk := await asyncio.wait_for(anext(stream, b""), DISCARD_IDLE_S)):
-            left -= len(chunk)
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0 and (chunk := await asyncio.wait_for(anext(stream, b""), DISCARD_IDLE_S)):
+                left -= len(chunk)
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -64,9 +64,12 @@ def find_draft(
 
 def _without_capture(args: ServerArgs) -> ServerArgs:
     """The arguments of an engine that records nothing."""
-    off = ServerArgs(model_path=args.model_path)
-    names = ("enable_return_routed_experts", "enable_return_routed_experts_weights", "routed_experts_weights_dtype")
-    return dataclasses.replace(args, **{name: getattr(off, name) for name in names})
+    return dataclasses.replace(
+        args,
+        enable_return_routed_experts=False,
+        enable_return_routed_experts_weights=False,
+        routed_experts_weights_dtype="float32",  # the default: another one is refused without weights
+    )
 
 
 def create_speculation(

@@ -42,9 +42,8 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
-# Rows from which on warpgroups multiply numbers. Over the slice and the library's product, bfloat16 on an H200: 0.84 to
-# 1.24 times as fast with 1024 rows, 1.01 to 1.22 with 2048, 0.92 to 1.12 with 4096 and 0.96 to 1.04 with 16384, for
-# matrices of 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576.
+# Rows from which on warpgroups multiply numbers, with no slice of the stack. Chosen on an H200 for bfloat16 matrices of
+# 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576: with 1024 rows the library was faster for some.
 FEWEST_NUMBER_ROWS = 2048
 NARROW = 512  # columns, e.g. of a router
 BLOCKS = 80  # fewer leave multiprocessors without work

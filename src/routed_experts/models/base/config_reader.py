@@ -1,6 +1,6 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_absent`. Integers are never
+Code of a checkpoint (`auto_map`) is never imported. `null` means absent, but for `with_default`. Integers are never
 taken from booleans, strings or fractions."""
 
 import builtins
@@ -168,9 +168,9 @@ class ConfigReader:
         """Whether the key, or its other spelling, is there and not null."""
         return self._find(key) is not None
 
-    def with_absent(self, key: str, value: object) -> "ConfigReader":
-        """The same object, with `value` where the key is not there; null stays null, which transformers tells from a
-        key that is left out where its default is not null."""
+    def with_default(self, key: str, value: object) -> "ConfigReader":
+        """The same object, with `value` where the key is left out. null stays null: transformers tells the two apart
+        where its own default is a number."""
         return self if key in self.values else dataclasses.replace(self, values={**self.values, key: value})
 
     def require(self, holds: builtins.bool, key: str, expected: str) -> None:

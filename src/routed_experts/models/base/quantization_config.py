@@ -157,7 +157,11 @@ def _read_fp8(reader: ConfigReader, path: Path) -> QuantizationConfig:
     ignored = tuple(dict.fromkeys((*lists[0], *lists[1])))
     group = StorageGroup(name=FP8, targets=(_LINEAR,), storage=storage)
     keys = reader.str("kv_cache_scheme", choices=("static", "dynamic"), default="static")  # changes no weight
-    scheme = ConfigReader({"type": "float", "dynamic": True}, reader.path) if keys == "dynamic" else None
+    scheme = (
+        ConfigReader({"type": "float", "dynamic": True}, f"{reader.path}: kv_cache_scheme")
+        if keys == "dynamic"
+        else None
+    )
     return QuantizationConfig(path=path, method=FP8, groups=(group,), ignored=ignored, kv_cache_scheme=scheme)
 
 

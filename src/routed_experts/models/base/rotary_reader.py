@@ -65,11 +65,9 @@ def read_rotary(
     powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
     inverse = (1.0 / base**powers).astype(np.float32)  # rounded once
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(inverse), interleaved=interleaved), theta=base, kind=kind)
-    return (
-        unscaled
-        if kind == "default"
-        else _scaled(reader, section, unscaled, inverse, uses_short_mscale=uses_short_mscale)
-    )
+    if kind == "default":
+        return unscaled
+    return _scaled(reader, section, unscaled, inverse, uses_short_mscale=uses_short_mscale)
 
 
 def _scaled(

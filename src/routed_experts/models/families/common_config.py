@@ -133,7 +133,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
         reader.bool("use_sliding_window", default=False),
         reader.int("max_window_layers", minimum=0, default=28),
     )
-    window = read_window(reader.with_absent("sliding_window", 4096), sizes) if slides else 0
+    window = read_window(reader.with_default("sliding_window", 4096), sizes) if slides else 0
     default = tuple(_LAYER_TYPES[slides and index >= first] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")

@@ -22,7 +22,7 @@ def read_llama(reader: ConfigReader) -> FamilyConfig:
 def read_mistral(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Mistral, whose window is 4096 tokens where the file has no such field, and
     none where it is null."""
-    return _read_llama(reader.with_absent("sliding_window", 4096), slides=True)
+    return _read_llama(reader.with_default("sliding_window", 4096), slides=True)
 
 
 def _read_llama(reader: ConfigReader, *, slides: bool) -> FamilyConfig:

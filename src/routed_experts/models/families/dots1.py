@@ -39,7 +39,7 @@ def read_dots1(reader: ConfigReader) -> FamilyConfig:
 def _read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
     """Tokens that each layer sees, 0 for all. Layers from `max_window_layers` on slide, or those that `layer_types`
     names; none do where `sliding_window` is null."""
-    first, reader = reader.int("max_window_layers", minimum=0, default=62), reader.with_absent("sliding_window", 4096)
+    first, reader = reader.int("max_window_layers", minimum=0, default=62), reader.with_default("sliding_window", 4096)
     slides = reader.has("sliding_window")
     default = tuple(_LAYER_TYPES[slides and index >= first] for index in range(sizes.num_layers))
     kinds = reader.strings("layer_types", choices=_LAYER_TYPES, default=default)

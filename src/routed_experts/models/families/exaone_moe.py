@@ -28,7 +28,7 @@ def read_exaone_moe(reader: ConfigReader) -> FamilyConfig:
     rotary = read_rotary(reader, sizes.head_dim)
     router = read_biased_router(reader, num_groups=1, topk_group=1, scale=2.5, key="num_experts")
     full = dataclasses.replace(sizes.attention(None), qk_norm="head")
-    reader = reader.with_absent("sliding_window", 4096)
+    reader = reader.with_default("sliding_window", 4096)
     expected = "a number: positions of a model without windows are not known"
     reader.require(reader.has("sliding_window"), "sliding_window", expected)
     sliding = dataclasses.replace(full, rotary=rotary.spec, window=read_window(reader, sizes))

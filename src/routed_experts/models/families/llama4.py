@@ -41,7 +41,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         "no_rope_layers",
         f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
     )
-    reader = reader.with_absent("attention_chunk_size", 8192)
+    reader = reader.with_default("attention_chunk_size", 8192)
     has_chunks = reader.has("attention_chunk_size")
     kinds = tuple(_LAYER_TYPES[has_chunks and flag != 0] for flag in uses_rope)
     layer_types = reader.strings("layer_types", choices=_LAYER_TYPES, default=kinds)
