@@ -1,6 +1,7 @@
 """A step's metadata crosses to the device as one int32 array and comes out bit for bit."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -111,7 +112,19 @@ def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     assert {name for name, (unpacked, packed_array) in pairs.items() if bits(unpacked) != bits(packed_array)} == set()
     assert np.array_equal(out.paged.valid, np.arange(shape.num_tokens) < batch.num_tokens)
     assert out.paged.decode is (shape.mode is ForwardMode.DECODE)
-    assert len(pairs) + 1 == len(shape.segments()), "a segment that nobody looks at; num_tokens is seen in `valid`"
+    others = {"num_tokens", "padding"}  # the first is seen in `valid`
+    assert len(pairs) + len(others) == len(shape.segments()), "a segment that nobody looks at"
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 7, 16, 64, 96])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 512, 4096])
+def test_the_page_table_begins_at_a_multiple_of_256_bytes(tokens, requests):
+    shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=tokens, num_requests=requests, table_width=3)
+    segments = shape.segments()
+    names = list(segments)
+    before = sum(math.prod(segments[name]) for name in names[: names.index("page_table")])
+    assert 4 * before % 256 == 0
+    assert segments["padding"][0] < 64
 
 
 def test_columns_that_are_views_are_packed_as_what_they_show():

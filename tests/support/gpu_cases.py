@@ -708,12 +708,12 @@ def large_cases() -> Iterator[Case]:
     half = jnp.bfloat16
     for rows in (1, 2, 7, 16, 37, 129, 256, 777, 2048):
         for kind in KINDS:
-            yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, choose_tiles(rows * 8, 128), half)
-    yield moe_case(1, (300, 3, 60, 1000, 72), "padding", choose_tiles(900, 60), half)
+            yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, choose_tiles(rows * 8, 128, 2048, 768), half)
+    yield moe_case(1, (300, 3, 60, 1000, 72), "padding", choose_tiles(900, 60, 1000, 72), half)
     for rows in (64, 256, 1024):  # Mixtral, narrower
-        yield moe_case(rows, (rows, 2, 8, 4096, 1792), "spread", choose_tiles(rows * 2, 8), half)
+        yield moe_case(rows, (rows, 2, 8, 4096, 1792), "spread", choose_tiles(rows * 2, 8, 4096, 1792), half)
     for rows in (1, 7, 64, 256, 2048):  # GPT-OSS-20b
-        tiles, shape = choose_tiles(rows * 4, 32), (rows, 4, 32, 2880, 2880)
+        tiles, shape = choose_tiles(rows * 4, 32, 2880, 2880), (rows, 4, 32, 2880, 2880)
         yield moe_case(rows, shape, "padding", tiles, half, activation="clamped swiglu", biased=True)
     yield from large_router_cases()
     for rows in (1, 7, 16, 33, 64, 100, 256, 511):
@@ -729,7 +729,7 @@ def large_cases() -> Iterator[Case]:
         (16, (10, 512, 2048, 512), 512),
         (100, (8, 128, 4096, 1408), 1408),
     ):  # DeepSeek-V2-Lite, Qwen3-Next, GLM-4.5-Air
-        tiles = choose_tiles(rows * shape[0], shape[1])
+        tiles = choose_tiles(rows * shape[0], *shape[1:])
         yield shared_case(rows, (rows, *shape), width, "padding", tiles, half)
     shape = {"heads": 32, "groups": 4, "head_dim": 128, "page": 16}
     rng = np.random.default_rng(0)

@@ -24,6 +24,13 @@ from routed_experts.layers.logprobs import bitcast_int32
 from routed_experts.layers.sampling import SamplingBatch
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+# Before the page table, so that it begins at a multiple of 256 bytes. XLA passes a slice at a multiple of 128 to a
+# kernel as it lies, without a copy, and Pallas' Mosaic GPU kernels refuse arrays that begin at no multiple of 256.
+_PADDING, _ALIGNED_WORDS = "padding", 64
+
+
+def _num_words(segments: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, segments.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +46,9 @@ class BatchShape:
         """Name and shape of every array in the packed form, in order."""
         n, b, w = (self.num_tokens,), (self.num_requests,), self.table_width
         tokens = {"num_tokens": (), "token_ids": n, "positions": n, "token_rows": n}
-        rows = {"query_starts": (b[0] + 1,), "seq_lens": b, "prompt_len": b, "page_table": (b[0], w)}
-        return sampler_segments(self.num_requests) | tokens | rows
+        rows = {"query_starts": (b[0] + 1,), "seq_lens": b, "prompt_len": b}
+        before = sampler_segments(self.num_requests) | tokens | rows
+        return before | {_PADDING: (-_num_words(before) % _ALIGNED_WORDS,), "page_table": (b[0], w)}
 
     @property
     def packed(self) -> jax.ShapeDtypeStruct:
@@ -140,6 +148,9 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
     }
     parts = list[np.ndarray]()
     for name in _ORDER:
+        if name == _PADDING:
+            parts.append(np.zeros(-sum(part.size for part in parts) % _ALIGNED_WORDS, np.int32))
+            continue
         array = named[name]
         assert array.dtype.itemsize == 4, (name, array.dtype)
         parts.append(array if array.dtype == np.int32 else array.view(np.int32))
@@ -269,7 +280,3 @@ def concatenate(parts: Sequence[np.ndarray]) -> Any:
 def split_ranks(array: Any, num_ranks: int) -> list[Any]:
     """The part of each data rank of an array, on the host; None for each where there is none."""
     return [None] * num_ranks if array is None else np.split(np.asarray(array), num_ranks)
-
-
-def _num_words(segments: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(map(math.prod, segments.values()))

@@ -650,8 +650,8 @@ ON_GPU = {
 }
 ONE_WHOLE_ROW = Tile(rows=1, out=8, inner=2048, warps=8, stages=1)
 EVERY_TILE = [
-    choose_tiles(1, 128, MatrixKind.CODES),
-    choose_tiles(1, 128, MatrixKind.PACKED_CODES),
+    choose_tiles(1, 128, 2048, 768, MatrixKind.CODES),
+    choose_tiles(1, 128, 2048, 768, MatrixKind.PACKED_CODES),
     *CODE_TILES,
     *PACKED_TILES,
     MoeTiles(rows=1, gate_up=ONE_WHOLE_ROW, down=dataclasses.replace(ONE_WHOLE_ROW, inner=256), sorted_slots=False),

@@ -42,6 +42,9 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
+FEWEST_CODE_ROWS = (
+    512  # from which on warpgroups multiply codes: on an H200 1.07 to 1.24 times as fast, with 256 slower
+)
 # Rows from which on warpgroups multiply numbers, with no slice of the stack. Chosen on an H200 for bfloat16 matrices of
 # 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576: with 1024 rows the library was faster for some.
 FEWEST_NUMBER_ROWS = 2048
@@ -64,15 +67,17 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
 
 
 def choose_codes_tile(num_rows: int, inner: int, outputs: int, unit: int, *, packed: bool = False) -> LinearTile:
-    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best on
-    an H100 with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 with 1 to 4, 16, 64, 256, 1024 and 4096 rows, of e2m1
-    with 1, 4, 16, 64 and 256 rows."""
-    if power_of_two(num_rows) < (2 if packed else FEWEST_ROWS):
+    """The same for codes, whose parts have a multiple of `unit` inputs; `packed` are those of 4 bits. Measured best
+    with matrices of 2048 x 5120 and 4096 x 2048: of e4m3 on an H200 with 1, 2, 4, 8, 16, 64 and 256 rows and on an
+    H100 with 1024 and 4096, of e2m1 on an H100 with 1, 4, 16, 64 and 256 rows."""
+    if num_rows == 1:
+        out, step, warps = (8, 2048, 8) if packed else (4, 1024, 2)
         splits = _splits(inner, max(1, inner // 2048), unit)
-        return LinearTile(
-            rows=power_of_two(num_rows), out=8, inner=2048, warps=8, stages=1, splits=splits, scaled=RowScaling.INSIDE
-        )
-    rows = min(max(16, power_of_two(num_rows)), 128)
+        return LinearTile(rows=1, out=out, inner=step, warps=warps, stages=1, splits=splits, scaled=RowScaling.INSIDE)
+    rows = min(max(16 if packed else FEWEST_ROWS, power_of_two(num_rows)), 128)
+    if rows <= 16 and not packed:
+        warps, splits = 4 if rows == FEWEST_ROWS else 2, _splits(inner, inner // 512, unit)
+        return LinearTile(rows=rows, out=64, inner=128, warps=warps, stages=3, splits=splits, scaled=RowScaling.INSIDE)
     warps, stages = (4, 3) if rows > 16 else (2, 4)
     if rows <= 64:
         splits = _splits(inner, inner // 512, unit)
@@ -166,7 +171,7 @@ def _by_warpgroups(
     """The product of many rows; None of few, and of rows and matrices that the kernels do not take."""
     num_rows, first = x.shape[0], jnp.asarray(layer, jnp.int32).reshape(1)
     if has_code_blocks(weights):
-        if num_rows <= LARGEST or num_rows % CODE_TILE or x.dtype != jnp.bfloat16:
+        if num_rows < FEWEST_CODE_ROWS or num_rows % CODE_TILE or x.dtype != jnp.bfloat16:
             return None
         rows, tiles = scale_rows(x, interpret=interpret), one_matrix(num_rows, CODE_TILE)
         return multiply_codes(rows, weights, first, tiles, None, dtype, warpgroups)

@@ -25,7 +25,7 @@ from routed_experts.layers.gpu.blocks import combine_masks, load_or_zero, power_
 from routed_experts.layers.gpu.expert_rows import load_experts
 from routed_experts.layers.gpu.operands import Inputs, MatrixKind, check_weights, shared_kind
 from routed_experts.layers.gpu.scaled_rows import CODE_ROWS, Rows, RowScaling, rows_for_codes
-from routed_experts.layers.gpu.sums import FEWEST_ROWS, sum_products
+from routed_experts.layers.gpu.sums import FEWEST_ROWS, UNROLLED_STEPS, sum_products
 from routed_experts.layers.gpu.warpgroup_experts import suits_warpgroups, warpgroup_experts
 from routed_experts.layers.gpu.warpgroups import Warpgroups
 from routed_experts.layers.kernels import SharedExperts
@@ -97,16 +97,10 @@ TILES = (
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
 )
 # For codes. Measured on an H100 with 128 experts of 2048 x 768, top-8, for 1 to 4, 16, 64, 256, 1024 and 4096 tokens,
-# and for 16 and 64 again on an H200: few rows without the tensor cores, then blocks that scale their rows themselves,
-# and from 8 rows an expert on a launch that scales all.
-_UNSORTED_CODES = MoeTiles(
-    rows=0,
-    gate_up=_tile(1, 8, 2048, 8, 1),
-    down=_tile(1, 16, 256, 2, 1),
-    sorted_slots=False,
-    scaled=RowScaling.INSIDE,
-)
+# and for 8, 16 and 64 again on an H200: few rows without the tensor cores, then blocks that scale their rows
+# themselves, and from 8 rows an expert on a launch that scales all.
 CODE_TILES = (
+    MoeTiles(rows=0.5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
     MoeTiles(rows=5, gate_up=_tile(8, 64, 256, 4, 2), down=_tile(8, 128, 256, 4, 2), scaled=RowScaling.INSIDE),
     MoeTiles(rows=8, gate_up=_tile(16, 64, 128, 2, 3), down=_tile(16, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
     MoeTiles(rows=20, gate_up=_tile(32, 64, 128, 2, 3), down=_tile(32, 64, 128, 2, 3), scaled=CODE_ROWS),
@@ -114,14 +108,7 @@ CODE_TILES = (
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 8, 3), down=_tile(64, 128, 128, 4, 3), scaled=CODE_ROWS),
 )
 # For codes of 4 bits, in groups of 32. Measured on an H100 with 128 experts of 2048 x 768, top-8, and 32 of 2880 x
-# 2880, top-4, for 1, 4, 16, 64, 256 and 1024 tokens, one product at a time.
-_UNSORTED_PACKED = MoeTiles(
-    rows=0,
-    gate_up=_tile(1, 16, 1024, 4, 1),
-    down=_tile(1, 32, 1024, 4, 1),
-    sorted_slots=False,
-    scaled=RowScaling.INSIDE,
-)
+# 2880, top-4, for 16, 64, 256 and 1024 tokens, one product at a time.
 PACKED_TILES = (
     MoeTiles(rows=2, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=RowScaling.INSIDE),
     MoeTiles(rows=5, gate_up=_tile(8, 64, 128, 2, 3), down=_tile(8, 64, 128, 2, 3), scaled=CODE_ROWS),
@@ -131,12 +118,17 @@ PACKED_TILES = (
     MoeTiles(rows=96, gate_up=_tile(64, 128, 64, 8, 3), down=_tile(64, 128, 64, 4, 3), scaled=CODE_ROWS),
     MoeTiles(rows=float("inf"), gate_up=_tile(128, 64, 64, 4, 3), down=_tile(128, 64, 64, 4, 3), scaled=CODE_ROWS),
 )
-# Tiles of few slots, up to how many, and those of more
+# Up to how many slots nothing is sorted, and the tiles of more
 _TABLES = {
-    MatrixKind.NUMBERS: (_UNSORTED, FEW_SLOTS, TILES),
-    MatrixKind.CODES: (_UNSORTED_CODES, FEW_CODED_SLOTS, CODE_TILES),
-    MatrixKind.PACKED_CODES: (_UNSORTED_PACKED, FEW_CODED_SLOTS, PACKED_TILES),
+    MatrixKind.NUMBERS: (FEW_SLOTS, TILES),
+    MatrixKind.CODES: (FEW_CODED_SLOTS, CODE_TILES),
+    MatrixKind.PACKED_CODES: (FEW_CODED_SLOTS, PACKED_TILES),
 }
+# Of a slot's product with codes: the fewest inputs of a step, and the most by bits of a code. A block has as many steps
+# as are unrolled where they fit, and a thread 64 bytes of codes in its registers. Measured on an H200, for 1 to 8
+# tokens, with experts of 2048 x 768, 2048 x 1024, 4096 x 14336 and 7168 x 2048, and of 4 bits with 2048 x 768 and
+# 2880 x 2880. Inputs that are no whole steps are unrolled in any case: with masks, a loop took three times as long.
+_LEAST_STEP, _MOST_STEP, _MOST_PACKED_STEP, _WARP_BYTES = 256, 512, 1024, 2048
 
 
 def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, top_k: int, chunk: int) -> None:
@@ -344,16 +336,34 @@ def _down(*refs: Any, static: KernelConfig) -> None:
     _with_shared_tile(static, shared_body)
 
 
-def choose_tiles(slots: int, num_experts: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
-    """The tiles for this many slots of so many experts, whose matrices are of that kind."""
-    unsorted, few, table = _TABLES[kind]
-    return unsorted if slots <= few else next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+def _slot_tile(inputs: int, column_sets: int, *, packed: bool) -> Tile:
+    """The tile of a slot's product with so many sets of columns of codes."""
+    unrolled = max(power_of_two(inputs) // UNROLLED_STEPS, _LEAST_STEP)
+    step = min(unrolled, _MOST_PACKED_STEP if packed else _MOST_STEP)
+    if inputs % step:
+        step = unrolled
+    columns = 16 if packed and column_sets == 1 and step >= _MOST_PACKED_STEP else 8
+    code_bytes = column_sets * columns * step // (2 if packed else 1)
+    return _tile(1, columns, step, max(code_bytes // _WARP_BYTES, 1), 1)
+
+
+def choose_tiles(slots: int, num_experts: int, dim: int, width: int, kind: MatrixKind = MatrixKind.NUMBERS) -> MoeTiles:
+    """The tiles for this many slots of so many experts of those sides, whose matrices are of that kind."""
+    few, table = _TABLES[kind]
+    if slots > few:
+        return next(tiles for tiles in table if slots <= tiles.rows * num_experts)
+    if kind is MatrixKind.NUMBERS:
+        return _UNSORTED
+    packed = kind is MatrixKind.PACKED_CODES
+    gate_up, down = _slot_tile(dim, 2, packed=packed), _slot_tile(width, 1, packed=packed)
+    return MoeTiles(rows=0, gate_up=gate_up, down=down, sorted_slots=False, scaled=RowScaling.INSIDE)
 
 
 def tiles_for(call: ExpertCall, shared: SharedExperts | None = None) -> MoeTiles:
     """The tiles for this call. Those of codes suit no numbers beside them: their blocks of few rows are too wide."""
     matrices = [call.gate_up, call.down] + ([] if shared is None else [shared.gate_up, shared.down])
-    return choose_tiles(call.ids.size, call.num_experts, shared_kind(*matrices))
+    _, width, dim = call.down.shape
+    return choose_tiles(call.ids.size, call.num_experts, dim, width, shared_kind(*matrices))
 
 
 def slot_outputs(

@@ -34,7 +34,7 @@ from routed_experts.layers.gpu.scaled_rows import RowScaling, ScaledRows, power_
 from routed_experts.layers.quantized import QuantizedWeight, Weight
 
 FEWEST_ROWS = 8  # of a product on the tensor cores
-_UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
+UNROLLED_STEPS = 4  # of few rows; the loads of such steps are all on their way before the first one is multiplied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _sum_few_rows(block: _Block, inputs: Inputs, *, is_scaled: bool) -> list[Flo
 
     zeros, steps = jnp.zeros((columns[0].shape[0], num_sums), jnp.float32), pl.cdiv(inputs.length, size)
     totals = (zeros,) * (block.rows.shape[0] * len(columns))
-    if steps <= _UNROLLED_STEPS:
+    if steps <= UNROLLED_STEPS:
         totals = functools.reduce(lambda sums, index: step(index, sums), range(steps), totals)
     else:
         totals = lax.fori_loop(0, steps, step, totals)
