@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from routed_experts import Engine, RoutingAlignmentError, extract_routed_experts_from_meta_info
+from routed_experts import Engine, InvalidRequestError, RoutingAlignmentError, extract_routed_experts_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support import fast_compile
@@ -125,7 +125,72 @@ def test_an_id_that_is_no_expert_is_refused_where_ids_can_be_read(parts):
         with pytest.raises(RoutingAlignmentError, match="row 1, position 3, hidden layer 2, slot 2: id 77; expected 0"):
             forward(model, tokens, routed=RoutedBatch(array(ids), array(valid), array(pad)))
     valid[1, 3] = False
-    RoutedBatch(ids, valid, pad).check_ids(model.config.capture_spec)
+    RoutedBatch(ids, valid, pad).check(model.config.capture_spec)
+
+
+def test_a_place_with_a_row_and_no_token_and_an_expert_twice_are_refused_where_they_can_be_read(parts):
+    model, tokens = nnx.merge(*parts), jnp.zeros((2, 5), jnp.int32)
+    ids = np.tile(np.arange(TOP_K, dtype=np.uint8), (2, 5, MOE_LAYERS, 1))
+    valid, pad = np.ones((2, 5), bool), np.zeros((2, 5), bool)
+    pad[0, 4] = True
+    with pytest.raises(RoutingAlignmentError, match="row 0, position 4 is valid and pad"):
+        forward(model, tokens, routed=RoutedBatch(ids, valid, pad))
+    ids[1, 2, 0, 3] = ids[1, 2, 0, 0]
+    with pytest.raises(RoutingAlignmentError, match=r"row 1, position 2, hidden layer 1: experts \[0, 1, 2, 0\]"):
+        forward(model, tokens, routed=RoutedBatch(ids, valid, np.zeros((2, 5), bool)))
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["ids", "ids and weights"])
+def test_under_jit_a_valid_id_that_is_no_expert_gives_nan_in_its_sequence_alone(parts, weights):
+    graphdef, state = parts
+    tokens, ids = random_tokens(seed=14), drifted_ids(random_tokens(seed=14)).astype(np.int32)
+    given = jnp.full(ids.shape, 0.25, jnp.float32) if weights else None
+    run = jax.jit(lambda state, routed: forward(nnx.merge(graphdef, state), tokens, routed=routed).logits)
+    for bad in (-1, -2, -EXPERTS, -EXPERTS - 1, EXPERTS, 255):
+        ids[1, 3, 1, 2] = bad
+        flags = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, bool)
+        logits = np.asarray(run(state, RoutedBatch(jnp.asarray(ids), *flags, given)))
+        assert np.isnan(logits[1, 3]).all(), bad
+        assert np.isfinite(logits[0]).all() and np.isfinite(logits[1, :3]).all(), bad
+        valid = flags[0].at[1, 3].set(False)
+        assert np.isfinite(run(state, RoutedBatch(jnp.asarray(ids), valid, flags[1], given))).all(), bad
+
+
+@pytest.mark.parametrize(
+    ("named", "match"),
+    [
+        (dict(tokens=[[1, 2]]), "tokens is list"),
+        (dict(tokens=np.zeros(5, np.int32)), r"tokens is int32\[5\]"),
+        (dict(tokens=np.zeros((2, 5), np.float32)), r"tokens is float32\[2, 5\]"),
+        (dict(tokens=np.zeros((0, 5), np.int32)), r"tokens is int32\[0, 5\]"),
+        (dict(tokens=np.full((2, 5), -1)), r"tokens\[0, 0\] is -1"),
+        (dict(tokens=np.full((2, 5), VOCAB_SIZE)), rf"give ids of 0 to {VOCAB_SIZE - 1}"),
+        (dict(positions=np.zeros((5, 2), np.int32)), r"positions is int32\[5, 2\]; give an array of integers \[2, 5\]"),
+        (dict(positions=np.zeros(5, np.int32)), r"positions is int32\[5\]"),
+        (dict(segment_ids=np.zeros((5, 2), np.int32)), r"segment_ids is int32\[5, 2\]"),
+        (dict(segment_ids=np.zeros((2, 5), bool)), r"segment_ids is bool\[2, 5\]"),
+        (dict(backend="grouped"), "backend='grouped' is no MoeBackend"),
+    ],
+)
+def test_arrays_that_are_no_sequences_are_refused_by_name(parts, named, match):
+    with pytest.raises(InvalidRequestError, match=match) as refused:
+        forward(nnx.merge(*parts), **({"tokens": np.zeros((2, 5), np.int32)} | named))
+    assert refused.value.param == next(iter(named))
+
+
+def test_rows_in_another_container_are_refused(parts):
+    with pytest.raises(RoutingAlignmentError, match="routed is tuple; give a RoutedBatch"):
+        forward(nnx.merge(*parts), np.zeros((2, 5), np.int32), routed=(1, 2))
+
+
+def test_what_stands_where_there_is_no_token_is_not_read(parts):
+    tokens = np.zeros((2, 5), np.int32)
+    tokens[:, 0] = -100
+    ids = np.tile(np.arange(TOP_K, dtype=np.uint8), (2, 5, MOE_LAYERS, 1))
+    pad = np.zeros((2, 5), bool)
+    pad[:, 0] = True
+    logits = forward(nnx.merge(*parts), jnp.asarray(tokens), routed=RoutedBatch(ids, ~pad, pad)).logits
+    assert np.isfinite(logits[:, 1:]).all()
 
 
 def test_new_ids_and_new_flags_trace_nothing(run):

@@ -103,13 +103,18 @@ def causal_variant(
     values: Float[Array, "B S G V"] | None,
     segment_ids: Int[Array, "B S"] | None,
     features: AttentionFeatures,
+    *,
+    positions: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H V"]:
-    """Whole sequences, each token over its visible keys; `values` None: latent. Differentiable; for
-    training."""
+    """Whole sequences, each token over its visible keys; `values` None: latent. `positions` of tokens in their
+    sequences, by which chunks are cut; None: the columns. Differentiable; for training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
     values = keys[..., : features.latent] if values is None else values
-    key_positions = jnp.arange(length)
-    mask = visibility_mask(key_positions[:, None], key_positions, features)[None]
+    columns = jnp.arange(length)
+    mask = visibility_mask(columns[:, None], columns, dataclasses.replace(features, chunk=0))[None]
+    if features.chunk:
+        chunks = (columns[None] if positions is None else positions) // features.chunk
+        mask = mask & (chunks[:, :, None] == chunks[:, None, :])
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     wide = _scaled(queries, features).reshape(num_rows, length, groups, heads // groups, width)

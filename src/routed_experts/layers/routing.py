@@ -134,6 +134,8 @@ def replay_topk(
         weights = weights * spec.scale
     if routed is not None and routed.weights is not None:
         weights = jnp.where(routed.valid[:, None], jax.lax.stop_gradient(routed.weights.astype(jnp.float32)), weights)
+    if routed is not None:  # a replayed id that is no expert: an index would wrap or be clipped
+        weights = jnp.where((ids < 0) | (ids >= logits.shape[1]), jnp.nan, weights)
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)
 
 

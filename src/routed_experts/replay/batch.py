@@ -25,13 +25,21 @@ class RoutedBatch:
     pad: Bool[Array, "B S"]
     weights: Float32[Array, "B S M K"] | None = None
 
-    def check_ids(self, spec: CaptureSpec) -> None:
-        """Raise RoutingAlignmentError naming the first valid row with an id that is no expert of this model.
+    def check(self, spec: CaptureSpec) -> None:
+        """Raise RoutingAlignmentError naming the first position that is both valid and pad, or the first valid row with
+        an id that is no expert of this model, or with one expert twice.
 
-        `forward` calls it outside jit; under jit, where it cannot, such an id gives logits that are NaN. `align` gives
-        checked batches."""
+        `forward` calls it outside jit; under jit, where it cannot, an id that is no expert gives logits that are NaN.
+        `align` gives checked batches."""
         ids, valid = np.asarray(self.ids), np.asarray(self.valid)
-        if ids.size == 0 or (ids.min() >= 0 and ids.max() < spec.num_experts):
+        both = valid & np.asarray(self.pad)
+        if both.any():
+            row, column = np.argwhere(both)[0]
+            raise RoutingAlignmentError(
+                f"row {row}, position {column} is valid and pad; a position without a token has no row: mark it as not "
+                "valid"
+            )
+        if ids.size == 0:
             return
         outside = ((ids < 0) | (ids >= spec.num_experts)) & valid[..., None, None]
         if outside.any():
@@ -40,4 +48,13 @@ class RoutedBatch:
                 f"row {row}, position {column}, hidden layer {spec.layer_ids[layer]}, slot {slot}: id "
                 f"{ids[row, column, layer, slot]}; expected 0 to {spec.num_experts - 1}; give logical ids of this "
                 "model, or mark the position as not valid"
+            )
+        in_order = np.sort(ids, axis=-1)
+        repeats = (in_order[..., 1:] == in_order[..., :-1]).any(-1) & valid[..., None]
+        if repeats.any():
+            row, column, layer = np.argwhere(repeats)[0]
+            raise RoutingAlignmentError(
+                f"row {row}, position {column}, hidden layer {spec.layer_ids[layer]}: experts "
+                f"{ids[row, column, layer].tolist()}; a token has an expert once at most; give rows as they were "
+                "recorded, or mark the position as not valid"
             )

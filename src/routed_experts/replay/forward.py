@@ -5,6 +5,7 @@ row is valid: one graph for both, so that a compiler fuses and rounds them alike
 sequence, M MoE layers, K experts per token, V vocabulary."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from routed_experts.models.base.interface import Decoder, SequenceOps, TokenRout
 from routed_experts.replay.balance import BALANCE_ON, BalanceOn, RouterBalance
 from routed_experts.replay.batch import RoutedBatch
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
+
+_OF_PADDING = np.iinfo(np.int32).min  # the segment of places without a token
 
 
 @jax.tree_util.register_dataclass
@@ -55,24 +58,34 @@ def forward(
     """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never
     retrace.
 
-    `segment_ids` separate packed sequences (positions restart in each); `remat` computes layers again in the
+    `segment_ids` separate packed sequences; `positions` are those of tokens in their sequences, by
+    default counted from the first token of each segment behind its padding. `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
     (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
-    Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens' (outside jit also for
-    ids that are no experts), InvalidRequestError for another `balance_on`."""
+    Raises, at trace time, InvalidRequestError for tokens, positions or segments that are no integers [B, S], or another
+    `balance_on` or `backend`, and RoutingAlignmentError for a `routed` of other shapes than the tokens'; outside jit
+    also for tokens and rows out of range."""
     if balance_on is not None and balance_on not in BALANCE_ON:
         raise InvalidRequestError(
             f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
         )
+    if not isinstance(backend, MoeBackend):
+        raise InvalidRequestError(
+            f"backend={backend!r} is no MoeBackend; give one of MOE_BACKENDS: {', '.join(MOE_BACKENDS)}",
+            param="backend",
+        )
+    _check_shapes(tokens, positions, segment_ids)
     (batch, length), spec, replays = tokens.shape, model.config.capture_spec, routed is not None
     if routed is None and spec is not None:
         routed = _no_valid_rows(batch, length, spec)
+    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, check_ids=replays)
+    pad = routed.pad if replays and routed is not None else None
+    if _is_readable(tokens) and (pad is None or _is_readable(pad)):
+        _check_tokens(tokens, pad, model.config.vocab_size)
     segments = segment_ids
     if routed is not None:  # padding, which may be on either side, is a segment of its own
-        segments = jnp.where(routed.pad, -1, 0 if segment_ids is None else segment_ids)
-    token_positions = (
-        jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
-    )
+        segments = jnp.where(routed.pad, _OF_PADDING, 0 if segment_ids is None else segment_ids)
+    token_positions = _default_positions(batch, length, segments) if positions is None else positions
 
     def attend(
         queries: Float[Array, "N H C"],
@@ -87,12 +100,12 @@ def forward(
         if features is None:
             assert v is not None, "a cache without values is latent and has features"
             return causal_attention(q, k, v, segments).reshape(queries.shape), cache
-        return causal_variant(q, k, v, segments, features).reshape(*queries.shape[:2], -1), cache
+        out = causal_variant(q, k, v, segments, features, positions=token_positions)
+        return out.reshape(*queries.shape[:2], -1), cache
 
     def recur(inputs: RecurrentInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N ..."], None]:
         return inputs.sequences(segments, batch), cache
 
-    replay = None if routed is None else _token_routing(routed, tokens.shape, spec, check_ids=replays)
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     recorder = balance = None
     if spec is not None:
@@ -120,6 +133,43 @@ def forward(
     return ForwardOutput(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss, balance)
 
 
+def _check_shapes(tokens: Any, positions: Any, segment_ids: Any) -> None:
+    """Raise InvalidRequestError for arrays that are no integers [B, S] of one shape."""
+    for name, array in (("tokens", tokens), ("positions", positions), ("segment_ids", segment_ids)):
+        if array is None and name != "tokens":
+            continue
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        is_integer = dtype is not None and np.dtype(dtype).kind in "iu"
+        is_like_tokens = name == "tokens" or shape == tokens.shape
+        if shape is None or len(shape) != 2 or 0 in shape or not is_integer or not is_like_tokens:
+            received = type(array).__name__ if shape is None else f"{dtype}{list(shape)}"
+            wanted = "[B, S], at least [1, 1]" if name == "tokens" else f"{list(tokens.shape)}, as tokens has"
+            raise InvalidRequestError(f"{name} is {received}; give an array of integers {wanted}", param=name)
+
+
+def _check_tokens(tokens: Any, pad: Any, vocab_size: int) -> None:
+    """Raise InvalidRequestError for the first token, of those that are not `pad`, that is none of the vocabulary."""
+    values = np.asarray(tokens)
+    outside = (values < 0) | (values >= vocab_size)
+    outside = outside if pad is None else outside & ~np.asarray(pad)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise InvalidRequestError(
+            f"tokens[{row}, {column}] is {values[row, column]}; give ids of 0 to {vocab_size - 1}, and mark places "
+            "without a token in routed.pad",
+            param="tokens",
+        )
+
+
+def _default_positions(batch: int, length: int, segments: Int[Array, "B S"] | None) -> Int[Array, "B S"]:
+    """Positions of tokens in their segments, counted from where each begins."""
+    columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    if segments is None:
+        return columns
+    begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    return columns - lax.cummax(jnp.where(begins, columns, 0), axis=1)
+
+
 def _no_valid_rows(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
     """Return a replay in which every position is a token and no row is valid. The barrier hides this from the compiler,
     which would otherwise drop the replay's operations, fuse differently, and round differently (GPU, TPU)."""
@@ -135,6 +185,8 @@ def _token_routing(
     for ids that are no experts where they can be read: outside jit."""
     if spec is None:
         raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
+    if not isinstance(routed, RoutedBatch):
+        raise RoutingAlignmentError(f"routed is {type(routed).__name__}; give a RoutedBatch, as align returns it")
     rows = (*shape, spec.num_moe_layers, spec.top_k)
     for name, array, expected, kinds in (
         ("ids", routed.ids, rows, "iu"),
@@ -149,8 +201,8 @@ def _token_routing(
                 f"routed.{name} is {received}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this "
                 "model"
             )
-    if check_ids and _is_readable(routed.ids) and _is_readable(routed.valid):
-        routed.check_ids(spec)
+    if check_ids and all(map(_is_readable, (routed.ids, routed.valid, routed.pad))):
+        routed.check(spec)
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)
 
