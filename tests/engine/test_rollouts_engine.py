@@ -5,10 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 
+from oracles.drafters import NeverDraft
 from oracles.testbeds import other_weights
 from routed_experts import Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import InvalidRequestError
-from support.engines import open_engine
+from support.engines import on_engine_thread, open_engine
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
@@ -108,6 +109,28 @@ def test_flush_cache_forgets_on_request_alone(folder):
             counts.append(by_source(engine)["rollout"])
         first, second, third = counts
         assert second - first > first == third - second, "the third epoch knows nothing of the first"
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_the_bytes_of_the_store_are_those_of_now(folder, rests):
+    def counted(engine):
+        held = on_engine_thread(engine, lambda core: core.speculation._drafter.nbytes)
+        assert engine.stats().speculative.store_bytes == held
+        return held
+
+    with open_remembering(folder, SpeculativeConfig(scope="namespace", remember=True, adaptive=rests)) as engine:
+        if rests:
+            on_engine_thread(engine, lambda core: setattr(core.speculation, "policy", NeverDraft()))
+        sizes = [counted(engine)]
+        engine.remember_rollouts([1, 2], [3] * 50)
+        sizes.append(counted(engine))
+        epoch(engine)
+        sizes.append(counted(engine))
+        engine.flush_cache()
+        assert counted(engine) == sizes[2]
+        engine.flush_cache(drafts=True)
+        assert 0 == sizes[0] == counted(engine) < sizes[1] < sizes[2]
+        assert not rests or engine.stats().speculative.requests.proposed == 0
 
 
 def test_without_the_flags_nothing_is_remembered(folder):
