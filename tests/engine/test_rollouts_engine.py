@@ -158,17 +158,19 @@ def test_answers_may_be_handed_in(folder, plain):
         answers, metas = epoch(engine, extra_key="k")
         assert answers == plain[0]
         assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
-        for name, value in (
-            ("prompt_ids", []),
-            ("prompt_ids", "text"),
-            ("output_ids", [VOCAB_SIZE]),
-            ("output_ids", [0] * 100_000),
-            ("seed", -1),
-            ("choice", True),
-            ("extra_key", 3),
+        for name, value, words in (
+            ("prompt_ids", [], "give 1 to"),
+            ("prompt_ids", "text", "list of token ids"),
+            ("output_ids", [VOCAB_SIZE], "out of vocabulary"),
+            ("output_ids", [10**30], "an integer of 100 bits, out of vocabulary"),
+            ("output_ids", [0] * 100_000, "give 1 to"),
+            ("seed", -1, "integer in 0"),
+            ("choice", True, "integer in 0"),
+            ("extra_key", 3, "must be text: .*; give text, or leave it out"),
+            ("extra_key", "x" * 4097, "4097 characters, above the limit of 4096; give a shorter one"),
         ):
             arguments = dict(prompt_ids=[1], output_ids=[2]) | {name: value}
-            with pytest.raises(InvalidRequestError) as caught:
+            with pytest.raises(InvalidRequestError, match=words) as caught:
                 engine.remember_rollouts(**arguments)
             assert caught.value.param == name
 
