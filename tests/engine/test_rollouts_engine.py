@@ -175,9 +175,12 @@ def test_answers_may_be_handed_in(folder, plain):
             assert caught.value.param == name
 
 
-@pytest.mark.parametrize("speculative", [None, SpeculativeConfig()])
-def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, speculative):
-    wanted = pytest.raises(InvalidRequestError, match="speculative_scope='namespace'")
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", "STANDALONE"])
+def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, algorithm):
+    path = str(folder) if algorithm == "STANDALONE" else None
+    speculative = None if algorithm is None else SpeculativeConfig(algorithm=algorithm, draft_model_path=path)
+    words = "speculative_algorithm='NGRAM' or 'SUFFIX' and speculative_scope='namespace'"
+    wanted = pytest.raises(InvalidRequestError, match=words)
     with lazy_compilation(), open_engine(folder, speculative=speculative) as engine, wanted:
         engine.remember_rollouts([1, 2], [3])
 
