@@ -72,6 +72,28 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(ngram_max_match_window_size=65), ["max_match_window_size=65", "1..64"]),
         (dict(ngram_min_match_window_size=5, ngram_max_match_window_size=4), ["=5 is above", "=4"]),
         (dict(adaptive=1), ["adaptive=1", "True or False"]),
+        *(
+            ({"algorithm": name} | fields, [*words, "is of NGRAM and SUFFIX", f"this is {name}", "choose NGRAM or SUF"])
+            for name in ("NEXTN", "mtp", "EAGLE")
+            for fields, words in (
+                (dict(scope="namespace"), ["scope='namespace'"]),
+                (dict(scope="namespace", remember=True), ["scope='namespace'"]),
+                (dict(remember=True), ["remember=True"]),
+                (dict(store_bytes=1 << 20), ["store_bytes=1048576"]),
+            )
+        ),
+        *(
+            ({"algorithm": name} | fields, [*words, "is of NGRAM", f"this is {name}", "leave it out, or choose NGRAM"])
+            for name in ("NEXTN", "SUFFIX")
+            for fields, words in (
+                (dict(ngram_max_match_window_size=3), ["ngram_max_match_window_size=3"]),
+                (dict(ngram_min_match_window_size=2), ["ngram_min_match_window_size=2"]),
+                (dict(ngram_max_trie_depth=19), ["ngram_max_trie_depth=19"]),
+                (dict(ngram_branch_length=19), ["ngram_branch_length=19"]),
+                (dict(ngram_capacity=5), ["ngram_capacity=5"]),
+                (dict(ngram_match_type="PROB"), ["ngram_match_type='PROB'"]),
+            )
+        ),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(fields, words):
@@ -117,9 +139,23 @@ def test_what_sglang_has_for_trees_is_accepted_where_it_means_a_chain():
     assert (config.num_drafts, config.min_window, config.max_window) == (7, 1, 12)
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "SUFFIX", "NEXTN", "EAGLE"])
+def test_defaults_of_text_are_accepted_with_any_algorithm(algorithm):
+    """Command lines of SGLang give them all."""
+    tree = dict(ngram_min_bfs_breadth=1, ngram_max_bfs_breadth=1, ngram_match_type="bfs", eagle_topk=1)
+    sizes = dict(ngram_min_match_window_size=1, ngram_max_match_window_size=12)
+    trie = dict(ngram_branch_length=18, ngram_max_trie_depth=18, ngram_capacity=10_000_000)
+    store = dict(scope="request", remember=False, store_bytes=256 << 20)
+    suffix = dict(suffix_max_tree_depth=24, suffix_max_spec_factor=1, suffix_min_token_prob=0.1)
+    assert SpeculativeConfig(algorithm=algorithm, **tree, **sizes, **trie, **store, **suffix).algorithm == algorithm
+    if algorithm == "SUFFIX":
+        assert SpeculativeConfig(algorithm=algorithm, num_draft_tokens=32, **trie).num_drafts == 31
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"method": "mtp", "prompt_lookup_max": 3}, ["match_window_size=3", "is of NGRAM, and this is MTP"]),
         ({"method": "ngram", "num_speculative_token": 3}, ["num_speculative_token'", "num_speculative_tokens"]),
         ({"num_speculative_tokens": 3}, ["no method", "ngram"]),
         ({"method": "medusa"}, ["MEDUSA", "NGRAM"]),

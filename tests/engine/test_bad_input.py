@@ -106,6 +106,23 @@ def test_a_token_id_that_is_none_is_refused(engine, token):
         refused(engine, input_ids=ids, param="input_ids")
 
 
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ([1, 10**30], "an integer of 100 bits"),
+        ([-(10**5000)], "an integer of 16610 bits"),
+        ([2**63, -1], str(2**63)),
+        (np.array([2**63], np.uint64), str(2**63)),
+        ([VOCAB_SIZE], str(VOCAB_SIZE)),
+    ],
+    ids=["100 bits", "16610 bits", "2**63", "uint64", "vocabulary"],
+)
+@pytest.mark.parametrize("param", ["input_ids", "prediction"])
+def test_an_integer_of_any_size_is_out_of_the_vocabulary(engine, param, ids, wrong):
+    text = refused(engine, **({"input_ids": [1]} | {param: ids}), param=param)
+    assert f"{param} holds the token id {wrong}, out of vocabulary" in text
+
+
 @pytest.mark.parametrize("text", [" ", "\n\n", "\t", "\ufeff", "\0", "\u200b", "e\u0301", "<|im_end|>"])
 def test_text_that_only_looks_empty_is_a_prompt(engine, text):
     assert len(engine.generate(text, GREEDY, max_new_tokens=2)["output_ids"]) == 2
@@ -250,6 +267,14 @@ CALLS = [
 @pytest.mark.parametrize(("field", "value"), CALLS, ids=str)
 def test_call_arguments_beside_sampling_parameters_are_checked(engine, field, value):
     refused(engine, **({"input_ids": [1, 2, 3, 4, 5, 6, 7], field: value}), param=field)
+
+
+def test_an_extra_key_has_so_many_characters_at_most(engine):
+    for prompts, key in (("a", "x" * 4097), (["a", "b"], ["x", "x" * 4097])):
+        text = refused(engine, prompt=prompts, extra_key=key, param="extra_key")
+        assert "extra_key has 4097 characters, above the limit of 4096; give a shorter one" in text
+    assert "give text, or leave it out" in refused(engine, prompt="a", extra_key=5, param="extra_key")
+    engine.generate("a", {"max_tokens": 1}, extra_key="x" * 4096)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(engine):

@@ -5,10 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 
+from oracles.drafters import NeverDraft
 from oracles.testbeds import other_weights
 from routed_experts import Engine, SpeculativeConfig, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import InvalidRequestError
-from support.engines import open_engine
+from support.engines import on_engine_thread, open_engine
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
@@ -110,6 +111,28 @@ def test_flush_cache_forgets_on_request_alone(folder):
         assert second - first > first == third - second, "the third epoch knows nothing of the first"
 
 
+@pytest.mark.parametrize("rests", [False, True])
+def test_the_bytes_of_the_store_are_those_of_now(folder, rests):
+    def counted(engine):
+        held = on_engine_thread(engine, lambda core: core.speculation._drafter.nbytes)
+        assert engine.stats().speculative.store_bytes == held
+        return held
+
+    with open_remembering(folder, SpeculativeConfig(scope="namespace", remember=True, adaptive=rests)) as engine:
+        if rests:
+            on_engine_thread(engine, lambda core: setattr(core.speculation, "policy", NeverDraft()))
+        sizes = [counted(engine)]
+        engine.remember_rollouts([1, 2], [3] * 50)
+        sizes.append(counted(engine))
+        epoch(engine)
+        sizes.append(counted(engine))
+        engine.flush_cache()
+        assert counted(engine) == sizes[2]
+        engine.flush_cache(drafts=True)
+        assert 0 == sizes[0] == counted(engine) < sizes[1] < sizes[2]
+        assert not rests or engine.stats().speculative.requests.proposed == 0
+
+
 def test_without_the_flags_nothing_is_remembered(folder):
     with open_remembering(folder, SpeculativeConfig(adaptive=False)) as engine:
         for _ in range(2):
@@ -135,24 +158,29 @@ def test_answers_may_be_handed_in(folder, plain):
         answers, metas = epoch(engine, extra_key="k")
         assert answers == plain[0]
         assert all(meta["spec_accept_rate"] == 1.0 for meta in metas)
-        for name, value in (
-            ("prompt_ids", []),
-            ("prompt_ids", "text"),
-            ("output_ids", [VOCAB_SIZE]),
-            ("output_ids", [0] * 100_000),
-            ("seed", -1),
-            ("choice", True),
-            ("extra_key", 3),
+        for name, value, words in (
+            ("prompt_ids", [], "give 1 to"),
+            ("prompt_ids", "text", "list of token ids"),
+            ("output_ids", [VOCAB_SIZE], "out of vocabulary"),
+            ("output_ids", [10**30], "an integer of 100 bits, out of vocabulary"),
+            ("output_ids", [0] * 100_000, "give 1 to"),
+            ("seed", -1, "integer in 0"),
+            ("choice", True, "integer in 0"),
+            ("extra_key", 3, "must be text: .*; give text, or leave it out"),
+            ("extra_key", "x" * 4097, "4097 characters, above the limit of 4096; give a shorter one"),
         ):
             arguments = dict(prompt_ids=[1], output_ids=[2]) | {name: value}
-            with pytest.raises(InvalidRequestError) as caught:
+            with pytest.raises(InvalidRequestError, match=words) as caught:
                 engine.remember_rollouts(**arguments)
             assert caught.value.param == name
 
 
-@pytest.mark.parametrize("speculative", [None, SpeculativeConfig()])
-def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, speculative):
-    wanted = pytest.raises(InvalidRequestError, match="speculative_scope='namespace'")
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", "STANDALONE"])
+def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, algorithm):
+    path = str(folder) if algorithm == "STANDALONE" else None
+    speculative = None if algorithm is None else SpeculativeConfig(algorithm=algorithm, draft_model_path=path)
+    words = "speculative_algorithm='NGRAM' or 'SUFFIX' and speculative_scope='namespace'"
+    wanted = pytest.raises(InvalidRequestError, match=words)
     with lazy_compilation(), open_engine(folder, speculative=speculative) as engine, wanted:
         engine.remember_rollouts([1, 2], [3])
 

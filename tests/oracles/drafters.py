@@ -124,3 +124,12 @@ class RandomPolicy(EveryDraft):
 
     def choose(self, survivals, num_requests):
         return [int(self.noise.integers(0, survival.size + 1)) for survival in survivals]
+
+
+class NeverDraft(EveryDraft):
+    """A policy that rests: drafts are watched now and then, and no step verifies one."""
+
+    is_probe = True
+
+    def should_try(self, step):
+        return False

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.engines import open_engine
+from support.engines import on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -155,6 +155,71 @@ def test_answers_are_handed_in_and_forgotten_over_http(engine, server, tmp_path)
         assert sharing.post("/generate", BODY).json()["output_ids"] == answer
         assert other.stats().speculative.proposed_by["rollout"] == before
         assert parse_error(sharing.post("/remember_rollouts", rollout | {"seed": "a"}), 400)["param"] == "seed"
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+DIALECTS = {
+    "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 16},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+}
+ONE_NAME = {"/generate": "extra_key", "/inference/v1/generate": "cache_salt"}
+
+
+@pytest.fixture(scope="module")
+def remembering(tmp_path_factory):
+    options = dict(speculative_algorithm="NGRAM", speculative_scope="namespace", speculative_remember=True)
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    with open_engine(folder, **options) as engine, running(engine) as server:
+        yield engine, server
+
+
+def num_namespaces(engine, server, path, bodies):
+    """Of these calls with one prompt."""
+    engine.flush_cache(drafts=True)
+    for body in bodies:
+        response = server.post(path, body)
+        assert response.status_code == 200, response.text
+    return on_engine_thread(engine, lambda core: len(core.speculation._drafter._store._prompts))
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_two_salts_with_one_extra_key_share_nothing(remembering, path):
+    engine, server = remembering
+    keys = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "ab", "extra_key": "c"},
+        {"cache_salt": "a", "extra_key": "bc"},
+        {"cache_salt": "c", "extra_key": "bc"},
+        {"extra_key": "bc"},
+    ]
+    bodies = [DIALECTS[path] | {"ignore_eos": True} | key for key in keys]
+    assert num_namespaces(engine, server, path, bodies * 2) == len(keys)
+    same = [{"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": ""}]
+    assert num_namespaces(engine, server, path, [DIALECTS[path] | {"ignore_eos": True} | key for key in same]) == 1
+    for key, param in (
+        ({"extra_key": "x" * 4097}, "extra_key"),
+        ({"cache_salt": "x" * 4097}, "cache_salt"),
+        ({"cache_salt": "x" * 4097, "extra_key": "x"}, "cache_salt"),
+        ({"cache_salt": "x" * 4000, "extra_key": "x" * 4000}, "extra_key"),
+    ):
+        response = server.post(path, DIALECTS[path] | key)
+        error = response.json()["error"]
+        assert (response.status_code, "above the limit of 4096" in error["message"]) == (400, True)
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", ONE_NAME)
+def test_a_dialect_with_one_name_has_the_same_keys(remembering, path):
+    engine, server = remembering
+    sampling, name = {"temperature": 0, "ignore_eos": True}, ONE_NAME[path]
+    length, ids = ("max_new_tokens", "input_ids") if path == "/generate" else ("max_tokens", "token_ids")
+    body = {ids: [1, 2, 3], "sampling_params": sampling | {length: 2}}
+    keys = [{}, {name: "a"}, {name: "1:abc"}, {name: "a"}]
+    assert num_namespaces(engine, server, path, [body | key for key in keys]) == 3
+    assert parse_error(server.post(path, body | {name: "x" * 4097}), 400)["param"] == name
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,18 @@ def test_both_searches_propose_the_same(compiled_functions, seed):
             opened[key] = prompt, np.append(output, added), info
 
 
+@pytest.mark.parametrize(("max_factor", "min_probability"), [(2, 0), (1, 1)])
+def test_whole_numbers_of_a_rule_are_those_numbers(compiled_functions, max_factor, min_probability):
+    text, drafts = np.tile(np.arange(5, dtype=np.int32), 6), []
+    for number in (int, float):
+        rule = CopyRule(counts=True, max_factor=number(max_factor), min_probability=number(min_probability))
+        for functions in (None, compiled_functions):
+            drafter = make_drafter(rule, functions)
+            drafter.open("a", text, SequenceInfo(prompt_len=text.size))
+            drafts.append(drafter.propose("a", 7).tokens.tolist())
+    assert drafts == 4 * [[0, 1, 2, 3, 4, 0, 1]]
+
+
 @pytest.mark.parametrize("keep_all", [False, True])
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1))

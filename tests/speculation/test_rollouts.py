@@ -1,5 +1,8 @@
 """Rollouts: an answer of the same noise is followed and found again; other namespaces never see a token of it."""
 
+import gc
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 from routed_experts.speculation.drafter import DraftSource, Sample, SequenceInfo
 from routed_experts.speculation.namespace_texts import NamespaceTexts
-from routed_experts.speculation.rollouts import MOST_ROLLOUTS, RolloutStore
+from routed_experts.speculation.rollouts import MOST_ROLLOUTS, OVERHEAD, RolloutStore
 from routed_experts.speculation.text_drafter import CopyRule, TextDrafter, context_hash
 
 NGRAM, SUFFIX = CopyRule(), CopyRule(max_window=24, counts=True)
@@ -213,6 +216,78 @@ def test_a_prompt_has_so_many_answers_at_most(functions):
         drafter.remember(ids(PROMPT), ids([seed]), Sample(noise=(seed, 0)))
     entry = drafter._store.find(ids(PROMPT), None)
     assert [rollout.noise[0] for rollout in entry.rollouts] == list(range(MOST_ROLLOUTS + 9, 9, -1))
+
+
+@pytest.mark.parametrize("limit", ["bytes", "rollouts"])
+def test_a_prompt_that_fills_the_store_loses_its_oldest_answers(limit):
+    bounds = {"max_bytes": 1 << 20} if limit == "bytes" else {"max_bytes": 1 << 30, "max_rollouts": 10}
+    store = RolloutStore(**bounds)
+    store.add(ids([5]), ids(FIRST), Sample(noise=None), window=12)
+    for seed in range(64):
+        store.add(ids(PROMPT), ids([seed] * 8000), Sample(noise=(seed, 0)), window=12)
+        entry = store.find(ids(PROMPT), None)
+        most = ((1 << 20) - OVERHEAD - 4 * 12) // (4 * 8000 + OVERHEAD) if limit == "bytes" else 10
+        kept = [rollout.noise[0] for rollout in entry.rollouts]
+        assert kept == list(range(seed, max(seed - most, -1), -1)), "the newest ones"
+        assert store.nbytes == sum(other.nbytes for other in store._prompts.values()) <= bounds["max_bytes"]
+        assert store._num_rollouts == sum(len(other.rollouts) for other in store._prompts.values())
+    assert store.find(ids([5]), None) is None
+
+
+@pytest.mark.parametrize("bounds", [{"max_bytes": 1 << 20}, {"max_bytes": 1 << 30, "max_rollouts": 0}])
+def test_an_answer_that_does_not_fit_alone_drops_no_other(bounds):
+    store = RolloutStore(**bounds)
+    store.add(ids(PROMPT), ids(FIRST), Sample(noise=0), window=12)
+    before = store.nbytes
+    store.add(ids([1]), ids(range(1 << 18)), Sample(noise=1), window=12)
+    assert store.find(ids([1]), None) is None
+    assert store.nbytes == before
+    assert (store.find(ids(PROMPT), None) is None) == (before == 0) == ("max_rollouts" in bounds)
+
+
+def test_an_answer_in_use_may_be_dropped(functions):
+    """A sequence goes on with what is left of the answers to its prompt."""
+    drafter = sharing_drafter(functions, max_bytes=4 * 100 + 3 * OVERHEAD)
+    drafter.remember(ids(PROMPT), ids(FIRST), Sample(noise=0))
+    drafter.open("a", ids(PROMPT), info(PROMPT, 1))
+    assert drafter.propose("a", 4).tokens.tolist() == FIRST[:4]
+    drafter.remember(ids(PROMPT), ids(SECOND), Sample(noise=2))
+    assert [rollout.noise for rollout in drafter._store.find(ids(PROMPT), None).rollouts] == [2]
+    drafter.extend("a", ids(SECOND[10:23]))
+    assert drafter.propose("a", 4).tokens.tolist() == SECOND[23:27]
+
+
+@pytest.mark.parametrize("size", [2, 64, 1024])
+@pytest.mark.parametrize("num_answers", [1, 64])
+def test_no_more_memory_is_held_for_answers_than_is_counted(size, num_answers):
+    """The names of namespaces are not held."""
+    rng, most = np.random.default_rng(0), 1 << 20
+    answers = [(number, ids(rng.integers(0, 30_000, size))) for number in range(3000)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        store = RolloutStore(max_bytes=most)
+        for number, answer in answers:
+            sample = Sample(noise=(2**40 + number, 1000 + number), namespace="x" * 4000 + str(number // num_answers))
+            store.add(ids([number // num_answers] * 30), answer, sample, window=24)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.4 * store.nbytes <= held <= store.nbytes <= most
+    assert store._num_rollouts > num_answers
+
+
+def test_answers_are_known_by_prompt_and_namespace():
+    store = RolloutStore(max_bytes=1 << 20)
+    spaces = (None, "", "a", "b", "\ud800", "x" * 4096)
+    for number, space in enumerate(spaces):
+        for prompt in ([1], [1, 2]):
+            store.add(ids(prompt), ids([number, len(prompt)]), Sample(namespace=space), window=12)
+    for number, space in enumerate(spaces):
+        for prompt in ([1], [1, 2]):
+            (rollout,) = store.find(ids(prompt), space).rollouts
+            assert rollout.tokens.tolist() == [number, len(prompt)]
 
 
 def test_a_million_tokens_stay_in_the_stores_bound(functions):

@@ -5,7 +5,7 @@ it is made; what depends on the model is checked when the engine is built."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from routed_experts.core.error_text import short_repr, suggestion
@@ -22,6 +22,7 @@ _OF_TEXT = ("NGRAM", "SUFFIX")
 _STANDALONE = ("STANDALONE", "DRAFT_MODEL")  # SGLang's name and vLLM's
 _OF_FOLDER = ("EAGLE3", *_STANDALONE)  # need a folder of their own; EAGLE may have one
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
+_SGLANG_DEFAULTS = {"ngram_max_trie_depth": 18, "ngram_branch_length": 18, "ngram_capacity": 10_000_000}
 _VLLM_WINDOWS = ("prompt_lookup_min", "prompt_lookup_max")
 _VLLM_SUFFIX = {
     "suffix_decoding_max_tree_depth": "suffix_max_tree_depth",
@@ -60,7 +61,7 @@ class SpeculativeConfig:
     draft_model_path: str | None = None
     # of EAGLE3: the layers of the model whose outputs the head reads, counted from 0; None: those that its config names
     eagle_layers: tuple[int, ...] | None = None
-    # tokens of the shortest and the longest suffix that is looked up
+    # of NGRAM: tokens of the shortest and the longest suffix that is looked up
     ngram_min_match_window_size: int = 1
     ngram_max_match_window_size: int = 12
     # breadth of a tree of drafts: 1
@@ -80,12 +81,13 @@ class SpeculativeConfig:
     suffix_min_token_prob: float = 0.1
     # answers that are remembered, at most, beside store_bytes; None: any number
     suffix_max_cached_requests: int | None = None
-    # whose text a request's drafts may hold: its own and that of the other choices of its prompt ("request"), or also
+    # of NGRAM and SUFFIX: whose text a request's drafts may hold: its own and that of the other choices of its prompt ("request"), or also
     # remembered answers to requests of its extra_key ("namespace")
     scope: str = "request"
-    # answers of ended requests are remembered, as drafts of later requests with the same prompt; SUFFIX: with any
+    # of NGRAM and SUFFIX: answers of ended requests are remembered, as drafts of later requests with the same prompt;
+    # SUFFIX: with any
     remember: bool = False
-    # host memory for remembered answers
+    # of NGRAM and SUFFIX: host memory for remembered answers
     store_bytes: int = DEFAULT_STORE_BYTES
     # a draft with probability above these was accepted whatever the model chose; 1.0: never
     accept_threshold_single: float = 1.0
@@ -264,6 +266,9 @@ class SpeculativeConfig:
             raise ConfigError(f"{text}, such as 1 23 45")
 
     def _check_ngram(self) -> None:
+        if self.algorithm.upper() != "NGRAM":
+            self._refuse_unless_default([name for name in _FIELDS if name.startswith("ngram_")], "NGRAM")
+            return
         low, high = "speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"
         least, most = self.ngram_min_match_window_size, self.ngram_max_match_window_size
         _check_int(low, least, 1, MAX_WINDOW)
@@ -297,14 +302,12 @@ class SpeculativeConfig:
         if most is not None and (type(most) is not int or most < 0):
             text = f"speculative_suffix_max_cached_requests={short_repr(most)} must be an integer of at least 0"
             raise ConfigError(f"{text}; leave it out if in doubt")
-        if self.counts_continuations:
-            return
-        for field in dataclasses.fields(self):
-            if field.name.startswith("suffix_") and _value(self, field.name) != field.default:
-                text = f"speculative_{field.name}={short_repr(_value(self, field.name))} is of SUFFIX"
-                raise ConfigError(f"{text}, and this is {self.algorithm}; leave it out, or choose SUFFIX")
+        if not self.counts_continuations:
+            self._refuse_unless_default([name for name in _FIELDS if name.startswith("suffix_")], "SUFFIX")
 
     def _check_store(self) -> None:
+        if self.has_draft_model:
+            self._refuse_unless_default(["scope", "remember", "store_bytes"], *_OF_TEXT)
         if self.scope not in SCOPES:
             text = f"speculative_scope={short_repr(self.scope)} must be one of {', '.join(SCOPES)}"
             raise ConfigError(f"{text}: whose text the drafts of a request may hold")
@@ -314,6 +317,20 @@ class SpeculativeConfig:
             text = "speculative_remember=True lets a request's drafts hold the answers to others of its extra_key"
             raise ConfigError(f"{text}; allow that with speculative_scope='namespace', or leave it out")
         _check_int("speculative_store_bytes", self.store_bytes, MIN_STORE_BYTES, 1 << 50)
+
+    def _refuse_unless_default(self, names: Iterable[str], *algorithms: str) -> None:
+        """Raise ConfigError for values that only these algorithms read. A default, ours or SGLang's, is none: command
+        lines of SGLang give it with any algorithm."""
+        for name in names:
+            value, default = _value(self, name), _FIELDS[name]
+            own = value.upper() if isinstance(value, str) and name == "ngram_match_type" else value
+            if own not in (default, _SGLANG_DEFAULTS.get(name, default)):
+                text = f"speculative_{name}={short_repr(value)} is of {' and '.join(algorithms)}, and this is"
+                fix = f"leave it out, or choose {' or '.join(algorithms)}"
+                raise ConfigError(f"{text} {self.algorithm}; {fix}")
+
+
+_FIELDS: Mapping[str, object] = {field.name: field.default for field in dataclasses.fields(SpeculativeConfig)}
 
 
 def _is_number(value: object) -> bool:

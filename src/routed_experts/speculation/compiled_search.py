@@ -85,7 +85,7 @@ class CompiledSearch:
         self._functions, self._contexts = functions, contexts  # whose arrays are read
         self._rule = np.zeros(_RULE_FIELDS, np.int64)
         self._rule[:4] = contexts.min_window, contexts.max_window, contexts.position_mask, contexts.tag_mask
-        self._rule[4:6] = np.array([max_factor, min_probability]).view(np.int64)
+        self._rule[4:6] = np.array([max_factor, min_probability], np.float64).view(np.int64)
         self._rule[6:] = contexts.factors.ctypes.data, contexts.salts.ctypes.data, PRIOR_SURVIVAL.ctypes.data
         self._search = functions.search
         self._results = np.zeros(MOST_TEXTS, _RESULT)

@@ -4,6 +4,7 @@ Dims: k drafts, S tokens of a sequence, G generated tokens."""
 
 import dataclasses
 import enum
+import hashlib
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -43,6 +44,13 @@ class Sample:
 
     namespace: str | None = None
     noise: Hashable = None
+
+
+def namespace_digest(namespace: str | None) -> bytes:
+    """Return 16 bytes by which stores know a namespace, however long it is; none for that without a name."""
+    if namespace is None:
+        return b""
+    return hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,13 @@ from collections.abc import Hashable
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.speculation.drafter import Sample
+from routed_experts.speculation.drafter import Sample, namespace_digest
 from routed_experts.speculation.sorted_contexts import ContextHash
 from routed_experts.speculation.text_index import TextIndex
 
 MOST_ROLLOUTS = 64  # of a prompt, the newest
 MOST_INDEXED = 8  # of these are searched, the newest
-OVERHEAD = 512  # bytes of a prompt or a rollout beside its tokens
+OVERHEAD = 512  # bytes of a prompt or a rollout beside its tokens; 480 and 280 were measured
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +53,10 @@ class PromptRollouts:
         others = [other for other in self.rollouts if other.noise != rollout.noise]
         self.rollouts = [rollout, *others[: MOST_ROLLOUTS - 1]]
         self._index = None
+
+    def drop_oldest(self) -> None:
+        """Drop the answer that was added first."""
+        self.rollouts, self._index = self.rollouts[:-1], None
 
     def clear(self) -> None:
         """Drop all answers."""
@@ -91,11 +95,12 @@ class PromptRollouts:
 
 class RolloutStore:
     """Answers by namespace and prompt, at most `max_bytes` and `max_rollouts` in all: those of the prompts that were
-    used least recently are dropped first."""
+    used least recently are dropped first, and the oldest of the prompt that is left. The newest is kept where it
+    fits."""
 
     def __init__(self, *, max_bytes: int, max_rollouts: int | None = None) -> None:
         self._max_bytes, self._max_rollouts = max_bytes, max_rollouts
-        self._prompts: collections.OrderedDict[tuple[str | None, bytes], PromptRollouts] = collections.OrderedDict()
+        self._prompts: collections.OrderedDict[bytes, PromptRollouts] = collections.OrderedDict()
         self._nbytes = self._num_rollouts = 0
 
     @property
@@ -114,19 +119,27 @@ class RolloutStore:
     def add(
         self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample, *, window: int
     ) -> None:
-        """Add an answer. `window`: tokens of the prompt's end that are searched."""
+        """Add an answer; one that does not fit alone is ignored. `window`: tokens of the prompt's end that are
+        searched."""
+        end = prompt[-window:]
+        if end.nbytes + output.nbytes + 2 * OVERHEAD > self._max_bytes or self._max_rollouts == 0:
+            return
         key = _key(prompt, sample.namespace)
         entry = self._prompts.pop(key, None)
         if entry is None:
-            entry = PromptRollouts(prompt[-window:].copy())
+            entry = PromptRollouts(end.copy())
         else:
             self._count(entry, -1)
         entry.add(Rollout(sample.noise, output.copy()))
         self._prompts[key] = entry
         self._count(entry, 1)
-        while self._prompts and self._is_full:
+        while len(self._prompts) > 1 and self._is_full:
             _, oldest = self._prompts.popitem(last=False)
             self._count(oldest, -1)
+        while self._is_full:
+            self._count(entry, -1)
+            entry.drop_oldest()
+            self._count(entry, 1)
 
     def clear(self) -> None:
         """Drop all answers, also those in use."""
@@ -146,5 +159,7 @@ class RolloutStore:
         self._num_rollouts += sign * len(entry.rollouts)
 
 
-def _key(prompt: Int32[np.ndarray, " S"], namespace: str | None) -> tuple[str | None, bytes]:
-    return namespace, hashlib.blake2b(np.ascontiguousarray(prompt).tobytes(), digest_size=16).digest()
+def _key(prompt: Int32[np.ndarray, " S"], namespace: str | None) -> bytes:
+    """A digest of a prompt and its namespace."""
+    tokens, space = np.ascontiguousarray(prompt).tobytes(), namespace_digest(namespace)
+    return hashlib.blake2b(tokens, digest_size=16, key=space).digest()

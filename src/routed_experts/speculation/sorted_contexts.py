@@ -5,6 +5,7 @@ bits and a position in the low bits. Contexts of length n+1 are entered only whe
 of length n: elsewhere the tokens at the one position decide. A match is compared by tokens. Dims: S tokens, P
 positions, R lengths, X keys, W tokens of the longest context."""
 
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from itertools import accumulate
@@ -136,7 +137,7 @@ class SortedContexts:
     @property
     def nbytes(self) -> int:
         """Host memory of the keys and positions, in bytes."""
-        return self._key_array.nbytes + self._positions.nbytes
+        return sys.getsizeof(self.keys) + self._positions.nbytes  # `keys` has room for more
 
     def read(self, padded: Int32[np.ndarray, " WS"]) -> None:
         """Read the text from here on, which begins with the same tokens."""

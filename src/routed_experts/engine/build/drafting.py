@@ -97,8 +97,8 @@ def _create_drafter(speculative: SpeculativeConfig) -> Drafter:
         min_window=speculative.min_window,
         max_window=speculative.max_window,
         counts=speculative.counts_continuations,
-        max_factor=speculative.suffix_max_spec_factor,
-        min_probability=speculative.suffix_min_token_prob,
+        max_factor=float(speculative.suffix_max_spec_factor),
+        min_probability=float(speculative.suffix_min_token_prob),
     )
     if not speculative.shares_answers:
         return TextDrafter(rule, compiled=text_draft_functions())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.sampling_params import MAX_SEED
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.requests.input_processor import InputProcessor
@@ -30,16 +31,15 @@ class RolloutControl:
         """`Engine.remember_rollouts`."""
         speculation = self._context.core.speculation
         if speculation is None or not speculation.shares_answers:
-            text = "this engine takes no answers as drafts; build it with speculative_algorithm and"
+            text = "this engine takes no answers as drafts; build it with speculative_algorithm='NGRAM' or 'SUFFIX' and"
             raise InvalidRequestError(f"{text} speculative_scope='namespace'", param="speculative_scope")
         prompt = self._input_processor.check_rollout(prompt_ids, "prompt_ids")
         output = self._input_processor.check_rollout(output_ids, "output_ids")
         if seed is not None:
             _check_int("seed", seed, MAX_SEED)
         _check_int("choice", choice, MAX_SEED)
-        if extra_key is not None and not isinstance(extra_key, str):
-            raise InvalidRequestError(f"{PARAM}={short_repr(extra_key)} must be text", param="extra_key")
-        sample = Sample(namespace=extra_key, noise=None if seed is None else (seed, choice))
+        namespace = check_extra_key(extra_key)
+        sample = Sample(namespace=namespace, noise=None if seed is None else (seed, choice))
         self._context.thread.run_between_steps(lambda: speculation.remember(prompt, output, sample))
 
 

@@ -169,6 +169,8 @@ class EngineCore:
         """Tell the capturers that the next step has been dispatched, if there is one."""
         for capturer in self.capturers:
             capturer.on_step_end()
+        if self.speculation is not None:
+            self.speculation.count_bytes()
 
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue with its tokens and rows. No step of its data rank may be in flight:

@@ -103,6 +103,7 @@ class Speculation:
         self._newest: str | None = None  # the last of the running requests
         self._num_untimed = 0  # resting steps since the last one that was timed
         self._num_failures = 0
+        self._has_changed = False  # what the drafter holds, since its bytes were counted
         self._logged: set[str] = set()
 
     @property
@@ -178,7 +179,13 @@ class Speculation:
         for req in filter(_may_speculate, running):
             self._index(req)
         self.totals.draft_s += time.perf_counter() - start
-        self.totals.store_bytes = 0 if self._drafter is None else self._drafter.nbytes
+
+    def count_bytes(self) -> None:
+        """Count the host memory of the drafter; called at the end of a step, and where answers come or go between
+        steps."""
+        if self._has_changed:
+            self.totals.store_bytes = 0 if self._drafter is None else self._drafter.nbytes
+            self._has_changed = False
 
     def count_skipped(self, running: Sequence[Req]) -> None:
         """Count the requests of a step that was not drafted for, by reason; where the policy rests there is none."""
@@ -306,23 +313,31 @@ class Speculation:
         return req.speculative.counts(self._limits.num_drafts)
 
     def remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
-        """Give the drafter an answer, for later requests of the namespace."""
+        """Give the drafter an answer, for later requests of the namespace; called between steps."""
+        self._remember(prompt, output, sample)
+        self.count_bytes()
+
+    def _remember(self, prompt: Int32[np.ndarray, " S"], output: Int32[np.ndarray, " G"], sample: Sample) -> None:
         if self._drafter is not None:
+            self._has_changed = True
             try:
                 self._drafter.remember(prompt, output, sample)
             except Exception as error:
                 self._failed("remember", error)
 
     def forget(self) -> None:
-        """Drop all answers that the drafter remembers."""
+        """Drop all answers that the drafter remembers; called between steps."""
         if self._drafter is not None:
             self._drafter.forget()
+            self._has_changed = True
+            self.count_bytes()
 
     def close(self, req: Req) -> None:
         """Forget a request that has ended; its answer is remembered where that is asked for."""
         if self._sharing.remembers_answers and req.num_output and _refusal(req) is None:
-            self.remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
+            self._remember(req.tokens[: req.prompt_len], req.output_ids, _sample_of(req))
         self._indexed.pop(req.rid, None)
+        self._has_changed = True
         if self._drafter is not None:
             self._drafter.close(req.rid)  # a draft model has drafted for requests that are not indexed, too
         self._unverified.pop(req.rid, None)
@@ -345,6 +360,7 @@ class Speculation:
         """A proposal, or None where it cannot be one."""
         if self._drafter is None:
             return None
+        self._has_changed = True  # answers are indexed once they are searched
         try:
             draft = self._drafter.propose(req.rid, most)
             tokens = draft.tokens
@@ -363,6 +379,7 @@ class Speculation:
         known, drafter = self._indexed.get(req.rid), self._drafter
         if drafter is None or known == req.num_known:
             return drafter is not None
+        self._has_changed = True
         try:
             if known is None:
                 self.policy.renew()
@@ -383,7 +400,7 @@ class Speculation:
             self._logged.add(what)
             logger.warning("the drafter failed (%s), its drafts are dropped: %s", what, error, exc_info=error)
         if self._num_failures >= MAX_FAILURES and self._drafter is not None:
-            self._drafter = None
+            self._drafter, self._has_changed = None, True
             self._indexed.clear()
             logger.error("the drafter failed %d times and is off; requests go on without drafts", self._num_failures)
 

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -93,6 +94,7 @@ class InputProcessor:
         requests: list[TokenizedGenerateReqInput] = []
         for ids, call, own, (call_id, group, rids) in zip(prompts, calls, params, all_ids, strict=True):
             _check_flags(call)
+            extra_key = check_extra_key(call.extra_key)
             options = resolve_routing_options(
                 call, own, prompt_len=ids.size, capture=self.limits.capture, defaults=routing
             )
@@ -111,7 +113,7 @@ class InputProcessor:
                     stop_token_ids=stop_token_ids,
                     prediction=prediction,
                     data_parallel_rank=rank,
-                    extra_key=None if call.extra_key is None else str(call.extra_key),
+                    extra_key=extra_key,
                     stream=call.stream is True,
                     return_logprob=return_logprob,
                     logprob_start_len=start,
@@ -202,7 +204,7 @@ class InputProcessor:
     def _check_in_vocabulary(self, ids: np.ndarray, param: str) -> np.ndarray:
         vocab = self.limits.vocab_size
         if ids.size and (ids.min() < 0 or ids.max() >= vocab):
-            wrong = int(ids[(ids < 0) | (ids >= vocab)][0])
+            wrong = short_repr(int(ids[(ids < 0) | (ids >= vocab)][0]))
             text = f"{PARAM} holds the token id {wrong}, out of vocabulary: this model's {vocab} ids are 0..{vocab - 1}"
             raise InvalidRequestError(text, param=param)
         return ids
@@ -265,8 +267,8 @@ class InputProcessor:
         ids, vocab = tuple(int(cast("int", token)) for token in given), self.limits.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
         if wrong is not None:
-            text = f"{PARAM} holds the out-of-vocabulary id {wrong}: this model's {vocab} ids are 0..{vocab - 1}"
-            raise InvalidRequestError(text, param=param)
+            text = f"{PARAM} holds the out-of-vocabulary id {short_repr(wrong)}: this model's {vocab} ids are"
+            raise InvalidRequestError(f"{text} 0..{vocab - 1}", param=param)
         if len(ids) > MAX_GIVEN_IDS:
             text = f"{PARAM} holds {len(ids)} ids; send at most {MAX_GIVEN_IDS}, or take top logprobs"
             raise InvalidRequestError(text, param=param)
@@ -369,10 +371,6 @@ def _check_flags(request: GenerateReqInput) -> None:
     for param, flag in (("stream", request.stream), ("return_logprob", request.return_logprob)):
         if flag is not None and not isinstance(flag, bool):
             raise InvalidRequestError(f"{PARAM}={short_repr(flag)} must be True or False", param=param)
-    key = request.extra_key
-    if key is not None and not isinstance(key, str):
-        text = f"{PARAM}={short_repr(key)} must be text: requests of equal keys share cached prefixes"
-        raise InvalidRequestError(text, param="extra_key")
 
 
 def _request_ids(
@@ -448,7 +446,8 @@ def _logprob_options(request: GenerateReqInput, params: SamplingParams, prompt_l
 
 
 def _as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
-    """Token ids as int64; refuses what only looks like an integer."""
+    """Token ids as integers; refuses what only looks like an integer. Those that int64 does not hold are out of any
+    vocabulary, and stay as they are for its message."""
     if isinstance(ids, np.ndarray):
         array = ids
     else:
@@ -456,12 +455,15 @@ def _as_integers(ids: object, param: str = "input_ids") -> np.ndarray:
         if parts is None or not all(_is_id(part) for part in parts):
             several = ", or a list of such lists" if param == "input_ids" else ""
             raise InvalidRequestError(f"{PARAM}={short_repr(ids)} must be a list of token ids{several}", param=param)
-        array = np.asarray(parts, np.int64)
+        try:
+            array = np.asarray(parts, np.int64)
+        except OverflowError:
+            return np.asarray(parts, object)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         text = f"{PARAM} of shape {array.shape} and type {array.dtype} must be a row of integers"
         raise InvalidRequestError(text, param=param)
-    return array.astype(np.int64)
+    return array if array.dtype == np.uint64 else array.astype(np.int64)
 
 
 def _is_id(part: object) -> bool:
-    return isinstance(part, int | np.integer) and not isinstance(part, bool) and abs(int(part)) < 1 << 62
+    return isinstance(part, int | np.integer) and not isinstance(part, bool)

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -164,7 +165,7 @@ async def chat_completions(request: Request, server: ServerState) -> Response:
             input_ids=prompt.token_ids,
             sampling_params=params,
             rid=options.request_id,
-            extra_key=chat.extra_key or chat.cache_salt,
+            extra_key=combine_keys(chat.extra_key, chat.cache_salt),
             data_parallel_rank=chat.data_parallel_rank,
             stream=chat.stream is True,
             return_logprob=logprobs.enabled or logprobs.prompt is not None,

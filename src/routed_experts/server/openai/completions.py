@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.server.body import read_body
 from routed_experts.server.errors import ApiError, field_names
@@ -102,7 +103,7 @@ async def completions(request: Request, server: ServerState) -> Response:
             input_ids=input_ids,
             sampling_params=to_sampling_params(completion, completion.max_tokens),
             rid=options.request_id,
-            extra_key=completion.extra_key or completion.cache_salt,
+            extra_key=combine_keys(completion.extra_key, completion.cache_salt),
             data_parallel_rank=completion.data_parallel_rank,
             stream=completion.stream is True,
             return_logprob=logprobs.enabled or logprobs.prompt is not None,

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.grammar_spec import GrammarSpec
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
@@ -85,7 +86,7 @@ async def responses(request: Request, server: ServerState) -> Response:
             input_ids=prompt.token_ids,
             sampling_params=params,
             rid=options.request_id,
-            extra_key=call.extra_key or call.cache_salt,
+            extra_key=combine_keys(call.extra_key, call.cache_salt),
             stream=call.stream is True,
         )
         requests = await server.process(
