@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from oracles.families import CASES, Oracle
-from routed_experts.models.base.weight_source import StoredEntries, WeightSource
+from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.models.model_folder import ModelFolder
@@ -22,7 +22,11 @@ AS_PUBLISHED = {"Qwen3VLMoe"}  # whose experts transformers 5 writes [E, O, I], 
 IN_EVERY_RUN = AS_PUBLISHED | {
     *("GptOss", "Qwen3Moe", "DeepseekV3", "GraniteMoe", "Ernie4_5_Moe", "Gemma4", "Llama4", "Qwen3Next"),
 }
-NAMES = [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
+RELOADED = {"GptOss", "Qwen3VLMoe", "DeepseekV3", "Qwen3Next"}  # in every run
+
+
+def names(in_every_run):
+    return [name if name in in_every_run else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
 
 
 def read_tensors(folder):
@@ -42,7 +46,7 @@ def assert_same_bits(actual, expected):
         assert actual[name].dtype == array.dtype and actual[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(IN_EVERY_RUN))
 def test_tensors_are_those_of_the_checkpoint(tmp_path, name):
     Oracle(CASES[name], tmp_path)
     folder = ModelFolder.open(tmp_path)
@@ -58,20 +62,27 @@ def test_tensors_are_those_of_the_checkpoint(tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(RELOADED))
 def test_an_exported_folder_has_the_same_bits_by_both_loaders(tmp_path, name, dtype):
-    """Selection biases and decays are float32 in a model of bfloat16, and stay so."""
+    """Selection biases and decays are float32 in a model of bfloat16, and stay so. Transformers keeps some matrices in
+    float32, too, so its files are rounded as the model is."""
     oracle = Oracle(CASES[name], tmp_path / "source")
     folder = ModelFolder.open(tmp_path / "source")
     model = folder.load(jnp.dtype(dtype))
     config = json.loads((tmp_path / "source" / "config.json").read_text())
-    copy = save(tmp_path / "copy", config | {"dtype": dtype}, hugging_face_tensors(model, folder.sources, dtype))
+    config |= {"dtype": dtype}
+    exported = hugging_face_tensors(model, folder.sources, dtype)
+    copy = save(tmp_path / "copy", config, exported)
     assert ModelFolder.open(copy).dtype("auto") == jnp.dtype(dtype)
     assert_same_bits(read_arrays(ModelFolder.open(copy).load(jnp.dtype(dtype))), read_arrays(model))
     if CASES[name].rewrite is None:
+        stored = read_tensors(tmp_path / "source")
+        rounded = {
+            key: array.astype(exported[key].dtype if key in exported else dtype) for key, array in stored.items()
+        }
         left, right = (
             type(oracle.model).from_pretrained(path, dtype=getattr(torch, dtype)).state_dict()
-            for path in (copy, tmp_path / "source")
+            for path in (copy, save(tmp_path / "rounded", config, rounded))
         )
         loaded = [key for key in right if "visual" not in key]  # a vision tower is not read
         assert left.keys() == right.keys() and loaded
@@ -96,12 +107,10 @@ def test_a_file_that_the_table_fills_in_part_is_refused(tmp_path):
     without_up = [source for source in folder.sources if not source.name.endswith(".up_proj")]
     with pytest.raises(ValueError, match=r"gate_up_proj has \d+ entries, and the table fills \d+; correct the table"):
         hugging_face_tensors(model, without_up)
-    narrower = [WeightSource(name=source.name, shape=(1, 1), target="embed") for source in folder.sources[:1]]
-    assert hugging_face_tensors(model, narrower)[folder.sources[0].name].shape == (1, 1)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("start, step", [(0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 2), (2, 3)])
 def test_entries_of_a_stored_tensor_are_those_of_a_slice(start, step, swapped):
     entries = StoredEntries(name="t", start=start, step=step, swapped=swapped)
     stored = np.arange(4 * 5 * 6).reshape(4, 5, 6)

@@ -42,7 +42,12 @@ from routed_experts.models.loading.quantized_checkpoint import (
     open_quantized,
     show_codes,
 )
-from routed_experts.models.loading.virtual_tensors import CodedTensor, VirtualCheckpoint, VirtualTensor, with_axes_swapped
+from routed_experts.models.loading.virtual_tensors import (
+    CodedTensor,
+    VirtualCheckpoint,
+    VirtualTensor,
+    with_axes_swapped,
+)
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding

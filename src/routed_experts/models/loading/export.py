@@ -46,7 +46,5 @@ def _placed(array: np.ndarray, source: WeightSource) -> np.ndarray:
     part = part.reshape(part.shape[len(source.index) :])
     part = np.swapaxes(part, -1, -2) if source.transpose else part
     if part.shape != source.shape:
-        raise ValueError(
-            f"{source.name} has shape {part.shape}, expected {source.shape}; correct the table of names"
-        )
+        raise ValueError(f"{source.name} has shape {part.shape}, expected {source.shape}; correct the table of names")
     return part
