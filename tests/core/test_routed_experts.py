@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,16 @@ def test_a_record_is_not_iterated_by_accident():
         ({"version_spans": ()}, "end at 2"),
         ({"valid": np.ones(3, bool)}, r"bool\[3\]"),
         ({"weights": np.ones((2, 2, 2))}, "float64"),
+        ({"ids": EXAMPLE_IDS}, "ids is a list of 2; expected a NumPy array; convert it with np.asarray"),
+        ({"ids": jnp.array(EXAMPLE_IDS, jnp.uint8)}, "ids is .*; expected a NumPy array"),
+        ({"valid": [True, False]}, "valid is a list of 2; expected a NumPy array"),
+        ({"weights": [[0.5]]}, "weights is a list of 1; expected a NumPy array"),
+        ({"start": 2.0}, r"start=2\.0; expected an integer"),
+        ({"num_tokens": "5"}, "num_tokens='5'; expected an integer"),
+        ({"num_prompt_tokens": True}, "num_prompt_tokens=True; expected an integer"),
+        ({"version_spans": None}, r"version_spans=None; expected triples"),
+        ({"version_spans": (0, 2, 4)}, r"version_spans=a tuple of 3; expected triples"),
+        ({"version_spans": ((2, 4, 0.5),)}, "expected triples .* of integers"),
     ],
 )
 def test_a_record_that_breaks_its_own_laws_is_not_made(changes, text):

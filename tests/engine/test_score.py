@@ -129,7 +129,9 @@ def test_one_token_has_a_row_and_no_logprob(engine):
     assert np.array_equal(out.routed_experts.ids, ORACLE.run([7]).ids)
 
 
-@pytest.mark.parametrize("ids", [[], [[]], "text", [1.0], [True], None, [[1], "x"], [313], [-1], [1 << 70], 5, {1: 2}])
+@pytest.mark.parametrize(
+    "ids", [[], [[]], "text", [1.0], [True], None, [[1], "x"], [313], [-1], [1 << 70], 5, {1: 2}, np.array(3)]
+)
 def test_what_is_no_tokens_is_refused(engine, ids):
     with pytest.raises(InvalidRequestError, match="token_ids") as caught:
         engine.score(ids)
@@ -171,6 +173,29 @@ def test_routes_that_do_not_fit_name_sample_row_and_layer(engine, kind):
 def test_as_many_records_as_sequences_are_required(engine):
     with pytest.raises(RoutingAlignmentError, match="1 records for 2 sequences"):
         engine.score([[1, 2], [3, 4]], routed=[None])
+
+
+def test_records_may_be_an_iterator(engine):
+    sequences = [random_tokens(40), random_tokens(33)]
+    records = [drifted(40), None]
+    expected = engine.score(sequences, routed=records)
+    for out, other in zip(engine.score(sequences, routed=iter(records)), expected, strict=True):
+        assert np.array_equal(out.logprobs, other.logprobs) and out.routed_experts == other.routed_experts
+
+
+def test_rows_are_left_out_on_request(engine):
+    """The logprobs are the same, also on given routes."""
+    tokens = random_tokens(40)
+    for routed in (None, drifted(40)):
+        alone = engine.score(tokens, routed=routed, return_routed_experts=False)
+        for choice in (True, None):
+            both = engine.score(tokens, routed=routed, return_routed_experts=choice)
+            assert np.array_equal(alone.logprobs, both.logprobs)
+            assert alone.routed_experts is None and both.routed_experts.num_rows == 40
+    for value in ("x", 1, [True]):
+        with pytest.raises(InvalidRequestError, match="must be True, False or None") as caught:
+            engine.score(tokens, return_routed_experts=value)
+        assert caught.value.param == "return_routed_experts"
 
 
 def test_without_capture_there_are_scores_and_no_rows(tmp_path):

@@ -96,6 +96,69 @@ def test_an_id_that_is_no_expert_is_never_written(name):
         PAIRS[name][0](dataclasses.replace(record, ids=ids))
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_sequence_of_one_token_has_no_rows(name):
+    to, back = PAIRS[name]
+    record = random_record(np.random.default_rng(3), 1, prompt_len=1)
+    assert back(to(record), SequenceInfo.from_record(record)) == record
+    assert back(to(record), SequenceInfo(spec=SPEC, num_tokens=1, num_prompt_tokens=1, version=4)) == record
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_prompt_without_an_answer_may_lack_its_last_row(name):
+    to, back = PAIRS[name]
+    for last in (False, True):
+        record = random_record(np.random.default_rng(3), LENGTH, last=last)
+        expected = record[: LENGTH - 1] if name in ("slime", "nemo_rl") else record
+        assert back(to(record), SequenceInfo.from_record(expected)) == expected
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_no_record_is_refused_by_every_layout(name):
+    for other in (build_record().ids, None, [build_record()]):
+        with pytest.raises(RoutingFormatError, match=r"the record is .*; expected RoutedExperts|the record is None"):
+            PAIRS[name][0](other)
+
+
+@pytest.mark.parametrize("name", ["megatron", "vllm021"])
+def test_what_is_no_pair_is_refused(name):
+    for payload in (None, 3, (1, 2, 3)):
+        with pytest.raises(RoutingFormatError, match=f"{name}: .*; expected the pair"):
+            PAIRS[name][1](payload, routing_info(build_record()))
+
+
+def test_counts_may_be_integers_of_numpy():
+    record = build_record()
+    info = SequenceInfo(spec=SPEC, num_tokens=np.int64(LENGTH), num_prompt_tokens=np.int32(PROMPT), version=np.int64(4))
+    back = formats.verl.decode(formats.verl.encode(record), info)
+    assert back == record
+    encoded = json.loads(json.dumps(formats.encode_meta_info(back, payload_format="int32", layers="all")))
+    assert formats.record_from_meta_info({"meta_info": encoded}) == record
+    counts = dict(num_tokens=np.int64(LENGTH), version_spans=((np.int64(0), np.int64(LENGTH - 1), np.int64(4)),))
+    encoded = json.loads(
+        json.dumps(
+            formats.encode_meta_info(dataclasses.replace(record, **counts), payload_format="int32", layers="all")
+        )
+    )
+    assert formats.record_from_meta_info({"meta_info": encoded}) == record
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"spec": None}, "spec is None; expected a CaptureSpec"),
+        ({"num_tokens": 12.0}, r"num_tokens=12\.0; expected an integer of at least 0"),
+        ({"start": -1}, "start=-1; expected an integer"),
+        ({"num_prompt_tokens": True}, "num_prompt_tokens=True; expected an integer"),
+        ({"version": "step-1"}, "version='step-1'; expected a count of updates, or spans"),
+        ({"version": True}, "version=True; expected a count"),
+    ],
+)
+def test_info_that_is_none_is_refused(fields, text):
+    with pytest.raises(RoutingFormatError, match=text):
+        SequenceInfo(**dict(spec=SPEC, num_tokens=LENGTH, num_prompt_tokens=PROMPT) | fields)
+
+
 def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
     """S - 1 rows came: the last of them feeds a scored token, and is not the one that a rollout leaves out."""
     record = build_record()

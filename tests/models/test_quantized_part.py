@@ -25,7 +25,7 @@ from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_checkpoint import open_quantized
 from routed_experts.models.loading.quantized_part import INT8, QuantizedPart
 from routed_experts.models.loading.quantized_tensors import QuantizedMatrix
-from routed_experts.models.loading.virtual_tensors import Mxfp4, Swapped, VirtualCheckpoint
+from routed_experts.models.loading.virtual_tensors import Mxfp4, VirtualCheckpoint, with_axes_swapped
 from routed_experts.models.loading.weight_loader import _Loader, _write_pieces, load, pieces_writer
 from support.quantized_checkpoints import exact, forms, fp8, fp8_config, mxfp4, pack, write_folder
 from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
@@ -309,7 +309,7 @@ def test_swapped_stacks_of_experts_are_multiplied_on_a_device(tmp_path):
     }
     config = {"quantization_config": fp8_config((32, 16))}
     quantized = opened(write_folder(tmp_path, config, tensors), config)
-    checkpoint = RecordingCheckpoint(quantized, {"swapped": Swapped("w.weight")})
+    checkpoint = RecordingCheckpoint(quantized, {"swapped": with_axes_swapped("w.weight")})
     table = [WeightSource(name="swapped", shape=(4, 192, 160), target="w")]
     loaded = load(checkpoint, table, {"w": jax.ShapeDtypeStruct((4, 192, 160), jnp.bfloat16)}, host_bytes=1)
     numbers = np.stack([matrix.numbers.T for matrix in written])

@@ -13,11 +13,12 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from oracles.families import CASES, Oracle
 from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.virtual_tensors import (
     Mxfp4,
     PackedRuns,
-    Strided,
+    StoredView,
     VirtualCheckpoint,
     dequantize_mxfp4,
 )
@@ -39,8 +40,8 @@ def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):
     blocks, scales = packed(rng, 3, 8, 2, 16)
     pairs = rng.standard_normal((3, 5, 8)).astype(np.float32)
     save_file({"b": blocks, "s": scales, "p": pairs}, tmp_path / "model.safetensors")
-    virtual = {"all": Mxfp4("b", "s"), "odd": Mxfp4("b", "s", 1), "even": Strided("p", 0)}
-    virtual["swapped"] = Strided("p", 1, swapped=True)
+    virtual = {"all": Mxfp4("b", "s"), "odd": Mxfp4("b", "s", 1), "even": StoredView(StoredEntries(name="p", step=2))}
+    virtual["swapped"] = StoredView(StoredEntries(name="p", start=1, step=2, swapped=True))
     checkpoint = VirtualCheckpoint(Checkpoint(tmp_path), virtual)
     numbers = dequantize_mxfp4(blocks, scales)
     expected = {"all": numbers, "odd": numbers[:, 1::2], "even": pairs[..., 0::2]}

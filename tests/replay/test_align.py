@@ -213,7 +213,43 @@ def test_another_router_is_refused_and_a_hash_routed_layer_may_repeat():
     )
 
 
+def test_what_is_read_once_may_be_an_iterator():
+    """Spans in an order other than that of the versions, and more samples than one."""
+    record = changed((5, 1), [7, 2, 9, 7], version_spans=((0, 4, 8), (4, 9, 7)))
+    samples = [Sample(record, 10), Sample(record, 10)]
+    how = dict(layout="pad_right", seq_len=12, spec=SPEC)
+    expected = align(samples, versions=[7, 8], repeats_in_layers=[2], **how)
+    batch = align(iter(samples), versions=iter([7, 8]), repeats_in_layers=iter([2]), **how)
+    assert np.array_equal(batch.ids, expected.ids) and np.array_equal(batch.valid, expected.valid)
+    assert align(samples, versions=np.array([7, 8]), repeats_in_layers=np.array([2]), **how).valid.sum() == 18
+    with pytest.raises(RoutingAlignmentError, match=r"this batch allows \[8\]"):
+        align(samples, versions=iter([8]), repeats_in_layers=[2], **how)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"versions": 0}, "versions=0 is no list; give a list"),
+        ({"versions": (True,)}, "versions holds True; expected counts"),
+        ({"versions": [0, None]}, "versions holds None; expected counts"),
+        ({"repeats_in_layers": 2}, "repeats_in_layers=2; expected a list of indices"),
+        ({"repeats_in_layers": "2"}, "repeats_in_layers='2'; expected a list of indices"),
+    ],
+)
+def test_versions_and_layers_that_are_none_are_refused(arguments, text):
+    with pytest.raises(InvalidRequestError, match=text) as caught:
+        align([Sample(changed(), 10)], layout="pad_right", seq_len=12, spec=SPEC, **arguments)
+    assert caught.value.param in arguments
+
+
 BAD_ARGUMENTS = {
+    "one sample": (dict(samples=Sample(None, 10)), "samples is a Sample; give a list of Sample"),
+    "no samples": (dict(samples=None), "samples is None; give a list of Sample"),
+    "a bare record": (dict(samples=[changed()]), "sample 0 is a RoutedExperts; give Sample"),
+    "a tuple": (dict(samples=[Sample(None, 10), (None, 10)]), "sample 1 is a tuple of 2; give Sample"),
+    "no spec": (dict(spec=None), "spec is None; give the model's config.capture_spec"),
+    "a config": (dict(spec={"top_k": 4}), "spec is a dict of 1; give the model's config.capture_spec"),
+    "a word": (dict(weights="no"), "weights='no' must be True or False"),
     "layout": (dict(layout="left"), "layout='left' is unknown; choose one of pad_right"),
     "width without": (dict(layout="pad_both"), "prompt_width=None with layout='pad_both'"),
     "width beside": (dict(prompt_width=3), "it belongs to pad_both"),

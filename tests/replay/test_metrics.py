@@ -97,7 +97,60 @@ def test_without_a_valid_row_the_canary_is_silent():
     assert float(canary(jnp.asarray(missed), nothing)) == 0.0
 
 
+def test_misses_of_other_rows_are_refused_when_they_are_traced():
+    """Without a comparison they would be broadcast: 2 samples on the rows of one give a share of 2."""
+    routed, missed, *_ = batch()
+    for other in (missed[:1], missed[..., :2], missed[:, :1], missed[..., 0]):
+        with pytest.raises(
+            InvalidRequestError, match=r"slot_miss is .*: give output and input of one forward"
+        ) as caught:
+            jax.jit(canary)(jnp.asarray(other), routed)
+        assert caught.value.param == "slot_miss"
+    first = RoutedBatch(routed.ids, routed.valid[:, :1], routed.pad[:, :1])
+    with pytest.raises(InvalidRequestError, match="slot_miss"):
+        canary(jnp.asarray(missed), first)
+
+
+def misses(index=None, value=0.0, **options):
+    array = np.zeros((*SHAPE, 3), **options)
+    if index is not None:
+        array[index] = value
+    return {"slot_miss": array, "routed": batch()[0]}
+
+
+def same(r, t, m):
+    return r, t, m
+
+
+def valid_position():
+    return (*np.argwhere(np.asarray(batch()[0].valid))[0], 1)
+
+
+def test_misses_of_rows_that_are_not_valid_are_not_looked_at():
+    routed, missed, valid, _ = batch()
+    odd = missed.astype(np.float32)
+    odd[~valid] = np.nan
+    reports = [mismatch_report(*logprobs(), slot_miss=array, routed=routed) for array in (missed, odd)]
+    assert reports[0] == reports[1]
+
+
 BAD = {
+    "complex": (lambda r, t, m: (r * (1 + 2j), t, m), {}, "rollout_logprobs"),
+    "words": (lambda r, t, m: (r, np.full(SHAPE, "a"), m), {}, "train_logprobs"),
+    "ragged": (lambda r, t, m: ([[-1.0], [-1.0, -2.0]], t, m), {}, "rollout_logprobs"),
+    "a ragged mask": (lambda r, t, m: (r, t, [[True], [True, False]]), {}, "mask"),
+    "ragged lags": (same, {"versions": [[0], [0, 1]]}, "versions"),
+    "misses of more layers": (
+        same,
+        {"slot_miss": np.zeros((*SHAPE, 5)), "routed": batch()[0]},
+        "slot_miss",
+    ),
+    "misses without layers": (same, {"slot_miss": np.zeros(SHAPE), "routed": batch()[0]}, "slot_miss"),
+    "misses that are no number": (same, misses(valid_position(), np.nan), "slot_miss"),
+    "more misses than slots": (same, misses(valid_position(), 5), "slot_miss"),
+    "negative misses": (same, misses(valid_position(), -1), "slot_miss"),
+    "complex misses": (same, misses(dtype=np.complex64), "slot_miss"),
+    "misses as booleans": (same, misses(dtype=bool), "slot_miss"),
     "shape": (lambda r, t, m: (r[:1], t, m), {}, "rollout_logprobs"),
     "mask": (lambda r, t, m: (r, t, m.astype(int)), {}, "mask"),
     "empty": (lambda r, t, m: (r, t, m & False), {}, "mask"),
@@ -130,6 +183,11 @@ def test_the_gate_raises_above_its_limit_and_for_what_is_no_number(caplog):
     with caplog.at_level(logging.WARNING):
         assert CanaryGate(limit=0.1, action="log")(0.2) == 0.2
     assert "canary=0.2" in caplog.text
+    for value in ("a", None, np.zeros(3), [0.1], 1j, True, [[1], [2, 3]]):
+        with pytest.raises(InvalidRequestError, match=r"value is ") as caught:
+            gate(value)
+        assert caught.value.param == "value"
+    assert gate(0) == gate(np.float64(0)) == gate(jnp.bfloat16(0)) == 0.0
     for kwargs, param in (
         (dict(limit=0), "limit"),
         (dict(limit=True), "limit"),

@@ -92,9 +92,24 @@ def test_turns_that_do_not_fit_are_named():
         ([(tokens, record)], [], "tokens are float64"),
         ([(tokens, record)], [[1]], "expected a row of at least one integer"),
         ([(tokens / 2, record)], tokens, "turn 0: tokens are float64"),
+        ([([[1], [2, 3]], record)], tokens, "turn 0: tokens are a list of 2 that is no array"),
+        ([(tokens, record)], [[1], [2, 3]], "tokens are a list of 2 that is no array"),
+        ([record], tokens, r"turn 0 is a RoutedExperts; give a pair"),
+        ([(tokens, record), record], tokens, r"turn 1 is a RoutedExperts; give a pair"),
+        ((tokens, record), tokens, r"turn 0 is a ndarray of 9; give a pair"),
+        (record, tokens, r"turns is a RoutedExperts; give a list"),
+        (None, tokens, "turns is None; give a list"),
+        (iter([]), tokens, "turns is empty"),
     ):
         with pytest.raises(RoutingAlignmentError, match=match):
             merge_turns(turns, final_tokens)
+
+
+def test_turns_may_be_an_iterator():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 300, 20)
+    turns = [(tokens[:12], random_record(rng, 12)), (tokens, random_record(rng, 20, start=11))]
+    assert merge_turns(iter(turns), tokens) == merge_turns(turns, tokens)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

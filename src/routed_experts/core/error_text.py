@@ -17,7 +17,10 @@ def short_repr(value: object, *, max_chars: int = _MAX_CHARS) -> str:
     if value is None or isinstance(value, bool | int | float | numbers.Number):
         return repr(value)[:_MAX_CHARS]
     if isinstance(value, Collection):
-        return f"a {type(value).__name__} of {len(value)}"
+        try:
+            return f"a {type(value).__name__} of {len(value)}"
+        except TypeError:  # an array of no dims
+            return f"a {type(value).__name__} of one value"
     return f"a {type(value).__name__}"
 
 

@@ -2,11 +2,13 @@
 
 Dims: R rows, M MoE layers, K experts per token."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 
 VersionSpans = tuple[tuple[int, int, int], ...]  # (lo, hi, count of the weights' update) of tokens [lo, hi), absolute
@@ -15,6 +17,11 @@ VersionLabels = tuple[tuple[int, str], ...]  # (count, label) of updates of the 
 # Ids compared at a time: they fit a core's own cache, with the room that the comparison needs.
 _BLOCK_IDS = 1 << 17
 _LANES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # K booleans of a row as one number
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or NumPy, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def to_version_spans(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpans:
@@ -27,6 +34,10 @@ def to_version_spans(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpan
 
 def check_version_spans(spans: VersionSpans, start: int, end: int) -> None:
     """Raise RoutingFormatError unless the spans cover tokens [start, end), ascending and disjoint."""
+    if not isinstance(spans, Sequence) or not all(_is_span(span) for span in spans):
+        raise RoutingFormatError(
+            f"version_spans={short_repr(spans)}; expected triples (lo, hi, count) of integers; give () for no rows"
+        )
     covered = start
     for low, high, version in spans:
         if low != covered or high <= low:
@@ -36,6 +47,10 @@ def check_version_spans(spans: VersionSpans, start: int, end: int) -> None:
         covered = high
     if covered != end:
         raise RoutingFormatError(f"version spans {spans} end at {covered}; expected {end}, where the rows end")
+
+
+def _is_span(span: object) -> bool:
+    return isinstance(span, tuple | list) and len(span) == 3 and all(map(is_integer, span))
 
 
 def check_id_range(

@@ -14,12 +14,14 @@ import numpy as np
 from jaxtyping import BFloat16, Bool, Float32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import (
     VersionLabels,
     VersionSpans,
     check_id_range,
     check_version_spans,
+    is_integer,
     repeated_rows,
 )
 
@@ -50,6 +52,7 @@ class RoutedExperts:
     version_labels: VersionLabels = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_arrays()
         self._check_tokens()
         for array in (self.ids, self.valid, self.weights):
@@ -181,6 +184,20 @@ class RoutedExperts:
             same_dtype = self.weights.dtype == other.weights.dtype
             weights = same_dtype and np.array_equal(self.weights[known], other.weights[known])
         return weights and np.array_equal(self.ids[known], other.ids[known])
+
+    def _check_types(self) -> None:
+        for name, array in (("ids", self.ids), ("valid", self.valid), ("weights", self.weights)):
+            if array is not None and not isinstance(array, np.ndarray):
+                raise RoutingFormatError(
+                    f"{name} is {short_repr(array)}; expected a NumPy array; convert it with np.asarray"
+                )
+        for name, count in (
+            ("start", self.start),
+            ("num_tokens", self.num_tokens),
+            ("num_prompt_tokens", self.num_prompt_tokens),
+        ):
+            if not is_integer(count):
+                raise RoutingFormatError(f"{name}={short_repr(count)}; expected an integer of at least 0")
 
     def _check_arrays(self) -> None:
         ids, layer_ids, dtype = self.ids, self.layer_ids, expert_id_dtype(self.num_experts)

@@ -505,7 +505,8 @@ class Engine:
         `replay_weights` the experts run on the combine weights of the records, too, in place of the router's. It runs
         beside the requests, paused or not, in KV pages of its own (for the longest sequence, or a step's tokens). A
         program is compiled when a shape is first met. Rows are returned where the engine records them, with combine
-        weights where it records these; to request them (True) or to replay elsewhere raises CaptureDisabledError.
+        weights where it records these; `return_routed_experts=False` returns none. To request them (True) or to replay
+        where none are recorded raises CaptureDisabledError.
         Raises InvalidRequestError for ids that are none, PromptTooLongError, and RoutingAlignmentError for rows that do
         not fit, naming sample, row and layer. With experts= the host's experts run on threads of the score's own, and
         none is deferred."""

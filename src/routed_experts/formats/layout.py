@@ -12,8 +12,15 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import VersionLabels, VersionSpans, check_id_range, repeated_rows
+from routed_experts.core.record_validation import (
+    VersionLabels,
+    VersionSpans,
+    check_id_range,
+    is_integer,
+    repeated_rows,
+)
 from routed_experts.core.routed_experts import RoutedExperts
 
 Missing = Literal["error", "gate"]
@@ -32,6 +39,22 @@ class SequenceInfo:
     start: int = 0
     version: int | VersionSpans = 0
     version_labels: VersionLabels = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, CaptureSpec):
+            raise RoutingFormatError(f"spec is {short_repr(self.spec)}; expected a CaptureSpec: config.capture_spec")
+        for name, count in (
+            ("num_tokens", self.num_tokens),
+            ("num_prompt_tokens", self.num_prompt_tokens),
+            ("start", self.start),
+        ):
+            if not is_integer(count) or count < 0:
+                raise RoutingFormatError(f"{name}={short_repr(count)}; expected an integer of at least 0")
+        if not is_integer(self.version) and not isinstance(self.version, tuple):
+            raise RoutingFormatError(
+                f"version={short_repr(self.version)}; expected a count of updates, or spans (lo, hi, count); a label "
+                "goes to version_labels"
+            )
 
     @staticmethod
     def from_record(record: RoutedExperts) -> "SequenceInfo":
@@ -61,6 +84,14 @@ def refuse(layout: str, received: str, expected: str) -> NoReturn:
 # --- record to array
 
 
+def check_record(record: RoutedExperts, layout: str) -> None:
+    """Raise RoutingFormatError for what is no record."""
+    if not isinstance(record, RoutedExperts):
+        raise RoutingFormatError(
+            f"{layout}: the record is {short_repr(record)}; expected RoutedExperts, as record_from_meta_info returns it"
+        )
+
+
 def check_missing(record: RoutedExperts, layout: str, missing: Missing) -> None:
     """Raise for rows that are not known, unless `missing` is "gate": the layout's mark then leaves them to the live
     router."""
@@ -71,7 +102,8 @@ def check_missing(record: RoutedExperts, layout: str, missing: Missing) -> None:
 
 
 def require_complete(record: RoutedExperts, layout: str, *, fix: str | None = None) -> None:
-    """Raise where a row is not known."""
+    """Raise for what is no record, and where a row is not known."""
+    check_record(record, layout)
     if record.valid is not None and not record.valid.all():
         token = record.start + int(np.flatnonzero(~record.valid)[0])
         fix = fix or f"{layout} has no mark for that; replay such samples with forward(..., routed=), or drop them"
@@ -79,7 +111,8 @@ def require_complete(record: RoutedExperts, layout: str, *, fix: str | None = No
 
 
 def require_whole(record: RoutedExperts, layout: str) -> None:
-    """Raise unless the rows begin with the first token."""
+    """Raise for what is no record, and unless the rows begin with the first token."""
+    check_record(record, layout)
     if record.start != 0:
         raise RoutingFormatError(
             f"{layout}: rows begin at token {record.start}; expected 0: merge the turns first (merge_turns)"
@@ -97,7 +130,8 @@ def check_fits(num_experts: int, dtype: type[np.signedinteger] | np.dtype) -> np
 
 
 def check_ids(record: RoutedExperts) -> None:
-    """Raise RoutingFormatError for an id of a known row that is no expert."""
+    """Raise RoutingFormatError for what is no record, and for an id of a known row that is no expert."""
+    check_record(record, "routed_experts")
     check_id_range(
         record.ids,
         start=record.start,
@@ -171,8 +205,8 @@ def to_record(
         )
     ids = np.where(known[:, None, None], moe, 0).astype(spec.dtype)
     spans = info.version
-    if isinstance(spans, int):
-        spans = ((info.start, info.start + ids.shape[0], spans),) if ids.shape[0] else ()
+    if not isinstance(spans, tuple):
+        spans = ((info.start, info.start + ids.shape[0], int(spans)),) if ids.shape[0] else ()
     return RoutedExperts.from_spec(
         spec,
         ids=np.ascontiguousarray(ids),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
     Missing,
@@ -40,7 +41,7 @@ def decode(payload: tuple[Sequence[Int[Any, "T K"]], Bool[Any, " T"] | None], in
     """Decode (layers, mask), one [T, K] a MoE layer of T = S or S - 1 tokens; mask None takes every token, those
     outside the mask are not known."""
     if not isinstance(payload, tuple) or len(payload) != 2:
-        refuse("megatron", f"a {type(payload).__name__} of {len(payload)}", "the pair (layers, mask)")
+        refuse("megatron", short_repr(payload), "the pair (layers, mask)")
     routed, mask = payload
     layers = [to_int_array(layer, "megatron") for layer in routed]
     shapes = {layer.shape for layer in layers}

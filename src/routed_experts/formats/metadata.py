@@ -2,7 +2,8 @@
 
 Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid` when rows are missing, and
 `version_labels` when labels are known);
-from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, rows of the prompt).
+from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, dtype, rows of the prompt and
+of the last token).
 Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
 
 import base64
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Float32, UInt, UInt16
 
-from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType
+from routed_experts.core.capture_spec import MAX_NUM_EXPERTS, WEIGHTS_DTYPES, WeightsDType, expert_id_dtype
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_validation import VersionSpans, check_id_range
@@ -79,6 +80,17 @@ class RoutedExpertsMetadata:
         if self.prompt_rows != expected_prompt_rows:
             raise RoutingFormatError(
                 f"prompt_rows is {self.prompt_rows}; expected {expected_prompt_rows} by start and num_prompt_tokens"
+            )
+        has_last = _has_last(self.start, num_rows, self.num_tokens)
+        if self.include_last != has_last:
+            raise RoutingFormatError(
+                f"include_last is {self.include_last}; expected {has_last} for {num_rows} rows from token {self.start} "
+                f"on of {self.num_tokens} tokens"
+            )
+        if self.dtype != payload_dtype(self.format, self.num_experts):
+            raise RoutingFormatError(
+                f"dtype is {self.dtype!r}; expected {payload_dtype(self.format, self.num_experts)!r} for the format "
+                f"{self.format!r} and {self.num_experts} experts"
             )
         if (self.valid is None) != (self.missing_rows == 0):
             raise RoutingFormatError(
@@ -181,20 +193,19 @@ def to_metadata(
     record: RoutedExperts, *, payload_format: PayloadFormat, layers: PayloadLayers = "moe"
 ) -> RoutedExpertsMetadata:
     """Describe a payload of this record; the last token counts as included when it has a row."""
-    dtype = {"int32": "int32", "list": "int16"}.get(payload_format, record.ids.dtype.name)
     num_columns = record.num_hidden_layers if layers == "all" else len(record.layer_ids)
     num_missing = 0 if record.valid is None else record.num_rows - int(np.count_nonzero(record.valid))
     packed = None if record.valid is None else np.packbits(record.valid, bitorder="little").tobytes()
     return RoutedExpertsMetadata(
         format=payload_format,
         layers=layers,
-        dtype=dtype,
+        dtype=payload_dtype(payload_format, record.num_experts),
         shape=(record.num_rows, num_columns, record.top_k),
-        start=record.start,
-        num_tokens=record.num_tokens,
-        num_prompt_tokens=record.num_prompt_tokens,
-        prompt_rows=prompt_rows(record.start, record.num_rows, record.num_prompt_tokens),
-        include_last=record.num_rows > 0 and record.start + record.num_rows == record.num_tokens,
+        start=int(record.start),
+        num_tokens=int(record.num_tokens),
+        num_prompt_tokens=int(record.num_prompt_tokens),
+        prompt_rows=prompt_rows(int(record.start), record.num_rows, int(record.num_prompt_tokens)),
+        include_last=_has_last(record.start, record.num_rows, record.num_tokens),
         num_hidden_layers=record.num_hidden_layers,
         moe_layer_ids=record.layer_ids,
         num_experts=record.num_experts,
@@ -202,7 +213,7 @@ def to_metadata(
         dense_fill=None if layers == "moe" else 0 if payload_format in ("npy", "packed") else -1,
         exact=True,
         placement=None,
-        version_spans=record.version_spans,
+        version_spans=tuple((int(low), int(high), int(count)) for low, high, count in record.version_spans),
         missing_rows=num_missing,
         weights=_weights_dtype(record),
         router=record.router,
@@ -236,9 +247,19 @@ def ids_sha256(record: RoutedExperts) -> str:
     return hashlib.sha256(record.ids.astype(record.ids.dtype.newbyteorder("<"), copy=False).data).hexdigest()
 
 
+def payload_dtype(payload_format: PayloadFormat, num_experts: int) -> str:
+    """The dtype of the ids of a payload."""
+    return {"int32": "int32", "list": "int16"}.get(payload_format, expert_id_dtype(num_experts).name)
+
+
 def prompt_rows(start: int, num_rows: int, num_prompt_tokens: int) -> int:
     """Count the rows of [start, start + num_rows) that belong to the prompt."""
     return min(max(num_prompt_tokens - start, 0), num_rows)
+
+
+def _has_last(start: int, num_rows: int, num_tokens: int) -> bool:
+    """Whether the last token has a row."""
+    return num_rows > 0 and bool(start + num_rows == num_tokens)
 
 
 def _to_json(value: object) -> object:

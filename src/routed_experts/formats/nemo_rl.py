@@ -33,8 +33,8 @@ def decode(array: Int[np.ndarray, "S-1 L K"], info: SequenceInfo) -> RoutedExper
     """Decode rows of which some may be -1 throughout; a row that is -1 in part raises RoutingFormatError."""
     rows, spec = to_int_array(array, "nemo_rl"), info.spec
     if rows.ndim == 3 and rows.shape[1] == spec.num_hidden_layers:
-        absent = (rows[:, spec.layer_ids] == -1).reshape(rows.shape[0], -1)
-        partial = np.flatnonzero(absent.any(axis=1) & ~absent.all(axis=1))
+        absent = rows[:, spec.layer_ids] == -1
+        partial = np.flatnonzero(absent.any(axis=(1, 2)) & ~absent.all(axis=(1, 2)))
         if partial.size:
             ids = rows[partial[0], spec.layer_ids].tolist()
             refuse(

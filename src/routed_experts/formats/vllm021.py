@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int16
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.layout import (
     SequenceInfo,
@@ -28,12 +29,13 @@ def encode(record: RoutedExperts) -> tuple[Int16[np.ndarray, "P M K"], Int16[np.
 
 
 def decode(payload: tuple[Int[Any, "P M K"], Int[Any, "G M K"]], info: SequenceInfo) -> RoutedExperts:
-    """Decode the pair: a row for each prompt token from `start` on, and one for each generated token or one less. A
-    row of -1 is not known."""
-    if len(payload) != 2:
-        refuse("vllm021", f"{len(payload)} arrays", "the pair (prompt, generated)")
+    """Decode the pair: a row for each prompt token from `start` on, and one for each generated token or one less; where
+    nothing was generated, the prompt may have one less. A row of -1 is not known."""
+    if not isinstance(payload, tuple | list) or len(payload) != 2:
+        refuse("vllm021", short_repr(payload), "the pair (prompt, generated)")
     prompt, generated = (to_int_array(rows, "vllm021") for rows in payload)
-    expected = max(info.num_prompt_tokens - info.start, 0)
+    num_rows = sum(len(rows) for rows in (prompt, generated) if rows.ndim)
+    expected = min(max(info.num_prompt_tokens - info.start, 0), num_rows)  # where all is prompt, its last row may lack
     if prompt.shape[:1] != (expected,) or prompt.shape[1:] != generated.shape[1:]:
         received = f"arrays are {list(prompt.shape)} and {list(generated.shape)}"
         refuse(

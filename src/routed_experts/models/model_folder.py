@@ -42,7 +42,12 @@ from routed_experts.models.loading.quantized_checkpoint import (
     open_quantized,
     show_codes,
 )
-from routed_experts.models.loading.virtual_tensors import CodedTensor, Swapped, VirtualCheckpoint, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import (
+    CodedTensor,
+    VirtualCheckpoint,
+    VirtualTensor,
+    with_axes_swapped,
+)
 from routed_experts.models.loading.weight_loader import load_module
 from routed_experts.models.registry import FAMILIES, Family
 from routed_experts.models.sharding import ModelSharding
@@ -192,7 +197,7 @@ class ModelFolder:
         for source in folder.sources:
             array = coded.get(source.target)
             if array is not None and not source.transpose:  # [E, I, O]
-                swapped[source.name] = Swapped(source.name)
+                swapped[source.name] = with_axes_swapped(source.name)
                 *lead, inputs, outputs = source.shape
                 source = dataclasses.replace(source, shape=(*lead, outputs, inputs), transpose=True)
             if array is not None and source.name not in retained:

@@ -10,17 +10,18 @@ Over-long samples are cut as their tokens are: pad_both keeps the prompt's tail 
 the head. Dims: B rows of the batch, S tokens of a sequence, M MoE layers, K experts per token."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.replay.batch import RoutedBatch
-from routed_experts.replay.check import check_record, check_weights
+from routed_experts.replay.check import allowed_versions, check_record, check_weights, layers_with_repeats
 
 LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
@@ -46,15 +47,15 @@ class _Span:
 
 
 def align(
-    samples: Sequence[Sample],
+    samples: Iterable[Sample],
     *,
     layout: str,
     seq_len: int,
     spec: CaptureSpec,
     prompt_width: int | None = None,
     zigzag: int = 1,
-    versions: Collection[int | str] | None = None,
-    repeats_in_layers: Collection[int] = (),
+    versions: Iterable[int | str] | None = None,
+    repeats_in_layers: Iterable[int] = (),
     weights: bool = False,
 ) -> RoutedBatch:
     """Lay records out as a batch of `seq_len` positions a row. Arrays are NumPy; put them on devices as the tokens are.
@@ -63,7 +64,17 @@ def align(
     tokens before a record's start, and the last token of a generated sequence, are neither valid nor pad. `zigzag` =
     c permutes columns by `zigzag_order`, for context parallelism. `versions`: the weights that rows may come from, by
     count of updates or by label; None allows any. `repeats_in_layers`: hash-routed layers. `weights` lays out recorded
-    combine weights too. Raises RoutingAlignmentError naming sample, row and layer of a mismatch."""
+    combine weights too. Raises RoutingAlignmentError naming sample, row and layer of a mismatch, and for an argument
+    that does not fit; InvalidRequestError for `versions` or `repeats_in_layers` that are none."""
+    samples = _check_samples(samples)
+    allowed, repeats = allowed_versions(versions), layers_with_repeats(repeats_in_layers)
+    if not isinstance(spec, CaptureSpec):
+        raise RoutingAlignmentError(
+            f"spec is {short_repr(spec)}; give the model's config.capture_spec (None: the model has no experts, and "
+            "nothing is replayed on it)"
+        )
+    if not isinstance(weights, bool):
+        raise RoutingAlignmentError(f"weights={short_repr(weights)} must be True or False")
     spans = _spans(samples, layout, seq_len, prompt_width)
     order = zigzag_order(seq_len, zigzag)
     num_rows = 1 if layout == "packed" else len(samples)
@@ -81,8 +92,8 @@ def align(
             spec,
             sample=index,
             num_tokens=sample.num_tokens,
-            versions=versions,
-            repeats_in_layers=repeats_in_layers,
+            versions=allowed,
+            repeats_in_layers=repeats,
         )
         part = sample.record[span.first : span.end]
         column = span.column + part.start - span.first
@@ -109,6 +120,19 @@ def zigzag_order(seq_len: int, parts: int) -> Int[np.ndarray, " S"]:
         )
     chunks = np.arange(seq_len).reshape(2 * parts, -1)
     return np.concatenate([chunks[[rank, 2 * parts - 1 - rank]].reshape(-1) for rank in range(parts)])
+
+
+def _check_samples(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples, read once."""
+    if not isinstance(samples, Iterable):
+        raise RoutingAlignmentError(
+            f"samples is {short_repr(samples)}; give a list of Sample(record, num_tokens), also for one"
+        )
+    read = list(samples)
+    for index, sample in enumerate(read):
+        if not isinstance(sample, Sample):
+            raise RoutingAlignmentError(f"sample {index} is {short_repr(sample)}; give Sample(record, num_tokens)")
+    return read
 
 
 def _spans(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: int | None) -> list[_Span]:

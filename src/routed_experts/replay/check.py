@@ -3,7 +3,7 @@
 Nothing is repaired: a mismatch is a RoutingAlignmentError that names the sample, the token and the hidden layer.
 Dims: R rows, M MoE layers, K experts per token, E experts."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from jaxtyping import Bool
@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
-from routed_experts.core.record_validation import repeated_rows
+from routed_experts.core.record_validation import is_integer, repeated_rows
 from routed_experts.core.routed_experts import CombineWeights, RoutedExperts
 
 
@@ -26,7 +26,7 @@ def check_record(
 ) -> None:
     """Raise RoutingAlignmentError unless the record holds rows of this model for a sequence of `num_tokens`.
 
-    `versions`: the weights that the batch allows, by count of updates or by label; None allows any.
+    `versions`: the weights that the batch allows, as `allowed_versions` gives them; None allows any.
     `repeats_in_layers`: hidden-layer indices of hash-routed layers, where a row may name an expert twice."""
     if not isinstance(record, RoutedExperts):
         raise RoutingAlignmentError(
@@ -65,12 +65,37 @@ def check_weights(record: RoutedExperts, *, sample: int) -> CombineWeights:
     return weights
 
 
-def _check_versions(record: RoutedExperts, versions: Collection[int | str] | None, sample: int) -> None:
+def allowed_versions(versions: Iterable[int | str] | None) -> frozenset[int | str] | None:
+    """The weights that a batch allows, read once; None allows any. Raises InvalidRequestError for what is no collection
+    of counts and labels."""
     if versions is None:
-        return
+        return None
     if isinstance(versions, str):
         text = f"versions={short_repr(versions)} is one label; give a list of counts or labels, also for one"
         raise InvalidRequestError(text, param="versions")
+    if not isinstance(versions, Iterable):
+        text = f"versions={short_repr(versions)} is no list; give a list of counts or labels, also for one"
+        raise InvalidRequestError(text, param="versions")
+    allowed = list[int | str](versions)
+    wrong = [version for version in allowed if not isinstance(version, str) and not is_integer(version)]
+    if wrong:
+        text = f"versions holds {short_repr(wrong[0])}; expected counts of updates (integers) or labels (text)"
+        raise InvalidRequestError(text, param="versions")
+    return frozenset(version if isinstance(version, str) else int(version) for version in allowed)
+
+
+def layers_with_repeats(layers: Iterable[int]) -> tuple[int, ...]:
+    """`repeats_in_layers`, read once. Raises InvalidRequestError for what are no integers."""
+    indices = tuple(layers) if isinstance(layers, Iterable) else (None,)
+    if not all(map(is_integer, indices)):
+        text = f"repeats_in_layers={short_repr(layers)}; expected a list of indices of hidden layers, also for one"
+        raise InvalidRequestError(text, param="repeats_in_layers")
+    return tuple(int(index) for index in indices if index is not None)
+
+
+def _check_versions(record: RoutedExperts, versions: Collection[int | str] | None, sample: int) -> None:
+    if versions is None:
+        return
     labels = record.labels
     for low, high, count in record.version_spans:
         label = labels.get(count)

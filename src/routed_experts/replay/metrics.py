@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, RoutingReplayError
 from routed_experts.replay.batch import RoutedBatch
 
@@ -57,8 +58,8 @@ def mismatch_report(
     """Compare logprobs [B, S] (or any one shape) where `mask` is true: entry t is log p(token t | tokens before it),
     both under the sampling distribution. `slot_miss` [B, S, M] and `routed`, both or neither, are output and input
     of `forward`. `versions`: how many weight versions the rollout of each entry lags behind, same shape. Raises
-    InvalidRequestError for shapes that differ, for logprobs that are not finite numbers of at most 0, and for an
-    empty mask."""
+    InvalidRequestError for shapes that differ, for logprobs that are not finite numbers of at most 0, for misses
+    that are not numbers from 0 to K, and for an empty mask."""
     rollout, train, chosen = _checked(rollout_logprobs, train_logprobs, mask)
     report = _report(rollout[chosen], train[chosen])
     if (slot_miss is None) != (routed is None):
@@ -66,11 +67,8 @@ def mismatch_report(
             "slot_miss and routed belong together: output and input of one forward", param="slot_miss"
         )
     if routed is not None:
-        missed, shares = np.asarray(slot_miss), np.asarray(routed.valid)
+        missed, shares = _checked_misses(slot_miss, routed), np.asarray(routed.valid)
         tokens = ~np.asarray(routed.pad)
-        if missed.shape[:2] != shares.shape:
-            text = f"slot_miss is {list(missed.shape)}, routed.valid {list(shares.shape)}; give those of one forward"
-            raise InvalidRequestError(text, param="slot_miss")
         by_layer = (
             missed[shares].mean(axis=0, dtype=np.float64) / routed.ids.shape[-1]
             if shares.any()
@@ -79,7 +77,7 @@ def mismatch_report(
         fallback = 1.0 - float(np.count_nonzero(shares)) / max(int(np.count_nonzero(tokens)), 1)
         report = dataclasses.replace(report, slot_miss=tuple(by_layer.tolist()), fallback_frac=fallback)
     if versions is not None:
-        lags = np.asarray(versions)
+        lags = _to_array(versions, "versions")
         if lags.shape != chosen.shape or lags.dtype.kind not in "iu":
             text = f"versions is {lags.dtype}{list(lags.shape)}; expected integers {list(chosen.shape)}, a lag a token"
             raise InvalidRequestError(text, param="versions")
@@ -93,7 +91,9 @@ def mismatch_report(
 
 def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array, ""]:
     """Mean share of replayed slots that the live router would not have chosen, over valid rows; 0 where there are none.
-    Return it with the loss: rows of other tokens, layers or samples raise it from below 3 % to above 15 %."""
+    Return it with the loss: rows of other tokens, layers or samples raise it from below 3 % to above 15 %. Raises
+    InvalidRequestError, under jit when it is traced, for misses that are not of these rows."""
+    _check_one_forward(slot_miss.shape, routed)
     shares = jnp.where(routed.valid[..., None], slot_miss.astype(jnp.float32), 0.0)
     slots = jnp.sum(routed.valid, dtype=jnp.float32) * slot_miss.shape[-1] * routed.ids.shape[-1]
     return jnp.sum(shares) / jnp.maximum(slots, 1.0)
@@ -117,8 +117,12 @@ class CanaryGate:
 
     def __call__(self, value: float | Array) -> float:
         """Return the value as a float. Above the limit, or NaN, raises RoutingReplayError, or warns with action
-        "log"."""
-        share = float(jax.device_get(value))
+        "log". Raises InvalidRequestError for what is no real number."""
+        array = _to_array(jax.device_get(value), "value")
+        if array.shape != () or not _is_real(array):
+            text = f"value is {array.dtype}{list(array.shape)}; expected one real number: give what canary returns"
+            raise InvalidRequestError(text, param="value")
+        share = float(array)
         if share <= self.limit:
             logger.debug("canary: %.4f of replayed slots are not the live router's", share)
             return share
@@ -136,12 +140,15 @@ class CanaryGate:
 def _checked(
     rollout: Any, train: Any, mask: Any
 ) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."], Bool[np.ndarray, "..."]]:
-    chosen = np.asarray(mask)
+    chosen = _to_array(mask, "mask")
     if chosen.dtype != np.bool_:
         raise InvalidRequestError(f"mask is {chosen.dtype}{list(chosen.shape)}; expected booleans", param="mask")
     arrays: dict[str, Float[np.ndarray, ...]] = {}
     for name, logprobs in (("rollout_logprobs", rollout), ("train_logprobs", train)):
-        array = np.asarray(logprobs)
+        array = _to_array(logprobs, name)
+        if not _is_real(array):
+            text = f"{name} is {array.dtype}{list(array.shape)}; expected real numbers"
+            raise InvalidRequestError(text, param=name)
         if array.shape != chosen.shape:
             raise InvalidRequestError(
                 f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; expected one shape", param=name
@@ -158,6 +165,49 @@ def _checked(
     if not chosen.any():
         raise InvalidRequestError("mask has no true entry; there is nothing to compare", param="mask")
     return arrays["rollout_logprobs"], arrays["train_logprobs"], chosen
+
+
+def _to_array(values: Any, name: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as cause:  # lists of several lengths
+        text = f"{name} is {short_repr(values)} that is no array ({cause}); give rows of one length"
+        raise InvalidRequestError(text, param=name) from cause
+
+
+def _is_real(array: np.ndarray) -> bool:
+    """Whether it holds integers or floats, bfloat16 among them."""
+    return jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _check_one_forward(shape: tuple[int, ...], routed: RoutedBatch) -> None:
+    """Raise unless misses of this shape [B, S, M] are of the rows."""
+    rows = (routed.ids.shape[:3], (*routed.valid.shape, *routed.ids.shape[2:3]))
+    if any(shape != expected for expected in rows):
+        text = (
+            f"slot_miss is {list(shape)}, and routed has ids {list(routed.ids.shape)} and valid "
+            f"{list(routed.valid.shape)}; expected [B, S, M], [B, S, M, K] and [B, S]: give output and input of one "
+            "forward"
+        )
+        raise InvalidRequestError(text, param="slot_miss")
+
+
+def _checked_misses(slot_miss: Any, routed: RoutedBatch) -> np.ndarray:
+    """Misses [B, S, M] of the rows, each from 0 to K where the row is valid."""
+    missed, top_k = _to_array(slot_miss, "slot_miss"), routed.ids.shape[-1]
+    _check_one_forward(missed.shape, routed)
+    if not _is_real(missed):
+        raise InvalidRequestError(f"slot_miss is {missed.dtype}; expected real numbers", param="slot_miss")
+    wide = missed.astype(np.float64)
+    bad = np.asarray(routed.valid)[..., None] & ~((wide >= 0) & (wide <= top_k))
+    if bad.any():
+        index = np.argwhere(bad)[0].tolist()
+        text = (
+            f"slot_miss{index} is {wide[tuple(index)]}; expected 0 to {top_k}, the slots of a row; give what forward "
+            "put out"
+        )
+        raise InvalidRequestError(text, param="slot_miss")
+    return missed
 
 
 def _report(rollout: Float[np.ndarray, " T"], train: Float[np.ndarray, " T"]) -> MismatchReport:

@@ -3,18 +3,19 @@
 A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy. Dims: S
 tokens of a sequence, R rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Int
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.record_validation import to_version_spans
 from routed_experts.core.routed_experts import RoutedExperts
 
 
 def merge_turns(
-    turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], tokens: Int[np.ndarray, " S"]
+    turns: Iterable[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], tokens: Int[np.ndarray, " S"]
 ) -> RoutedExperts:
     """Merge the records of turns, in order of time, each with all the tokens that it ran on, into the record of
     `tokens`.
@@ -25,22 +26,19 @@ def merge_turns(
     to S where a turn fed the last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or
     the first turn's model."""
     sequence = _check_tokens(tokens, "tokens")
-    if not turns:
-        raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
-    first = turns[0][1]
-    for index, (turn_tokens, record) in enumerate(turns):
-        _check_turn(index, _check_tokens(turn_tokens, f"turn {index}: tokens"), record, first)
+    checked = _check_turns(turns)
+    first = checked[0][1]
     usable = [
-        min(_common_prefix_len(np.asarray(turn_tokens), sequence), record.start + record.num_rows)
-        for turn_tokens, record in turns
+        min(_common_prefix_len(turn_tokens, sequence), record.start + record.num_rows)
+        for turn_tokens, record in checked
     ]
-    start = min(sequence.size - 1, *(record.start for _, record in turns))
+    start = min(sequence.size - 1, *(record.start for _, record in checked))
     num_rows = max(sequence.size - 1, *usable) - start
     ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
     weights = None if first.weights is None else np.zeros(ids.shape, first.weights.dtype)
     valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
     labels: dict[int, str] = {}
-    for (_, record), end in zip(turns, usable, strict=True):
+    for (_, record), end in zip(checked, usable, strict=True):
         part = record[:end]
         to = slice(part.start - start, part.start - start + part.num_rows)
         new = ~valid[to] if part.valid is None else part.valid & ~valid[to]
@@ -65,8 +63,31 @@ def merge_turns(
     )
 
 
+def _check_turns(
+    turns: Iterable[tuple[Int[np.ndarray, " S_i"], RoutedExperts]],
+) -> list[tuple[Int[np.ndarray, " S_i"], RoutedExperts]]:
+    """The turns, read once."""
+    if not isinstance(turns, Iterable):
+        raise RoutingAlignmentError(f"turns is {short_repr(turns)}; give a list of (tokens, record), also for one")
+    checked: list[tuple[Int[np.ndarray, " S_i"], RoutedExperts]] = []
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, tuple | list) or len(turn) != 2:
+            raise RoutingAlignmentError(f"turn {index} is {short_repr(turn)}; give a pair (tokens, record)")
+        turn_tokens, record = _check_tokens(turn[0], f"turn {index}: tokens"), turn[1]
+        _check_turn(index, turn_tokens, record, checked[0][1] if checked else record)
+        checked.append((turn_tokens, record))
+    if not checked:
+        raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
+    return checked
+
+
 def _check_tokens(tokens: object, name: str) -> Int[np.ndarray, " S"]:
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError as cause:  # lists of several lengths
+        raise RoutingAlignmentError(
+            f"{name} are {short_repr(tokens)} that is no array; expected a row of at least one integer token id"
+        ) from cause
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise RoutingAlignmentError(
             f"{name} are {array.dtype}{list(array.shape)}; expected a row of at least one integer token id"

@@ -60,7 +60,8 @@ StepRoutes = (
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
     """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or
-    bias. `routed_experts` has a row for each of the S tokens; None where none are recorded.
+    bias. `routed_experts` has a row for each of the S tokens; None where none are recorded, or where
+    `return_routed_experts` is False.
     `weight_version` is the label of the weights, `update_count` the engine's count of their update."""
 
     token_ids: Int32[np.ndarray, " S"]

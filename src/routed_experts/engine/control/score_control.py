@@ -1,6 +1,7 @@
 """ScoreControl: validates what is to be scored, and scores it with the served weights. Dims: S tokens of a sequence."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,10 @@ class ScoreControl:
         sequences = [self._check_ids(ids) for ids in (token_ids if several else [token_ids])]
         records: Sequence[RoutedExperts | None] | None = None
         if routed is not None:
-            records = list(routed) if several and isinstance(routed, Sequence) else [routed]
+            records = list(routed) if several and isinstance(routed, Iterable) else [routed]
+        if return_routed_experts is not None and not isinstance(return_routed_experts, bool):
+            text = f"return_routed_experts={short_repr(return_routed_experts)} must be True, False or None"
+            raise InvalidRequestError(text, param="return_routed_experts")
         self._check_records(records, sequences, return_routed_experts)
         _check_weights(records, replay_weights)
         self._context.wait_for_admission()
@@ -47,13 +51,17 @@ class ScoreControl:
             self._context.check_not_released("score")
             return core.runner.state, core.weight_version
 
-        return self._context.scorer.run(
+        outputs = self._context.scorer.run(
             sequences, records, lambda: thread.run_between_steps(served), replay_weights=replay_weights
         )
+        if return_routed_experts is False:
+            return [dataclasses.replace(output, routed_experts=None) for output in outputs]
+        return outputs
 
     def _check_ids(self, ids: Any) -> Int32[np.ndarray, " S"]:
         """Token ids of one sequence, of this model and within its context."""
-        is_list = isinstance(ids, np.ndarray | Sequence) and len(ids) > 0
+        is_list = ids.ndim == 1 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
+        is_list = is_list and len(ids) > 0
         if not is_list or not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in ids):
             text = f"token_ids={short_repr(ids)} must be at least one token id, or a list of such lists"
             raise InvalidRequestError(text, param="token_ids")

@@ -1,6 +1,45 @@
 """One row of a model's table of names: a tensor of a checkpoint and where it belongs in the model's stacked arrays."""
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Shaped
+
+_Side = TypeVar("_Side", int, slice)  # of a shape, or of a box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntries:
+    """The entries of a file's tensor `name` that make a tensor of the table: start, start + step, ... of its last axis;
+    with `swapped`, the last two axes are swapped then. Loading reads `view`, and an export writes to it."""
+
+    name: str
+    start: int = 0
+    step: int = 1
+    swapped: bool = False
+
+    def view(self, stored: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+        """The entries, as a view of the file's tensor or of a box that `stored_box` gives."""
+        entries = stored[..., self.start :: self.step]
+        return np.swapaxes(entries, -1, -2) if self.swapped else entries
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the entries of a file's tensor."""
+        return self._order((*stored[:-1], stored[-1] // self.step))
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the file's tensor that has these entries."""
+        *lead, last = self._order(shape)
+        return (*lead, last * self.step)
+
+    def stored_box(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The box of the file's tensor that holds a box of the entries."""
+        *lead, last = self._order(box)
+        return (*lead, slice(self.step * last.start, self.step * last.stop))
+
+    def _order(self, sides: tuple[_Side, ...]) -> tuple[_Side, ...]:
+        return (*sides[:-2], sides[-1], sides[-2]) if self.swapped else sides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +56,7 @@ class WeightSource:
     offset_axis: int = -1  # that axis, counted from the last one
     optional: bool = False
     first: int = 0  # along the first axis of the target, for stacked experts; `index` is empty then
+    stored: StoredEntries | None = None  # of the file's tensor, where the tensor is part of one; None: it is one itself
 
     @property
     def start(self) -> list[int]:

@@ -4,25 +4,28 @@ Dims: D hidden, E experts, F expert width."""
 import dataclasses
 from collections.abc import Iterator
 
-from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.base.weight_source import StoredEntries, WeightSource
 from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
     """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D].
-    `transposed`: the last two axes are swapped. `half`: "gate" or "up" alone."""
+    `transposed`: the last two axes are swapped. `half`: "gate" or "up" alone. `stored`: what it is in the file, with a
+    name below the layer, where loading computes it from another tensor."""
 
     name: str
     to: str
     transposed: bool = False
     half: str = ""
+    stored: StoredEntries | None = None
 
     def source(self, scope: CheckpointScope, experts: int, hidden: int, width: int) -> WeightSource:
         """Its place behind the experts of the layers before."""
         outputs = hidden if self.to.startswith("down") else width * (1 if self.half else 2)
         inputs = () if self.to.endswith("bias") else (width if self.to == "down" else hidden,)
         shape = (experts, outputs, *inputs) if self.transposed else (experts, *inputs, outputs)
+        stored = self.stored and dataclasses.replace(self.stored, name=scope.prefix + self.stored.name)
         return WeightSource(
             name=scope.prefix + self.name,
             shape=shape,
@@ -30,6 +33,7 @@ class Stacked:
             first=scope.row * experts,
             transpose=self.transposed,
             offset=width if self.half == "up" else 0,
+            stored=stored,
         )
 
 

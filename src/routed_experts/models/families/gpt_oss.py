@@ -2,35 +2,39 @@
 routers have biases, the gate is clamped. Experts come as bfloat16 [E, D, O], or in 4 bits (MXFP4) [E, O, D]: those stay
 codes where kernels take them, and are unpacked as they are loaded elsewhere. Dims: E experts, D inputs, O outputs.
 
-A checkpoint interleaves gate and up; here they are concatenated, so that all kernels see one layout."""
+A checkpoint interleaves gate and up; here they are concatenated, so that all kernels see one layout. The table names
+gate and up apart, and its `stored` entries say where the checkpoint has them: loading and exports both follow those."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
-from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, Swapped, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, StoredView, VirtualTensor
 
+_GATE_UP, _GATE_UP_BIAS, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj"
+_GATE = StoredEntries(name=_GATE_UP, start=0, step=2, swapped=True)
+_UP = StoredEntries(name=_GATE_UP, start=1, step=2, swapped=True)
+_GATE_BIAS = StoredEntries(name=_GATE_UP_BIAS, start=0, step=2)
+_UP_BIAS = StoredEntries(name=_GATE_UP_BIAS, start=1, step=2)
 _NAMES = ExpertNames(
     router="mlp.router.weight",
     router_bias="mlp.router.bias",
     stacked=(
-        Stacked(name="mlp.experts.gate_proj", to="gate_up", half="gate", transposed=True),
-        Stacked(name="mlp.experts.up_proj", to="gate_up", half="up", transposed=True),
-        Stacked(name="mlp.experts.gate_proj_bias", to="gate_up_bias", half="gate"),
-        Stacked(name="mlp.experts.up_proj_bias", to="gate_up_bias", half="up"),
-        Stacked(name="mlp.experts.down_proj", to="down", transposed=True),
+        Stacked(name="mlp.experts.gate_proj", to="gate_up", half="gate", transposed=True, stored=_GATE),
+        Stacked(name="mlp.experts.up_proj", to="gate_up", half="up", transposed=True, stored=_UP),
+        Stacked(name="mlp.experts.gate_proj_bias", to="gate_up_bias", half="gate", stored=_GATE_BIAS),
+        Stacked(name="mlp.experts.up_proj_bias", to="gate_up_bias", half="up", stored=_UP_BIAS),
+        Stacked(name=_DOWN, to="down", transposed=True, stored=StoredEntries(name=_DOWN, swapped=True)),
         Stacked(name="mlp.experts.down_proj_bias", to="down_bias"),
     ),
 )
-_INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
-_PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)(?P<kind>|_blocks)")
 _POSITIONS = (  # defaults for configs without these keys
     ("rope_type", "yarn"),
     ("factor", 32.0),
@@ -71,13 +75,14 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
 def gpt_oss_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
     """Gate and up separated, packed tensors unpacked, and all matrices [E, O, D]."""
     virtual: dict[str, VirtualTensor] = {}
-    for name in headers:
-        if match := _INTERLEAVED.fullmatch(name):
-            kind = "" if match["kind"] == "_blocks" else match["kind"]
-            for start, half in enumerate(("gate", "up")):
-                packed = Mxfp4(name, f"{match['at']}gate_up_proj_scales", start)
-                plain = Strided(name, start, swapped=kind == "")
-                virtual[f"{match['at']}{half}_proj{kind}"] = packed if match["kind"] == "_blocks" else plain
-        elif match := _PACKED.fullmatch(name):
-            virtual[match["at"]] = Mxfp4(name, f"{match['at']}_scales") if match["kind"] else Swapped(name)
+    for stack in _NAMES.stacked:
+        if (entries := stack.stored) is None:
+            continue
+        for name in headers:
+            stored = name.removesuffix("_blocks")
+            if not stored.endswith(entries.name):
+                continue
+            packed = Mxfp4(name, f"{stored}_scales", entries.start if entries.step > 1 else None)
+            plain = StoredView(dataclasses.replace(entries, name=name))
+            virtual[stored.removesuffix(entries.name) + stack.name] = plain if stored == name else packed
     return virtual

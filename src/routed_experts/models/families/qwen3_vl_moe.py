@@ -1,7 +1,7 @@
 """The text model of Qwen3-VL-MoE (Qwen Team 2025): Qwen3-MoE's layers, always renormalised, with the experts of a layer
 in one tensor. For text alone the three kinds of its positions are equal, so they are plain ones. The vision tower is
 not loaded. Published files hold the experts' matrices as [E, inputs, outputs], files that transformers 5 writes as
-[E, outputs, inputs]; both are read."""
+[E, outputs, inputs]; both are read, and an export has the published form."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.families.common_config import refuse
 from routed_experts.models.families.qwen3_moe import read_qwen3_layers
-from routed_experts.models.loading.virtual_tensors import Header, Swapped, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, VirtualTensor, with_axes_swapped
 
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _NAMES = ExpertNames(stacked=(Stacked(name=_GATE_UP, to="gate_up"), Stacked(name=_DOWN, to="down")))
@@ -36,5 +36,5 @@ def qwen3_vl_moe_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTens
         down = gate_up.removesuffix(_GATE_UP) + _DOWN
         shapes = [headers[name][0] for name in (gate_up, down) if name in headers]
         if [len(shape) for shape in shapes] == [3, 3] and shapes[0][1:] == (2 * shapes[1][2], shapes[1][1]):
-            virtual |= {name: Swapped(name) for name in (gate_up, down)}  # [E, 2F, D] and [E, D, F]
+            virtual |= {name: with_axes_swapped(name) for name in (gate_up, down)}  # [E, 2F, D] and [E, D, F]
     return virtual

@@ -17,6 +17,7 @@ from jaxtyping import Float, Shaped, UInt8
 
 from routed_experts.core.errors import CheckpointError
 from routed_experts.layers.quantized import CODE_DTYPES, CODE_VALUES, E2M1, pack_runs
+from routed_experts.models.base.weight_source import StoredEntries
 from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.quantized_part import QuantizedPart
 
@@ -101,49 +102,33 @@ def no_virtual_tensors(headers: Mapping[str, Header]) -> Mapping[str, VirtualTen
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
-    """Entries start, start + 2, ... of the last axis. `swapped`: the last two axes are swapped then."""
+class StoredView(DequantizableTensor):
+    """Entries of a tensor, in its dtype. A device computes them where the tensor has codes and its axes are swapped at
+    most."""
 
-    name: str
-    start: int
-    swapped: bool = False
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def header(self, headers: Mapping[str, Header]) -> Header:
-        (*lead, last), dtype = headers[self.name]
-        lead.append(last // 2)
-        return (*lead[:-2], lead[-1], lead[-2]) if self.swapped else tuple(lead), dtype
-
-    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
-        box = (*box[:-2], box[-1], box[-2]) if self.swapped else box
-        last = slice(2 * box[-1].start, 2 * box[-1].stop)
-        entries = checkpoint.read(self.name, (*box[:-1], last))[..., self.start :: 2]
-        return np.swapaxes(entries, -1, -2) if self.swapped else entries
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped(DequantizableTensor):
-    """[E, D, O] from [E, O, D]."""
-
-    name: str
+    entries: StoredEntries
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.name,)
+        return (self.entries.name,)
 
     def header(self, headers: Mapping[str, Header]) -> Header:
-        (experts, outputs, inputs), dtype = headers[self.name]
-        return (experts, inputs, outputs), dtype
+        shape, dtype = headers[self.entries.name]
+        return self.entries.shape(shape), dtype
 
     def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
-        return np.swapaxes(checkpoint.read(self.name, (box[0], box[2], box[1])), 1, 2)
+        return self.entries.view(checkpoint.read(self.entries.name, self.entries.stored_box(box)))
 
     def read_part(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> QuantizedPart | None:
-        part = checkpoint.read_part(self.name, (box[0], box[2], box[1]))
-        return None if part is None else part.swapped()
+        if self.entries.step != 1:
+            return None
+        part = checkpoint.read_part(self.entries.name, self.entries.stored_box(box))
+        return part.swapped() if part is not None and self.entries.swapped else part
+
+
+def with_axes_swapped(name: str) -> StoredView:
+    """[E, D, O] from [E, O, D]."""
+    return StoredView(StoredEntries(name=name, swapped=True))
 
 
 @dataclass(frozen=True, slots=True)
