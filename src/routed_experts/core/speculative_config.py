@@ -81,8 +81,8 @@ class SpeculativeConfig:
     suffix_min_token_prob: float = 0.1
     # answers that are remembered, at most, beside store_bytes; None: any number
     suffix_max_cached_requests: int | None = None
-    # of NGRAM and SUFFIX: whose text a request's drafts may hold: its own and that of the other choices of its prompt ("request"), or also
-    # remembered answers to requests of its extra_key ("namespace")
+    # of NGRAM and SUFFIX: whose text a request's drafts may hold: its own and that of the other choices of its prompt
+    # ("request"), or also remembered answers to requests of its extra_key ("namespace")
     scope: str = "request"
     # of NGRAM and SUFFIX: answers of ended requests are remembered, as drafts of later requests with the same prompt;
     # SUFFIX: with any
