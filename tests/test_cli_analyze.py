@@ -93,6 +93,31 @@ def test_a_difference_is_where_it_was_made(files, records, capsys, tmp_path):
     assert same["tokens that differ"] == 0 and same["records"] == 3 and same["overlap"] == [1, 1, 1]
 
 
+def test_records_that_share_no_known_row_count_for_nothing(files, records, capsys, tmp_path):
+    first = records[0]
+    known = np.zeros(first.num_rows, bool)
+    for name, valid in (
+        ("none", known),
+        ("first", np.arange(first.num_rows) < 2),
+        ("rest", np.arange(first.num_rows) >= 2),
+    ):
+        (tmp_path / f"{name}.safetensors").write_bytes(encode_record(dataclasses.replace(first, valid=valid)))
+    for name in ("none", "rest"):
+        code, _, err = run(capsys, "diff", tmp_path / "first.safetensors", tmp_path / f"{name}.safetensors")
+        assert code == 2 and "no token has a known row in" in err, err
+    assert (
+        "2 rows of 1 answers" in run(capsys, "plot", tmp_path / "first.safetensors", "--output", tmp_path / "a.png")[1]
+    )
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**9], [2**80], ["a"], [1.5], [[1]], [None], [True], "12", None])
+def test_ids_that_are_no_tokens_are_refused(files, capsys, tmp_path, ids):
+    (line, *_) = (files / "out.jsonl").read_text().splitlines()
+    (tmp_path / "ids.jsonl").write_text(json.dumps({**json.loads(line), "output_ids": ids}))
+    code, _, err = run(capsys, "tokens", tmp_path / "ids.jsonl", "--tokenizer", files / "model")
+    assert code == 2 and "output_ids" in err and "token ids" in err and "Traceback" not in err, err
+
+
 def test_tokens_stand_beside_their_experts(files, records, capsys):
     code, out, _ = run(capsys, "tokens", files / "out.jsonl", "--layer", 2, "--tokenizer", files / "model")
     blocks = out.split("# ")[1:]

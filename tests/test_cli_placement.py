@@ -124,7 +124,10 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
     (tmp_path / "bytes.safetensors").write_bytes(b"no tensors")
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 50)
     (tmp_path / "other.safetensors").write_bytes(encode_record(other))
+    unknown = dataclasses.replace(other, valid=np.zeros(other.num_rows, bool))
+    (tmp_path / "unknown.safetensors").write_bytes(encode_record(unknown))
     for argv, words in (
+        ([tmp_path / "unknown.safetensors", "--residents", 1, "--json"], "no row is known, so there is nothing"),
         ([out], "there is nothing to plan; give --instances"),
         ([out, "--instances", 20], "--instances and --devices belong together"),
         ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),

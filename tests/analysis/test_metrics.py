@@ -118,6 +118,17 @@ def test_one_expert_is_balanced():
     assert (metrics.gini == 0.0).all()
 
 
+def test_a_difference_of_rows_that_repeat_an_expert_is_the_same_from_both_sides():
+    record = random_record(rows=2, experts=8, top_k=2)
+    for first, second, overlap in (([3, 3], [3, 5], 0.5), ([3, 3], [3, 3], 1.0), ([3, 5], [5, 3], 1.0)):
+        a, b = (
+            dataclasses.replace(record, ids=np.broadcast_to(np.array(row, record.ids.dtype), record.ids.shape).copy())
+            for row in (first, second)
+        )
+        for pair in ((a, b), (b, a)):
+            assert (routing_difference(*pair).overlap == overlap).all()
+
+
 def test_difference_is_that_of_a_loop():
     a = random_record(1, rows=12, valid=np.arange(12) % 5 != 0)
     b = random_record(2, rows=8, start=3, valid=np.arange(8) != 2)

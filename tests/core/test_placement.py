@@ -68,6 +68,18 @@ WRONG_PLACEMENTS = {
         lambda: ExpertPlacement.from_instances(np.array([[0, 2]]), num_experts=2, num_devices=1),
         "holds expert 2; expected 0 to 1",
     ),
+    "numbers that are no ids": (
+        lambda: ExpertPlacement.from_instances(np.array([[0.9, 1.2]]), num_experts=2, num_devices=1),
+        "physical_to_logical_map has dtype float64; expected integers",
+    ),
+    "id that int32 does not hold": (
+        lambda: ExpertPlacement.from_instances(np.array([[0, 2**32]]), num_experts=1, num_devices=1),
+        "holds expert 4294967296",
+    ),
+    "rows of several lengths": (
+        lambda: ExpertPlacement.from_instances([[0, 1], [0]], num_experts=2, num_devices=1),
+        "physical_to_logical_map is no array",
+    ),
     "hole in the instances": (
         lambda: ExpertPlacement.from_instances(np.array([[0, -1]]), num_experts=1, num_devices=1),
         "holds expert -1",
@@ -184,6 +196,10 @@ WRONG_MAPS = {
     "expert out of range": (
         lambda: ResidencyMap.from_experts(np.array([[4]]), num_experts=4),
         "experts holds 4; expected ids of 0 to 3",
+    ),
+    "numbers that are no ids": (
+        lambda: ResidencyMap.from_experts(np.array([[0.7, 1.6]]), num_experts=4),
+        "experts has dtype float64; expected integers",
     ),
     "expert named twice": (lambda: ResidencyMap.from_experts(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
     "shape": (lambda: ResidencyMap.from_experts(np.array([1, 2]), num_experts=4), "shape [2]; expected [M, N]"),

@@ -50,6 +50,12 @@ def test_a_factor_is_its_decimal_digits():
     ]
 
 
+@pytest.mark.parametrize("factor", ["1/0", "1e99999999", "1E+99999999", "9" * 1000, "x"])
+def test_a_factor_that_is_no_number_of_that_size_is_refused_at_once(factor):
+    with pytest.raises(ConfigError, match="capacity_factor="):
+        parse_fraction(factor)
+
+
 def test_a_plan_may_be_a_file(tmp_path):
     PLAN.save(tmp_path / "plan.npz")
     for value in (PLAN, tmp_path / "plan.npz", str(tmp_path / "plan.npz"), PlacementConfig(plan=tmp_path / "plan.npz")):

@@ -133,6 +133,40 @@ def test_a_file_with_objects_or_other_arrays_is_refused(tmp_path):
         RoutingStats.read(written(tmp_path, num_tokens=np.array([1, 1])))
     with pytest.raises(PlacementError, match=re.escape("expected [2, 2, E]")):
         RoutingStats.read(written(tmp_path, layer_ids=np.arange(2)))
+    windows = RoutingStats.from_records(some_records()).windows
+    for wrong in (-windows, windows * 1000):
+        with pytest.raises(PlacementError, match=r"windows hold -?\d+ slots.*expected parts of the \d+ of counts"):
+            RoutingStats.read(written(tmp_path, windows=wrong))
+    for layer_ids in ([0, 1, 1], [-1, 0, 1], [2, 1, 0]):
+        with pytest.raises(PlacementError, match="expected hidden layers from 0 on, in order"):
+            RoutingStats.read(written(tmp_path, layer_ids=np.array(layer_ids)))
+
+
+@pytest.mark.parametrize("half_life", [0, -1, float("nan"), float("inf")])
+def test_an_average_needs_a_half_life(half_life):
+    with pytest.raises(PlacementError, match="expected a finite number above 0"):
+        RoutingStats.from_records(some_records()).average(half_life)
+
+
+def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path):
+    """Of the archive's own fields: flags, methods, sizes and places. Contents have checksums."""
+    path = written(tmp_path)
+    content, refused = path.read_bytes(), 0
+    places = [at + offset for at in range(len(content)) if content[at : at + 2] == b"PK" for offset in range(46)]
+    for place in places:
+        for flipped in (1, 8, 64, 255):
+            if place < len(content):
+                path.write_bytes(content[:place] + bytes([content[place] ^ flipped]) + content[place + 1 :])
+                try:
+                    RoutingStats.read(path)
+                except (RoutingFormatError, PlacementError):
+                    refused += 1
+    assert refused > 100
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(RoutingFormatError, match=r"missing\.npz holds no routing statistics .*give what its save"):
+        RoutingStats.read(tmp_path / "missing.npz")
 
 
 def test_records_of_two_models_are_refused():

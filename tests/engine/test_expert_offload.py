@@ -141,6 +141,11 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         score = engine.score(PROMPTS[0])
     for actual, reference in zip(answers, undivided, strict=True):
         assert actual["meta_info"]["exact"] is False and "exact" not in reference["meta_info"]
+        info, plain = (answer["meta_info"]["routed_experts_info"] for answer in (actual, reference))
+        assert (info["exact"], info["placement"]["mode"], plain["exact"], plain["placement"]) == (
+            *(False, "defer"),
+            *(True, None),
+        )
         prompts = [
             [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (actual, reference)
         ]

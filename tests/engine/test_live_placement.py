@@ -27,6 +27,7 @@ from routed_experts import (
 )
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
 from routed_experts.layers.routing import selection_scores
@@ -297,7 +298,9 @@ def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     rerouting.set_capacity_factor(1)
     scheduler = rerouting.components.core.ranks[0]
     before = scheduler.num_retracted
-    stream = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
+    stream = rerouting.generate(
+        input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50, "return_routed_experts": True})
+    )
     next(stream)
     rerouting.pause(mode="retract")
     assert scheduler.num_retracted == before + 1
@@ -306,6 +309,10 @@ def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     changed = sum(note.changed[:, 0].sum() for note in rerouting.registry.take())
     assert last["meta_info"]["completion_tokens"] == 50
     assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
+    info = last["meta_info"]["routed_experts_info"]
+    assert info["exact"] is False and info["placement"]["rerouted_slots"] == changed
+    record = record_from_meta_info(last["meta_info"])
+    assert not record[3:9].exact and record[3:9].placement == info["placement"]
     assert rerouting.components.core.rerouting._own == {}
     rerouting.flush_cache()
 

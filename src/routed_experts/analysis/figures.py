@@ -17,6 +17,7 @@ from routed_experts.analysis.colormaps import CIVIDIS, expert_palette, scale_top
 from routed_experts.analysis.metrics import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
 from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import import_optional
 
 _WIDTH, _MARGIN = 10.0, 0.45  # inches
@@ -42,12 +43,15 @@ def draw_routing(
     """Write a PNG, SVG or PDF, as `path` ends, else `path`.png; `column` is the MoE layer that tints the texts, the
     middle one by default.
 
-    Raises ConfigError where matplotlib is missing."""
-    records = [text.record for text in texts]
-    first = records[0]
+    Raises ConfigError without a text, for another column, and where matplotlib is missing."""
+    if not texts:
+        raise ConfigError("texts is empty; give at least one RoutedText")
+    first = texts[0].record
     column = len(first.layer_ids) // 2 if column is None else column
+    if not 0 <= column < len(first.layer_ids):
+        raise ConfigError(f"column={column}; expected 0 to {len(first.layer_ids) - 1}: one of the MoE layers")
     positioned = [place_tokens(text.pieces, columns=_COLUMNS) for text in texts]
-    lines = sum(tokens[-1].line + _BETWEEN_LINES for tokens in positioned)
+    lines = sum((tokens[-1].line if tokens else 0) + _BETWEEN_LINES for tokens in positioned)
     text_height, map_height = lines * _LINE_PT / 72, min(max(len(first.layer_ids) * 0.24, 1.3), 8.0)
     height = 0.7 + text_height + 0.35 + map_height + 0.95
     figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, height), facecolor="white")

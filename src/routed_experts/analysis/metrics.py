@@ -90,7 +90,8 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     left, right = a[low:high], b[low:high]
     known = left.known & right.known
     ours, theirs = left.ids[known], right.ids[known]
-    overlap = (ours[:, :, :, None] == theirs[:, :, None, :]).any(axis=3).mean(axis=2)
+    ours_once, theirs_once = (_numbered_repeats(ids, a.num_experts) for ids in (ours, theirs))
+    overlap = (ours_once[:, :, :, None] == theirs_once[:, :, None, :]).any(axis=3).mean(axis=2)
     flipped = overlap < 1
     num_rows = float(len(ours))
     return RoutingDifference(
@@ -117,6 +118,12 @@ def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
     shapes = [f"layers {record.layer_ids}, {record.num_experts} experts, top-{record.top_k}" for record in (a, b)]
     if shapes[0] != shapes[1]:
         raise RoutingAlignmentError(f"records of {shapes[0]} and of {shapes[1]} differ; expected records of one model")
+
+
+def _numbered_repeats(ids: UInt[np.ndarray, "T M K"], num_experts: int) -> Int64[np.ndarray, "T M K"]:
+    """Ids in which an expert that a hash-routed row names again is another one: id + E times the number before it."""
+    earlier = np.tri(ids.shape[2], k=-1, dtype=np.bool_)
+    return ids + num_experts * ((ids[:, :, :, None] == ids[:, :, None, :]) & earlier).sum(axis=3)
 
 
 def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:

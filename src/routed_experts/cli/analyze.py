@@ -6,7 +6,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +17,8 @@ from routed_experts.analysis import RoutedText
 from routed_experts.cli.flags import MODEL_HELP
 from routed_experts.cli.record_files import SUFFIXES, RecordFile, read_answers, read_records
 from routed_experts.core.atomic_write import atomic_write
-from routed_experts.core.errors import ConfigError, RoutingAlignmentError
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import ConfigError, RoutingAlignmentError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.models.loading.model_source import find_model
 
@@ -98,6 +99,10 @@ def run_diff(options: argparse.Namespace) -> None:
             f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts"
         )
     differences = [analysis.routing_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
+    differences = [difference for difference in differences if len(difference.tokens)]
+    if not differences:
+        a, b = options.files
+        raise RoutingAlignmentError(f"no token has a known row in {a} and in {b}; give two runs of the same prompts")
     sizes = np.array([len(difference.tokens) for difference in differences], np.float64)
     overlap = np.concatenate([difference.overlap for difference in differences])
     jaccard = np.concatenate([difference.jaccard for difference in differences])
@@ -109,7 +114,7 @@ def run_diff(options: argparse.Namespace) -> None:
         "flip rate": (overlap < 1).mean(axis=0).tolist(),
     }
     differing = (overlap < 1).any(axis=1)
-    totals = {"records": len(differences), "tokens": len(overlap), "tokens that differ": int(differing.sum())}
+    totals = {"records": len(ours), "tokens": len(overlap), "tokens that differ": int(differing.sum())}
     _show(totals, ours[0].layer_ids, columns, options)
 
 
@@ -161,11 +166,26 @@ def _pieces(recorded: RecordFile, tokenizer: "Tokenizer | None") -> tuple[str, .
     if tokenizer is None or "output_ids" not in answer or not ("prompt" in answer or "input_ids" in answer):
         return (_UNKNOWN,) * recorded.record.num_tokens
     prompt = (
-        cast("list[int]", answer["input_ids"]) if "input_ids" in answer else tokenizer.encode(str(answer["prompt"]))
+        _token_ids(answer, "input_ids", tokenizer.vocab_size)
+        if "input_ids" in answer
+        else tokenizer.encode(str(answer["prompt"]))
     )
-    return analysis.token_texts(
-        tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", answer["output_ids"])]
-    )
+    output = _token_ids(answer, "output_ids", tokenizer.vocab_size)
+    return analysis.token_texts(tokenizer.token_bytes(token) for token in [*prompt, *output])
+
+
+def _token_ids(answer: Mapping[str, object], name: str, vocab_size: int) -> list[int]:
+    """The token ids of a field of an answer. Raises RoutingFormatError for others."""
+    ids = answer[name]
+    is_list = isinstance(ids, list)
+    for token in ids if is_list else ():
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RoutingFormatError(
+                f"{name} holds {short_repr(token)}; expected token ids of 0 to {vocab_size - 1}, those of the tokenizer"
+            )
+    if not is_list:
+        raise RoutingFormatError(f"{name} is {short_repr(ids)}; expected a list of token ids")
+    return cast("list[int]", ids)
 
 
 def _column(record: RoutedExperts, layer: int | None) -> int:
@@ -181,7 +201,7 @@ def _column(record: RoutedExperts, layer: int | None) -> int:
 
 def _title(texts: Sequence[RoutedText]) -> str:
     record = texts[0].record
-    rows = sum(text.record.num_rows for text in texts)
+    rows = len(analysis.known_rows(*(text.record for text in texts)))
     model = f"{len(record.layer_ids)} MoE layers × {record.num_experts} experts top-{record.top_k}"
     return f"{rows:,} rows of {len(texts)} answers, {model}"
 

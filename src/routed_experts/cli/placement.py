@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from routed_experts import placement
+from routed_experts.analysis.metrics import known_rows
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.record_files import SUFFIXES, read_records
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, RoutingAlignmentError
 from routed_experts.core.load_metrics import load_imbalance
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
@@ -93,8 +94,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
+    num_tokens = len(known_rows(*records))
+    if not num_tokens:
+        files = ", ".join(map(str, options.files))
+        raise RoutingAlignmentError(f"{files}: no row is known, so there is nothing to simulate; give other records")
     totals: dict[str, Any] = {"layers": list(learned.layer_ids), "experts": learned.num_experts, "top_k": learned.top_k}
-    totals |= {"tokens": sum(record.num_rows for record in records), "plan_tokens": int(learned.num_tokens.sum())}
+    totals |= {"tokens": num_tokens, "plan_tokens": int(learned.num_tokens.sum())}
     tables: dict[str, Columns] = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if options.instances is not None:

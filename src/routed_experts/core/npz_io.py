@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ import numpy as np
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import RoutingFormatError
 
+# What NumPy and zipfile raise for damaged archives: of other methods, with wrong places, or sizes beyond all memory.
+_DAMAGED = (
+    *(ValueError, KeyError, EOFError, AttributeError, TypeError, OSError, MemoryError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 ArraySpecs = Mapping[str, tuple[type[Any], int]]  # by name: dtype and number of dims
 
 
@@ -26,7 +32,7 @@ def read_arrays(path: str | os.PathLike[str], specs: ArraySpecs, *, what: str) -
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays: dict[str, np.ndarray] = {name: file[name] for name in specs}
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+    except _DAMAGED as error:
         raise RoutingFormatError(f"{path} holds no {what} ({error}); give what its save() wrote") from error
     for name, (dtype, ndim) in specs.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:

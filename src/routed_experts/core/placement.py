@@ -58,17 +58,19 @@ class ExpertPlacement:
         """Make the placement of these instances; an expert's instances are listed in ascending order. J is
         `max_replicas`, or else min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the
         shapes stay. Raises PlacementError."""
-        physical_to_logical = np.array(physical_to_logical_map, np.int32)
-        if physical_to_logical.ndim != 2 or physical_to_logical.size == 0:
+        given = _as_integers("physical_to_logical_map", physical_to_logical_map)
+        if given.ndim != 2 or given.size == 0:
             raise PlacementError(
-                f"physical_to_logical_map has shape {list(physical_to_logical.shape)}; expected [M, I], a row of "
-                "instances a MoE layer"
+                f"physical_to_logical_map has shape {list(given.shape)}; expected [M, I], a row of instances a MoE "
+                "layer"
             )
+        physical_to_logical = given
         if physical_to_logical.min() < 0 or physical_to_logical.max() >= num_experts:
             wrong = physical_to_logical[(physical_to_logical < 0) | (physical_to_logical >= num_experts)][0]
             raise PlacementError(
                 f"physical_to_logical_map holds expert {wrong}; expected 0 to {num_experts - 1} in every instance"
             )
+        physical_to_logical = given.astype(np.int32)
         num_layers, num_instances = physical_to_logical.shape
         layers = np.arange(num_layers)[:, None]
         counts = np.bincount(
@@ -175,7 +177,7 @@ class ResidencyMap:
     @staticmethod
     def from_experts(experts: Int[np.ndarray, "M N"], *, num_experts: int, epoch: int = 0) -> "ResidencyMap":
         """Make the map in which expert `experts[m, s]` is in slot s of MoE layer m. Raises PlacementError."""
-        experts = np.asarray(experts)
+        experts = _as_integers("experts", experts)
         if experts.ndim != 2 or experts.shape[0] == 0:
             raise PlacementError(
                 f"experts has shape {list(experts.shape)}; expected [M, N], the resident experts of each MoE layer"
@@ -349,3 +351,14 @@ def _check_model(name: str, ours: tuple[int, int], model: tuple[int, int]) -> No
             f"a {name} of {ours[0]} MoE layers x {ours[1]} experts does not fit a model of {model[0]} x {model[1]}; "
             "plan it from this model's routing"
         )
+
+
+def _as_integers(name: str, values: object) -> Int[np.ndarray, "..."]:
+    """An array of integers. Raises PlacementError for other numbers, and for rows of several lengths."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise PlacementError(f"{name} is no array ({error}); give rows of one length, of expert ids") from error
+    if array.dtype.kind not in "iu":
+        raise PlacementError(f"{name} has dtype {array.dtype}; expected integers: expert ids")
+    return array

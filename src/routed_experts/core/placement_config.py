@@ -7,12 +7,14 @@ import math
 import os
 from fractions import Fraction
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.placement import ExpertPlacement
 
 PLACEMENT_MODES = ("replicas", "reroute")
 ON_EXHAUSTED = ("overflow", "drop")
 MAX_TERM = 1 << 12  # of a capacity factor's fraction: slots are counted in int32
+_EXPONENT_DIGITS, _MAX_CHARS = 3, 100  # of a number that is read as a fraction
 UNBOUNDED = (1, 0)  # the fraction of a factor without bound
 
 
@@ -111,18 +113,27 @@ def read_plan(path: str | os.PathLike[str]) -> ExpertPlacement:
     return ExpertPlacement.read(path)
 
 
+def to_fraction(factor: Fraction | float | str) -> Fraction:
+    """The number that a text says, a float by its decimal digits. Raises ValueError for another text, or one with an
+    exponent of more than three digits, whose fraction may fill the memory; ZeroDivisionError."""
+    text = str(factor)
+    if len(text.lower().partition("e")[2].lstrip("+-")) > _EXPONENT_DIGITS or len(text) > _MAX_CHARS:
+        raise ValueError(f"{text[:_MAX_CHARS]} is out of range")
+    return Fraction(text)
+
+
 def parse_fraction(factor: Fraction | float | str | None) -> tuple[int, int]:
     """A capacity factor as numerator and denominator, a float by its decimal digits; UNBOUNDED for infinity or None.
     Raises ConfigError."""
     if factor is None or str(factor) in ("inf", "infinity"):
         return UNBOUNDED
     try:
-        exact = Fraction(str(factor))
+        exact = to_fraction(factor)
     except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"capacity_factor={factor!r} is no number; give one above 0, such as 1.25 or '5/4', or inf"
+            f"capacity_factor={short_repr(factor)} is no number; give one above 0, such as 1.25 or '5/4', or inf"
         ) from error
     if exact <= 0 or max(exact.numerator, exact.denominator) > MAX_TERM:
         limit = f"above 0, a fraction of integers up to {MAX_TERM}"
-        raise ConfigError(f"capacity_factor={factor!r}; it must be {limit}, such as 1.25, or inf")
+        raise ConfigError(f"capacity_factor={short_repr(factor)}; it must be {limit}, such as 1.25, or inf")
     return exact.numerator, exact.denominator

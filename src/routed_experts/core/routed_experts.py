@@ -36,7 +36,8 @@ class RoutedExperts:
     `valid` None means that every row is known; `version_spans` hold (lo, hi, count of the weights' update) in
     absolute token indices, and `version_labels` (count, label) of counts that may occur there. Labels are names: two
     records that differ in them alone are equal. `weights` are the combine weights that the experts ran with, in the
-    order of the ids; None where they were not asked for."""
+    order of the ids; None where they were not asked for. `exact` False: the engine may have changed the choice of
+    experts, or have added outputs of experts late, in ways that `placement` counts; ids are what ran in any case."""
 
     ids: UInt[np.ndarray, "R M K"]
     start: int
@@ -50,6 +51,8 @@ class RoutedExperts:
     weights: CombineWeights | None = None
     router: str | None = None
     version_labels: VersionLabels = ()
+    exact: bool = True
+    placement: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -4,9 +4,11 @@ Counts are of logical ids, one for each token, layer and slot. A window holds th
 changes over time are visible; the last window may be short. Tokens before the oldest window are in `counts` alone.
 Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
@@ -55,6 +57,14 @@ class RoutingStats:
             raise PlacementError(
                 f"counts add up to {slots.tolist()}; expected {self.top_k} a token and layer, {tokens}"
             )
+        in_windows = self.windows.sum(axis=0, dtype=np.int64)
+        if self.windows.min(initial=0) < 0 or (in_windows > self.counts).any():
+            raise PlacementError(
+                f"windows hold {int(in_windows.sum())} slots, the least count is {self.windows.min(initial=0)}; "
+                f"expected parts of the {int(self.counts.sum())} of counts, none below 0"
+            )
+        if min(self.layer_ids, default=0) < 0 or any(a >= b for a, b in pairwise(self.layer_ids)):
+            raise PlacementError(f"layer_ids are {self.layer_ids}; expected hidden layers from 0 on, in order")
         for array in (self.counts, self.num_tokens, self.windows):
             array.setflags(write=False)
 
@@ -131,7 +141,9 @@ class RoutingStats:
 
     def average(self, half_life: float) -> Float64[np.ndarray, "F M E"]:
         """Exponential moving average of slots a token (of any phase): a window counts half as much as one `half_life`
-        windows later."""
+        windows later. Raises PlacementError for another one than a finite number above 0."""
+        if not (math.isfinite(half_life) and half_life > 0):
+            raise PlacementError(f"half_life={half_life} windows; expected a finite number above 0, such as 8")
         return moving_average(self.windows, self.top_k, half_life)
 
     def check_model(self, layer_ids: tuple[int, ...], num_experts: int) -> None:

@@ -178,6 +178,8 @@ def to_record(
         weights=weights,
         router=metadata.router,
         version_labels=tuple(metadata.version_labels.items()),
+        exact=metadata.exact,
+        placement=metadata.placement,
     )
     check_id_range(
         ids, start=record.start, layer_ids=record.layer_ids, num_experts=record.num_experts, known=record.known
@@ -211,8 +213,8 @@ def to_metadata(
         num_experts=record.num_experts,
         top_k=record.top_k,
         dense_fill=None if layers == "moe" else 0 if payload_format in ("npy", "packed") else -1,
-        exact=True,
-        placement=None,
+        exact=record.exact,
+        placement=record.placement,
         version_spans=tuple((int(low), int(high), int(count)) for low, high, count in record.version_spans),
         missing_rows=num_missing,
         weights=_weights_dtype(record),

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.load_metrics import device_load, eplb_balancedness_weighted
 from routed_experts.core.placement import ExpertPlacement
+from routed_experts.placement.eplb import checked_load
 from routed_experts.placement.match_devices import num_copies
 
 MIN_STEP = 0.05  # least rise of balancedness that is worth the disturbance
@@ -49,7 +50,9 @@ def estimate_move(
         "link_bytes_per_s": link_bytes_per_s,
     }.items():
         if not (np.isfinite(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
-            raise PlacementError(f"{name}={value}; expected a finite number above 0")
+            least = "above 0" if name == "link_bytes_per_s" else "of at least 0"
+            raise PlacementError(f"{name}={value}; expected a finite number {least}")
+    load = checked_load(load)
     b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))
     copies = int(num_copies(now, new).sum())
     return MoveEstimate(

@@ -71,8 +71,9 @@ def _match_devices(new: ExpertPlacement, old: ExpertPlacement, num_nodes: int) -
 
 
 def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M V V"]:
-    """Count the experts that an old device (rows) and a new one both hold."""
-    before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
+    """Count the instances of a new device whose expert an old one (rows) holds: those that need no copy there."""
+    before = _devices(old, each_once=True)[:, :, :, None]
+    after = _devices(new, each_once=False)[:, :, None, :]  # [M, E, J, J], once they meet
     both_hold = (before >= 0) & (after >= 0)
     num_layers, num_devices = new.num_layers, new.num_devices
     keys = (np.arange(num_layers)[:, None, None, None] * num_devices + before) * num_devices + after
@@ -81,13 +82,14 @@ def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M 
     )
 
 
-def _devices(placement: ExpertPlacement) -> Int64[np.ndarray, "M E J"]:
-    """Return the devices that hold each expert, each once, then -1."""
+def _devices(placement: ExpertPlacement, *, each_once: bool) -> Int64[np.ndarray, "M E J"]:
+    """Return the devices of each expert's instances, or each device once, and -1."""
     instances = placement.logical_to_physical_map
     devices = np.sort(np.where(instances >= 0, instances // placement.instances_per_device, -1), axis=2).astype(
         np.int64
     )
-    devices[:, :, 1:][devices[:, :, 1:] == devices[:, :, :-1]] = -1
+    if each_once:
+        devices[:, :, 1:][devices[:, :, 1:] == devices[:, :, :-1]] = -1
     return devices
 
 

@@ -38,6 +38,7 @@ def merge_turns(
     weights = None if first.weights is None else np.zeros(ids.shape, first.weights.dtype)
     valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
     labels: dict[int, str] = {}
+    changed = next((record for _, record in reversed(checked) if not record.exact), first)
     for (_, record), end in zip(checked, usable, strict=True):
         part = record[:end]
         to = slice(part.start - start, part.start - start + part.num_rows)
@@ -60,6 +61,8 @@ def merge_turns(
         weights=weights,
         router=first.router,
         version_labels=tuple(sorted(labels.items())),
+        exact=changed.exact,
+        placement=changed.placement,
     )
 
 

@@ -107,6 +107,8 @@ def test_capacity_is_the_smallest_whole_number_that_holds_the_factor(factor):
         ((1, 8, 384, float("nan")), "factor=nan"),
         ((1, 8, 384, float("inf")), "factor=inf"),
         ((1, 8, 384, "many"), "factor='many'"),
+        ((1, 8, 384, "1/0"), "factor='1/0'"),
+        ((1, 8, 384, "1e99999999"), "factor='1e99999999'"),
         ((1, 8, 384, 2, "round"), "rounding='round'"),
     ],
 )

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 from jaxtyping import Float64
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import parse_fraction
@@ -28,7 +29,9 @@ class PlacementControl:
 
     def apply(self, placement: ExpertPlacement) -> int:
         """`Engine.apply_placement`."""
-        self._replicated_runner().check(placement)
+        runner = self._replicated_runner()
+        _check_type("placement", placement, ExpertPlacement)
+        runner.check(placement)
         with self._context.exclusive_weights():
             self._context.check_not_released("apply_placement")
             self._context.check_not_prepared("apply_placement")
@@ -55,6 +58,7 @@ class PlacementControl:
     def apply_residency(self, residency: ResidencyMap) -> int:
         """`Engine.apply_residency`."""
         runner = self._offload_runner()
+        _check_type("residency", residency, ResidencyMap)
         return self._context.thread.run_between_steps(lambda: runner.apply_residency(residency))
 
     def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
@@ -101,3 +105,12 @@ class PlacementControl:
             )
             raise InvalidRequestError(text, param="placement")
         return runner
+
+
+def _check_type(param: str, value: object, expected: type) -> None:
+    """Raise InvalidRequestError for what is no such plan."""
+    if not isinstance(value, expected):
+        text = (
+            f"{param} is {short_repr(value)}; give a {expected.__name__}, as {expected.__name__}.read(path) returns it"
+        )
+        raise InvalidRequestError(text, param=param)

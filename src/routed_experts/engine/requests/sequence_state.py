@@ -88,7 +88,7 @@ class SequenceState:
             except RoutingFormatError as cause:
                 message = f"the routing of request {out.rid!r} is damaged: {cause}; report this with the request"
                 raise RoutingIncompleteError(message) from cause
-        self.record = None if out.routed_experts is None else self._labelled(out.routed_experts, out)
+        self.record = None if out.routed_experts is None else self._described(out.routed_experts, out)
         if out.finish_reason is not None and self.num_tokens == 0 and self.request.routed_experts.enabled:
             self.record = self._no_rows()
         return StrOut(out=out, text=text)
@@ -187,10 +187,10 @@ class SequenceState:
         return entries[:-num_given] if self.request.top_logprobs_num else None, entries[-num_given:]
 
     @staticmethod
-    def _labelled(record: RoutedExperts, out: TokenIDOut) -> RoutedExperts:
-        """The record with the labels of the weights that made its rows."""
+    def _described(record: RoutedExperts, out: TokenIDOut) -> RoutedExperts:
+        """The record with the labels of the weights that made its rows, and with what balancing changed."""
         versions = [*(version for _, version in out.weight_changes), out.weight_version]
-        return dataclasses.replace(record, version_labels=to_labels(versions))
+        return dataclasses.replace(record, version_labels=to_labels(versions), exact=out.exact, placement=_changes(out))
 
     def _no_rows(self) -> RoutedExperts:
         """The record of a request that ended before its first token."""
@@ -217,3 +217,13 @@ def _create_detokenizer(request: TokenizedGenerateReqInput, tokenizer: Tokenizer
         include_stop_str=sampling.include_stop_str_in_output,
         min_tokens=sampling.min_tokens,
     )
+
+
+def _changes(out: TokenIDOut) -> dict[str, object] | None:
+    """What balancing changed in an output that is not exact: counts of expert slots, None for those that are not
+    counted by request."""
+    if out.exact:
+        return None
+    if out.rerouting is None:  # outputs of deferred experts are added in a later layer
+        return {"mode": "defer", "rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None}
+    return {"mode": "reroute", **dataclasses.asdict(out.rerouting), "deferred_slots": 0}

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from numpy import ndarray
 
 from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.placement_config import to_fraction
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -106,8 +107,8 @@ def expert_capacity(
     if rounding not in ("ceil", "floor"):
         raise ConfigError(f"rounding={rounding!r}; it is 'ceil' or 'floor'")
     try:
-        exact = Fraction(str(factor))
-    except ValueError as error:
+        exact = to_fraction(factor)
+    except (ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"factor={factor!r} is no finite number; give one above 0, such as 1.25 or '5/4'") from error
     if exact <= 0:
         raise ConfigError(f"factor={factor!r}; the capacity factor is above 0, such as 1.25")

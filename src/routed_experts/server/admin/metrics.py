@@ -352,7 +352,7 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
         return
     yield from _balance(stats)
     yield from _plan_check(stats)
-    yield from _gauges(("placement_epoch", "Number of changes of the placement", stats.epoch))
+    yield from _gauges(("placement_epoch", "Epoch of the placement that runs, as its plan names it", stats.epoch))
     rerouted = "Slots that a capacity moved to an expert outside their token's K best"
     yield from _counters(
         ("eplb_rebalances", "Plans that were applied", stats.rebalances),
