@@ -9,7 +9,7 @@ import pytest
 
 from analysis.records import random_record
 from routed_experts.analysis import balance, coactivation, expert_counts, layer_flow, routing_difference, utilization
-from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.errors import RoutingAlignmentError, RoutingFormatError
 
 VALID = np.array([True, False, True, True, True, False, True, True, True])
 RECORDS = {
@@ -116,6 +116,14 @@ def test_one_expert_is_balanced():
     metrics = balance(random_record(experts=1, top_k=1))
     assert (metrics.entropy == 1.0).all()
     assert (metrics.gini == 0.0).all()
+
+
+def test_ids_that_are_no_experts_are_refused():
+    record = random_record(rows=4, experts=8, top_k=2)
+    ids = record.ids.copy()
+    ids[2, 0, 1] = 8
+    with pytest.raises(RoutingFormatError, match="expected"):
+        expert_counts(dataclasses.replace(record, ids=ids))
 
 
 def test_a_difference_of_rows_that_repeat_an_expert_is_the_same_from_both_sides():

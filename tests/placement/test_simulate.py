@@ -141,5 +141,7 @@ def test_wrong_words_are_refused(records):
         placement.simulate(records, plan, step_tokens=0)
     with pytest.raises(PlacementError, match="previous is a ResidencyMap"):
         placement.simulate(records, plan, previous=ResidencyMap.first_n(3, 16, 4))
+    with pytest.raises(PlacementError, match="dispatch='odd' chooses among instances"):
+        placement.simulate(records, ResidencyMap.first_n(3, 16, 4), dispatch="odd")
     with pytest.raises(PlacementError, match="previous is an ExpertPlacement"):
         placement.simulate(records, ResidencyMap.first_n(3, 16, 4), previous=plan)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float64, Int64, UInt
 
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.load_metrics import load_entropy, load_gini, load_variation, num_unused, ratio
+from routed_experts.core.record_validation import check_id_range
 from routed_experts.core.routed_experts import RoutedExperts
 
 
@@ -106,11 +107,18 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
 
 def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
     """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a
-    record."""
+    record, and RoutingFormatError for ids that are no experts."""
     if not records:
         raise RoutingAlignmentError("there are no records; expected at least one")
-    for other in records[1:]:
-        _check_alike(records[0], other)
+    for record in records:
+        _check_alike(records[0], record)
+        check_id_range(
+            record.ids,
+            start=record.start,
+            layer_ids=record.layer_ids,
+            num_experts=record.num_experts,
+            known=record.known,
+        )
     return np.concatenate([record.ids[record.known] for record in records])
 
 

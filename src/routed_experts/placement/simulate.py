@@ -85,6 +85,8 @@ def simulate(
                 "previous is a ResidencyMap and plan an ExpertPlacement; give the placement that is replaced"
             )
         return _simulate_placement(rows, plan, dispatch, step_tokens, previous)
+    if dispatch != "even":
+        raise PlacementError(f"dispatch={dispatch!r} chooses among instances, and plan is a residency; leave it out")
     if isinstance(previous, ExpertPlacement):
         raise PlacementError(
             "previous is an ExpertPlacement and plan a residency; give the ResidencyMap that is replaced"
