@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
@@ -70,6 +71,36 @@ def test_a_refused_update_names_the_replica_and_changes_nothing():
         )
         status = await links["r0"].call("status")
         assert {status.version, *(m.version for m in status.members)} == {version(0, "first")}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_does_not_end_its_requests_costs_no_replica(monkeypatch):
+    monkeypatch.setattr(module.two_phase, "ABORT_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen(rid):
+            await asyncio.Event().wait()
+
+        links["r1"]._operations = {**links["r1"]._operations, "abort": frozen}
+        updated = client.call("update", "a", "one", "flush", abort_first=True, timeout_s=10.0)
+        assert await updated == version(1, "one")
+        assert [m.engine.count for m in world.living] == [1, 1] and world.evicted == []
+
+    in_fleet(test)
+
+
+def test_an_update_that_ends_every_replica_is_none():
+    async def test(world, client, links):
+        async def refuse(update_count, cache):
+            raise WeightsMismatchError("it does not swap", param="weight_version")
+
+        for link in links.values():
+            link._operations = {**link._operations, "commit": refuse}
+        refusal = await client.call("update", "a", "one", "flush", timeout_s=10.0)
+        assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
+        assert refusal.message.endswith("replicas that start next have the old weights")
+        assert client.coordinator._version == version(0, "first") and not world.living
 
     in_fleet(test)
 

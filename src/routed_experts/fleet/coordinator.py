@@ -201,7 +201,7 @@ class Coordinator:
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            served = self._version
+            served, served_path = self._version, self._path
             version = WeightVersion(
                 label=served.label if label is None else label, update_count=served.update_count + 1
             )
@@ -210,7 +210,7 @@ class Coordinator:
                 return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
 
             async def end_all() -> None:
-                await self._ask_all(members, "abort", two_phase.COMMIT_S, {"rid": None})
+                await self._ask_all(members, "abort", two_phase.ABORT_S, {"rid": None})
 
             path = self._path if model_path is None else model_path
 
@@ -228,6 +228,10 @@ class Coordinator:
                     on_decided=decide,
                     before_commit=end_all if abort_first else None,
                 )
+            except two_phase.NoReplicaLeft as error:
+                self._version, self._path = served, served_path
+                text = f"{error}; replicas that start next have the old weights"
+                return Refusal(status=503, code="fleet_unavailable", message=text)
             except two_phase.UpdateRefused as error:
                 text = f"refused by {error}; the old weights serve on in all replicas"
                 return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")

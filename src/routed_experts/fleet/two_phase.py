@@ -13,6 +13,7 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.messages import Answer, MemberGone, Report
 
 HOLD_S = 10.0  # in which every replica holds its requests, else none of them swaps
+ABORT_S = 4.0  # for the end of what runs, between the holds and the swaps
 COMMIT_S = 30.0  # for a swap between two steps, and for every other short operation
 # A replica that hears nothing of the coordinator opens by itself: with the old weights this long after its hold, with
 # the new ones this long after its swap. The second is longer than the first and than COMMIT_S, so that a replica that
@@ -40,6 +41,10 @@ class UpdateRefused(Exception):
     """The update did not happen; every replica has the old weights."""
 
 
+class NoReplicaLeft(UpdateRefused):
+    """No replica has swapped, and all have ended; no request has started with the new weights."""
+
+
 async def update(
     members: Sequence[Member],
     *,
@@ -52,26 +57,34 @@ async def update(
     before_commit: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
-    called before the first commit, and `before_commit` before that, when no member has refused. Members that die are
-    out. Raises UpdateRefused naming who refused and why; then nothing has changed."""
+    called before the first commit, and `before_commit`, which takes up to ABORT_S, before that, when no member has
+    refused. Then all members hold again: one whose time was over meanwhile has opened. Members that die are out. Raises
+    UpdateRefused naming who refused and why; then nothing has changed."""
     answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
     refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
+    late_hold = f"has not held its requests within {HOLD_S:g} s"
     if not refused:
         members = _alive(members, answers)
         answers = await _ask(members, "hold", timeout_s=HOLD_S)
-        refused = _refusals(answers, f"has not held its requests within {HOLD_S:g} s")
+        refused = _refusals(answers, late_hold)
+    if not refused and before_commit is not None:
+        await before_commit()
+        members = _alive(members, answers)
+        answers = await _ask(members, "hold", timeout_s=HOLD_S)
+        refused = _refusals(answers, late_hold)
     if not refused and not _alive(members, answers):
         refused = ["no replica is left"]
     if refused:
         await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
         raise UpdateRefused("; ".join(refused))
     members = _alive(members, answers)
-    if before_commit is not None:
-        await before_commit()
     on_decided()
     answers = await _ask(members, "commit", timeout_s=COMMIT_S, update_count=version.update_count, cache=cache)
     await _evict_refusing(members, answers, evict)
-    await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
+    members = _alive(members, answers)
+    if not members:
+        raise NoReplicaLeft(f"no replica has swapped to update {version.update_count}, and all have ended")
+    await _ask(members, "release", timeout_s=COMMIT_S)
 
 
 async def heal(

@@ -77,6 +77,7 @@ class WeightMember:
         self._path: str | None = None  # of the served weights
         self._prepared: tuple[WeightVersion, str | None] | None = None  # and the path
         self._held = self._is_new = False  # is_new: swapped since the hold began
+        self._opened_alone = False  # with the old weights, and what is prepared is still there
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
 
@@ -119,17 +120,17 @@ class WeightMember:
     async def hold(self) -> None:
         """Start no request until `release`; queue them."""
         async with self._lock:
-            if not self._held:
-                await asyncio.to_thread(self._engine.hold_admission)
-                self._held, self._is_new = True, False
-            self._open_in(OPEN_OLD_S)
+            await self._hold()
 
     async def commit(self, update_count: int, cache: str) -> None:
-        """Swap to the prepared weights of this count. Raises WeightsMismatchError where these are not prepared."""
+        """Swap to the prepared weights of this count. A member that has opened by itself holds again before it swaps:
+        others may still serve the old weights. Raises WeightsMismatchError where these are not prepared."""
         async with self._lock:
             if self._engine.weight_version.update_count != update_count:
                 if self._prepared is None or self._prepared[0].update_count != update_count:
                     raise WeightsMismatchError(f"update {update_count} is not prepared here", param="weight_version")
+                if self._opened_alone:
+                    await self._hold()
                 version, path = self._prepared
                 if path is None:
                     await asyncio.to_thread(self._relabel, version)
@@ -144,10 +145,17 @@ class WeightMember:
     async def release(self) -> None:
         """Free prepared weights and end the hold."""
         async with self._lock:
-            await self._release()
+            await self._drop()
+            await self._open()
+            self._opened_alone = False
 
-    async def _release(self) -> None:
-        await self._drop()
+    async def _hold(self) -> None:
+        if not self._held:
+            await asyncio.to_thread(self._engine.hold_admission)
+            self._held, self._is_new, self._opened_alone = True, False, False
+        self._open_in(OPEN_OLD_S)
+
+    async def _open(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -185,4 +193,5 @@ class WeightMember:
                 logger.warning(
                     "the coordinator of the fleet is silent: requests start again, with the %s weights", which
                 )
-                await self._release()
+                self._opened_alone = not self._is_new
+                await self._open()
