@@ -138,6 +138,59 @@ def test_a_second_coordinator_may_die_while_it_heals(event):
         world.check_whole()
 
 
+def test_the_healing_loads_before_it_holds():
+    """A load may take longer than a hold: its time would be over in the middle of it."""
+    world = World()
+
+    async def run():
+        for number in (0, 1):
+            await world.members[number].weights.load("new", numbered(NEW))
+        late = world.members[2]
+        load = late.engine.prepare_weights
+
+        def observed(path, **more):
+            assert not any(member.engine.held for member in world.members)
+            load(path, **more)
+
+        late.engine.prepare_weights = observed
+        assert await heal(world) == (NEW, "new")
+
+    asyncio.run(run())
+    assert world.evicted == [] and len(world.living) == 3
+    world.check_whole(NEW)
+
+
+def test_what_a_member_has_prepared_when_it_opens_by_itself_is_not_loaded_again():
+    """The coordinator dies between two swaps, and the next one comes late."""
+    world = World(end_coordinator_at=EVENTS // 2 + 3)
+
+    async def run():
+        with pytest.raises(CoordinatorDied):
+            await update(world)
+        for member in world.members:
+            await member.silence()
+            member.engine.prepare_weights = None
+        world.restart_coordinator()
+        assert await heal(world) == (NEW, "new")
+
+    asyncio.run(run())
+    assert world.evicted == []
+    world.check_whole(NEW)
+
+
+def test_members_with_other_weights_under_one_count_do_not_both_stay():
+    world = World()
+
+    async def run():
+        for member, path in zip(world.members, ("one", "one", "two"), strict=True):
+            await member.weights.load(path, numbered(NEW))
+        assert await heal(world) == (NEW, "one")
+
+    asyncio.run(run())
+    assert [tag for tag, _ in world.evicted] == ["r2"]
+    world.check_whole(NEW)
+
+
 @pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1, 2)])
 def test_one_refusal_leaves_all_with_the_old_weights_and_names_who(refusing):
     world = World()

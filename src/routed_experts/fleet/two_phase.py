@@ -91,20 +91,28 @@ async def heal(
     reports: Mapping[str, Report], members: Sequence[Member], *, prepare_s: float, evict: Evict
 ) -> tuple[WeightVersion, str | None]:
     """Bring members that a coordinator left in any state to one version: of the highest count that one of them serves.
-    Returns it with its path."""
+    The load, which may be long, comes before the hold. Returns the version with its path."""
     if not reports:
         return WeightVersion(), None
     newest = max(reports.values(), key=lambda report: report.version.update_count)
     version, path, count = newest.version, newest.model_path, newest.version.update_count
+    for member in members:
+        served = reports[member.tag]
+        if served.version.update_count == count and (served.version, served.model_path) != (version, path):
+            await evict(member, f"it serves other weights than the fleet under the same count, update {count}")
+            members = [other for other in members if other is not member]
     behind = [member for member in members if reports[member.tag].version.update_count < count]
     if behind:
-        held = await _ask(members, "hold", timeout_s=HOLD_S)
-        members = _alive(members, held)
-        behind = [member for member in behind if member in members]
         answers = await _ask(behind, "prepare", timeout_s=prepare_s, model_path=path, version=version)
-        answers |= await _ask(_ready(behind, answers), "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
         await _evict_refusing(behind, answers, evict)
-        members = [member for member in members if member not in behind or member in _ready(behind, answers)]
+        behind = _alive(behind, answers)
+        members = [member for member in members if member.tag not in answers or member in behind]
+        held = await _ask(members, "hold", timeout_s=HOLD_S)
+        await _evict_refusing(behind, held, evict)
+        members, behind = _alive(members, held), _alive(behind, held)
+        answers = await _ask(behind, "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
+        await _evict_refusing(behind, answers, evict)
+        members = [member for member in members if member not in behind or member in _alive(behind, answers)]
     await _ask(members, "release", timeout_s=COMMIT_S)
     return version, path
 
