@@ -439,4 +439,5 @@ def test_operations_may_be_repeated():
         "prepared_path": None,
         "held": False,
         "pause": None,
+        "is_busy": False,
     }

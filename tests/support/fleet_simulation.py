@@ -133,6 +133,7 @@ class SimulatedMember:
     def operations(self):
         weights = self.weights
         return {
+            "report": weights.settled_report,
             "prepare": weights.prepare,
             "hold": weights.hold,
             "commit": weights.commit,
@@ -177,7 +178,7 @@ class SimulatedMember:
         return True
 
     async def _health(self):
-        return {"state": "serving", "version": self.engine.weight_version}
+        return {"state": "serving", "version": self.engine.weight_version, "model_path": self.weights.model_path}
 
 
 class LocalClient:

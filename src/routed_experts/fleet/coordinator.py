@@ -5,8 +5,10 @@ Ray restarts it when it dies; the replicas join again and tell what they serve, 
 before anything else. Event loop only."""
 
 import asyncio
+import dataclasses
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -111,7 +113,10 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._reports: dict[str, Report] = {}  # of members that join again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._task_ids, self._next_tag = itertools.count(), 0
+        self._task_ids = itertools.count()
+        # A replica that has died with the coordinator before this one may have had any tag: the clock is beyond all.
+        self._next_tag = int(time.time()) if was_restarted else 0
+        self._last_count = 0  # of all updates that a replica has met, also of those that were refused
         self._version = WeightVersion()  # until a replica joins, which tells its label
         self._path: str | None = None
         self._pause: str | None = None
@@ -135,6 +140,7 @@ class Coordinator:
             tag = f"r{self._next_tag}"
             self._next_tag += 1
             self._add(tag, handle[0])
+            self._note_counts(report)
             if self._version.update_count == report.version.update_count == 0:
                 self._version = report.version  # all replicas start with the same weights, under one label
             if report.version.update_count != self._version.update_count:
@@ -203,8 +209,9 @@ class Coordinator:
         async with self._lock:
             served, served_path = self._version, self._path
             version = WeightVersion(
-                label=served.label if label is None else label, update_count=served.update_count + 1
+                label=served.label if label is None else label, update_count=self._last_count + 1
             )
+            self._last_count += 1
             members = list(self._members.values())
             if not members:
                 return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
@@ -257,7 +264,7 @@ class Coordinator:
         members = [member for tag, member in self._members.items() if tag not in self._syncing]
         answers = await self._ask_all(members, "health", HEALTH_S, {})
         found = [
-            MemberStatus(tag, "loading", None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
+            MemberStatus(tag, "loading", None, None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
             for tag in self._members
         ]
         return FleetStatus(
@@ -288,13 +295,18 @@ class Coordinator:
             return
         self._add(tag, handle)
         self._next_tag = max(self._next_tag, int(tag.removeprefix("r")) + 1)
+        self._note_counts(report)
         if self._is_recovering:
             self._reports[tag] = report
             if len(self._reports) >= self._num_replicas:
                 self._all_back.set()
             self._start_recovery()
         else:  # it comes back later than the others: it is healed by itself
+            self._syncing.add(tag)
             self._spawn(self._heal({tag: report}))
+
+    def _note_counts(self, report: Report) -> None:
+        self._last_count = max(self._last_count, report.version.update_count, report.prepared or 0)
 
     def _start_recovery(self) -> "asyncio.Task[None]":
         if self._recovery is None:
@@ -308,39 +320,59 @@ class Coordinator:
                 await asyncio.wait_for(self._all_back.wait(), REJOIN_S)
             except TimeoutError:
                 logger.warning("%d of %d replicas have joined again", len(self._reports), self._num_replicas)
-            reports, self._reports = self._reports, {}
-            members = [self._members[tag] for tag in reports if tag in self._members]
-            reports = {member.tag: reports[member.tag] for member in members}
+            joined, self._reports = self._reports, {}
+            reports = await self._settled(joined)
+            members = [self._members[tag] for tag in reports]
             self._version, self._path = await two_phase.heal(
                 reports, members, prepare_s=self._prepare_s, evict=self._evict
             )
             self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
+            late, self._reports = self._reports, {}
+            self._syncing |= late.keys() & self._members.keys()
             self._is_recovering = False
+            if late:  # they came while the others were healed
+                self._spawn(self._heal(late))
             served = _describe_version(self._version)
             logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
-    async def _heal(self, reports: Mapping[str, Report]) -> None:
+    async def _settled(self, reports: Mapping[str, Report]) -> dict[str, Report]:
+        """The reports of these members after the operations that run there, of a coordinator that is gone. A member
+        that does not answer is evicted."""
+
+        async def settle(member: Member, is_busy: bool) -> Report | None:
+            timeout_s = self._prepare_s if is_busy else two_phase.COMMIT_S
+            answer = (await self._ask_all([member], "report", timeout_s, {})).get(member.tag)
+            if answer is None:
+                return None
+            if answer.refusal is not None:
+                await self._evict(member, f"it does not say what it serves: {answer.refusal.message}")
+                return None
+            report: Report = answer.value
+            self._note_counts(report)
+            return report
+
+        members = [(self._members[tag], report.is_busy) for tag, report in reports.items() if tag in self._members]
+        settled = await asyncio.gather(*(settle(member, is_busy) for member, is_busy in members))
+        found = zip(members, settled, strict=True)
+        return {
+            member.tag: report for (member, _), report in found if report is not None and member.tag in self._members
+        }
+
+    async def _heal(self, late: Mapping[str, Report]) -> None:
         """Bring members that came late to the version of the fleet."""
         async with self._lock:
-            for tag, report in reports.items():
+            for tag, report in (await self._settled(late)).items():
                 member = self._members.get(tag)
                 if member is None:
                     continue
-                self._syncing.add(tag)
-                if report.version.update_count > self._version.update_count:
-                    served = _describe_version(self._version)
-                    await self._evict(
-                        member, f"it serves version {_describe_version(report.version)}, and the fleet {served}"
-                    )
+                if self._members.keys() <= self._syncing:  # no other member has a version
+                    self._version, self._path = report.version, report.model_path
+                served, found = (self._version, self._path), (report.version, report.model_path)
+                if found[0].update_count >= served[0].update_count and found != served:
+                    text = f"it serves {_describe_weights(*found)}, and the fleet {_describe_weights(*served)}"
+                    await self._evict(member, text)
                     continue
-                fleet = Report(
-                    version=self._version,
-                    model_path=self._path,
-                    prepared=None,
-                    prepared_path=None,
-                    held=False,
-                    pause=None,
-                )
+                fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
                 await two_phase.heal({tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
                 self._syncing.discard(tag)
 
@@ -349,11 +381,12 @@ class Coordinator:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
             return f"{', '.join(sorted(self._syncing))} loads version {_describe_version(self._version)}"
-        versions = {status.version.update_count: status.version for status in found if status.version is not None}
-        if len(versions) > 1:
-            return (
-                f"replicas serve versions {', '.join(_describe_version(versions[count]) for count in sorted(versions))}"
-            )
+        weights = {(status.version, status.model_path) for status in found if status.version is not None}
+        if len({version for version, _ in weights}) < len(weights):
+            return f"replicas serve {', '.join(sorted(_describe_weights(*served) for served in weights))}"
+        if len(weights) > 1:
+            versions = sorted((version for version, _ in weights), key=lambda version: version.update_count)
+            return f"replicas serve versions {', '.join(map(_describe_version, versions))}"
         return None
 
     async def _ask_all(
@@ -425,8 +458,13 @@ def _describe_version(version: WeightVersion) -> str:
     return f"{short_repr(version.label)} (update {version.update_count})"
 
 
+def _describe_weights(version: WeightVersion, model_path: str | None) -> str:
+    folder = "the weights of the start" if model_path is None else short_repr(model_path)
+    return f"version {_describe_version(version)} of {folder}"
+
+
 def _status(tag: str, answer: Answer | None) -> MemberStatus:
     if answer is None or answer.refusal is not None:
-        return MemberStatus(tag, "unreachable", None, {})
+        return MemberStatus(tag, "unreachable", None, None, {})
     details = dict(answer.value)
-    return MemberStatus(tag, details.pop("state"), details.pop("version"), details)
+    return MemberStatus(tag, details.pop("state"), details.pop("version"), details.pop("model_path"), details)

@@ -5,6 +5,7 @@ An update is known by its count, which all replicas share; labels may repeat.
 Event loop only."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -82,17 +83,30 @@ class WeightMember:
         self._opening: asyncio.Task[None] | None = None
 
     async def report(self) -> Report:
-        """The state, once no operation runs."""
+        """The state now; answers also while an operation runs."""
+        served, (version, path) = self._engine.weight_version, self._prepared or (None, None)
+        return Report(
+            version=served,
+            model_path=self.model_path,
+            prepared=None if version is None else version.update_count,
+            prepared_path=path,
+            held=self._held,
+            pause=self._engine.paused,
+            is_busy=self._lock.locked(),
+        )
+
+    async def settled_report(self) -> Report:
+        """The state, once the operations before have ended."""
         async with self._lock:
-            version, path = self._prepared or (None, None)
-            return Report(
-                version=self._engine.weight_version,
-                model_path=self._path,
-                prepared=None if version is None else version.update_count,
-                prepared_path=path,
-                held=self._held,
-                pause=self._engine.paused,
-            )
+            report = await self.report()
+        return dataclasses.replace(report, is_busy=False)
+
+    @property
+    def model_path(self) -> str | None:
+        """The path of the served weights, as the update named it; None: of those of the start."""
+        if self._prepared is not None and self._prepared[0].update_count == self._engine.weight_version.update_count:
+            return self._prepared[1] or self._path  # the engine has swapped, and the operation has not ended
+        return self._path
 
     async def load(self, model_path: str | None, version: WeightVersion) -> None:
         """Serve these weights now: of a replica that starts later than an update."""
