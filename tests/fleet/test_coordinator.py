@@ -6,11 +6,14 @@ import contextlib
 import threading
 
 import pytest
+from starlette.requests import Request
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
+from routed_experts.fleet.gate import Gate
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
+from routed_experts.server.errors import ApiError
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
 
 
@@ -315,6 +318,40 @@ def test_a_replica_that_loads_or_swaps_when_the_coordinator_dies_is_waited_for(m
     in_fleet(test)
 
 
+def test_while_members_join_again_nothing_is_asked_of_all():
+    """An answer of those that are back would pass for one of all."""
+
+    async def test(world, client, links):
+        links["r1"]._loop_task.cancel()
+        client.die()
+        client.start(was_restarted=True)
+        gate = Gate(links["r0"], 5.0)
+
+        async def check():
+            assert client.coordinator._is_recovering
+            for call in (
+                gate._ask_all("abort", rid=None),
+                gate._set_pause("retract"),
+                gate._resume(),
+                gate._of_owner(request(path_params={"name": "r1-7"}), not_here),
+                gate.flush_cache(request(), None),
+            ):
+                with pytest.raises(ApiError, match="waits for the replicas") as caught:
+                    await call
+                assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+
+        await check()
+        await until(lambda: client.coordinator._members)
+        await check()
+        world.members[0].engine.paused = "in_place"
+        links["r1"].start()
+        await until(lambda: not client.coordinator._is_recovering)
+        assert client.coordinator._pause == "in_place"
+        assert set(await gate._ask_all("abort", rid=None)) == {"r0", "r1"}
+
+    in_fleet(test)
+
+
 def test_a_replica_that_joins_again_while_others_are_healed_is_healed_next(monkeypatch):
     monkeypatch.setattr(module, "REJOIN_S", 0.1)
 
@@ -442,6 +479,15 @@ def test_an_answer_that_does_not_come_is_a_timeout_of_that_replica_alone():
         assert [m.state for m in (await links["r0"].call("status")).members] == ["serving", "unreachable"]
 
     in_fleet(test)
+
+
+def request(**scope):
+    basis = {"type": "http", "method": "GET", "query_string": b"", "headers": [], "state": {"owner": ""}}
+    return Request({**basis, **scope})
+
+
+async def not_here():
+    raise ApiError("unknown", status=404, code="routing_not_found")
 
 
 class Held:

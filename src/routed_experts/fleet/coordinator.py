@@ -169,9 +169,9 @@ class Coordinator:
         """Why the first replica that could not start could not, and whether its machine was at fault."""
         return self._failure
 
-    async def tags(self) -> list[str]:
-        """The members."""
-        return list(self._members)
+    async def tags(self) -> list[str] | Refusal:
+        """The members; refused while some may not have joined again."""
+        return self._unavailable() or list(self._members)
 
     async def serving(self) -> tuple[str, ...] | None:
         """The members that have the version of the fleet; None while members of the coordinator before this one join
@@ -187,22 +187,29 @@ class Coordinator:
 
     async def ask_all(
         self, operation: str, timeout_s: float, arguments: Mapping[str, Any], leave_out: str | None = None
-    ) -> dict[str, Answer]:
-        """Run an operation of every replica but `leave_out`; those that die meanwhile are left out."""
-        members = [member for tag, member in self._members.items() if tag != leave_out]
+    ) -> dict[str, Answer] | Refusal:
+        """Run an operation of every replica but `leave_out`; those that die meanwhile are left out. Refused while some
+        may not have joined again."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        members = [member for member in self._members.values() if member.tag != leave_out]
         return await self._ask_all(members, operation, timeout_s, arguments)
 
-    async def set_pause(self, pause: str | None) -> None:
-        """Note the pause of the fleet, which replicas that start later take over."""
+    async def set_pause(self, pause: str | None) -> Refusal | None:
+        """Note the pause of the fleet, which replicas that start later take over. Refused while the replicas, which
+        tell the present one, join again."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
         self._pause = pause
+        return None
 
     async def update(
         self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool = False
     ) -> WeightVersion | Refusal:
         """Bring every replica to other weights, in two phases; `model_path` None: to another label of the same ones.
         Returns their version, of the next count; `label` None keeps the present one."""
-        if self._is_recovering:
-            return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
+        if (refusal := self._unavailable()) is not None:
+            return refusal
         if self._lock.locked():
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
@@ -246,6 +253,8 @@ class Coordinator:
 
     async def flush(self, *, drafts: bool) -> dict[str, Answer] | Refusal:
         """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
         async with self._lock:
             members = list(self._members.values())
             try:
@@ -279,7 +288,14 @@ class Coordinator:
         """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
         for member in self._members.values():
             member.is_leaving = True
-        await self.ask_all("drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+        members = list(self._members.values())
+        await self._ask_all(members, "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+
+    def _unavailable(self) -> Refusal | None:
+        """Why nothing can be asked of all replicas: some have not joined again."""
+        if not self._is_recovering:
+            return None
+        return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
 
     def _joined(self, tag: str) -> Joined:
         return Joined(tag=tag, instance=self._instance, version=self._version, model_path=self._path, pause=self._pause)

@@ -55,6 +55,7 @@ _MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: pr
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
 _ROUTING = "/v1/routing/{name}"
 _SENT_ON = (b"range", b"if-range", b"if-none-match")
+_NO_ANSWER = "no replica has answered; try again soon"
 _T = TypeVar("_T")
 
 
@@ -352,7 +353,8 @@ class Gate:
         made = _MADE_ID.fullmatch(str(request.path_params["name"]))
         owner = None if made is None else made[1]
         call = _call(request, _ROUTING)
-        tags: list[str] = await self._call("tags")
+        found: list[str] | Refusal = await self._call("tags")
+        tags = _checked(found)
         answers: list[RouteAnswer] = []
         if owner in tags and owner != self._link.tag:
             answer: Answer | None = await self._call("ask", owner, "route", ASK_S, {"call": call}, timeout_s=2 * ASK_S)
@@ -370,11 +372,15 @@ class Gate:
 
     async def _pause(self, server: ServerState, mode: str) -> None:
         timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
+        await self._set_pause(mode)  # before: a replica that joins meanwhile is not asked
         _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
-        await self._call("set_pause", mode)
+
+    async def _set_pause(self, mode: str | None) -> None:
+        refusal: Refusal | None = await self._call("set_pause", mode)
+        _checked(refusal)
 
     async def _resume(self) -> None:
-        await self._call("set_pause", None)
+        await self._set_pause(None)
         _values(await self._ask_all("resume"))
 
     async def _memory(
@@ -419,10 +425,10 @@ class Gate:
         self, operation: str, *, timeout_s: float = ASK_S, leave_out_self: bool = False, **arguments: Any
     ) -> dict[str, Answer]:
         left_out = self._link.tag if leave_out_self else None
-        answers: dict[str, Answer] = await self._call(
+        answers: dict[str, Answer] | Refusal = await self._call(
             "ask_all", operation, timeout_s, arguments, left_out, timeout_s=timeout_s + ASK_S
         )
-        return answers
+        return _checked(answers)
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float = ASK_S, **more: Any) -> Any:
         """Call the coordinator. Raises ApiError (503) without one."""
@@ -436,7 +442,7 @@ class Gate:
 def sum_stats(parts: Sequence[Mapping[str, Any]]) -> RoutingStats:
     """Sum expert counts of several engines, given as the fields of RoutingStats."""
     if not parts:
-        raise unavailable("no replica has answered; try again soon", code="fleet_unavailable")
+        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
     return RoutingStats.merge([RoutingStats(**part) for part in parts])
 
 
@@ -448,7 +454,10 @@ def _checked(result: _T | Refusal) -> _T:
 
 
 def _values(answers: Mapping[str, Answer]) -> list[Any]:
-    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list."""
+    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list; 503 for
+    no answer at all."""
+    if not answers:
+        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
     refused = {tag: answer.refusal for tag, answer in answers.items() if answer.refusal is not None}
     if not refused:
         return [answer.value for answer in answers.values()]
