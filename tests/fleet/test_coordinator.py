@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
@@ -170,6 +171,91 @@ def test_while_a_late_replica_loads_the_fleet_is_not_ready():
     in_fleet(test)
 
 
+def test_a_replica_that_loads_is_asked_nothing_and_takes_over_what_was_changed_meanwhile():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", None, "flush")
+        late = SimulatedMember(world, "")
+        held, gate = await hold_prepare(late), Gate(links["r0"], 5.0)
+        joining = asyncio.create_task(join(client, late))
+        await until(lambda: held.waits)
+        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
+        assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+        await gate._pause(None, "retract")
+        assert await gate._release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
+        held.go.set()
+        links["late"] = await joining
+        assert (late.engine.paused, late.engine.released) == ("retract", ("kv_cache", "weights"))
+        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_joins_during_a_pause_is_paused():
+    async def test(world, client, links):
+        go = asyncio.Event()
+
+        async def wait(mode):  # for what runs
+            await go.wait()
+
+        for link in links.values():
+            link._operations = {**link._operations, "pause": wait}
+        pausing = asyncio.create_task(Gate(links["r0"], 5.0)._pause(None, "retract"))
+        await until(lambda: all(len(link._running) == 1 for link in links.values()))
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        go.set()
+        await pausing
+        assert late.engine.paused == "retract"
+
+    in_fleet(test)
+
+
+def test_released_memory_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
+    async def test(world, client, links):
+        gate = Gate(links["r0"], 5.0)
+
+        async def released_by_a_new_one():
+            late = SimulatedMember(world, "")
+            links[len(links)] = await join(client, late)
+            return late.engine.released
+
+        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        assert await released_by_a_new_one() == ("kv_cache",)
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: not client.coordinator._is_recovering)
+        assert await released_by_a_new_one() == ("kv_cache",)
+        assert await gate._resume_memory(None) == []
+        assert await released_by_a_new_one() == ()
+
+    in_fleet(test)
+
+
+def test_a_release_that_all_refuse_is_not_taken_over():
+    async def test(world, client, links):
+        async def refuse(tags, running):
+            raise WeightsMismatchError("no", param="tags")
+
+        gate = Gate(links["r0"], 5.0)
+        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        for link in links.values():
+            link._operations = {**link._operations, "release_memory": refuse}
+        with pytest.raises(ApiError):
+            await gate._release_memory(["weights"], "retract", 1.0)
+        assert client.coordinator._released == ("kv_cache",)
+
+    in_fleet(test)
+
+
+def test_an_update_brings_released_weights_back_for_those_that_come_later():
+    async def test(world, client, links):
+        await Gate(links["r0"], 5.0)._release_memory(None, "retract", 1.0)
+        assert (await links["r0"].call("update", "a", None, "flush")).update_count == 1
+        assert client.coordinator._released == ("kv_cache",)
+
+    in_fleet(test)
+
+
 def test_a_dead_replica_is_counted_and_waited_for_no_longer():
     async def test(world, client, links):
         held = await hold_prepare(world.members[1])
@@ -234,6 +320,55 @@ def test_a_flush_holds_all_replicas_and_needs_all_of_them_idle():
 
     async def idle(value):
         return value
+
+    in_fleet(test)
+
+
+def test_a_flush_during_an_update_is_refused_at_once():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[0])
+        update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits)
+        with pytest.raises(ApiError, match="is under way") as caught:
+            await asyncio.wait_for(Gate(links["r1"], 5.0).flush_cache(request(), None), 5.0)
+        assert (caught.value.status, caught.value.code) == (409, "update_in_progress")
+        held.go.set()
+        assert (await update).update_count == 1
+        assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_does_not_answer_a_flush_is_not_called_busy(monkeypatch):
+    monkeypatch.setattr(module.two_phase, "HOLD_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen():
+            await asyncio.Event().wait()
+
+        links["r1"]._operations = {**links["r1"]._operations, "is_idle": frozen}
+        refusal = await links["r0"].call("flush", drafts=False)
+        assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
+        assert refusal.message == "r1 does not answer; nothing is flushed, try again soon"
+        assert not any(member.engine.held for member in world.members)
+
+    in_fleet(test)
+
+
+def test_a_scrape_leaves_a_replica_out_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr("routed_experts.fleet.gate.METRICS_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen(call):
+            await asyncio.Event().wait()
+
+        async def own(request, server):
+            return Response("# HELP x An x\n# TYPE x gauge\nx 1.0\n")
+
+        monkeypatch.setattr("routed_experts.fleet.gate.info_routes.metrics", own)
+        links["r1"]._operations = {**links["r1"]._operations, "route": frozen}
+        answer = await asyncio.wait_for(Gate(links["r0"], 5.0).metrics(request(path_params={}), None), 5.0)
+        assert b'x{replica="r0"} 1.0' in answer.body and b"fleet_replicas" in answer.body
 
     in_fleet(test)
 

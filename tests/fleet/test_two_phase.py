@@ -439,5 +439,6 @@ def test_operations_may_be_repeated():
         "prepared_path": None,
         "held": False,
         "pause": None,
+        "released": (),
         "is_busy": False,
     }

@@ -41,6 +41,7 @@ class Member:
     def __init__(self, tag: str, handle: Any, task_ids: "itertools.count[int]") -> None:
         self.tag, self.handle = tag, handle
         self.is_leaving = False
+        self.is_starting = False  # loads the weights of the fleet before it carries out a task
         self._task_ids = task_ids
         self._waiting: dict[int, tuple[Task, asyncio.Future[Answer]]] = {}
         self._undelivered: list[int] = []
@@ -120,6 +121,8 @@ class Coordinator:
         self._version = WeightVersion()  # until a replica joins, which tells its label
         self._path: str | None = None
         self._pause: str | None = None
+        self._released: tuple[str, ...] = ()  # tags of device memory
+        self._is_updating = False
         self._deaths = 0
         self._failure: tuple[Refusal, bool] | None = None
         self._lock = asyncio.Lock()  # one update at a time, and no replica joins during one
@@ -139,17 +142,22 @@ class Coordinator:
         async with self._lock:
             tag = f"r{self._next_tag}"
             self._next_tag += 1
-            self._add(tag, handle[0])
+            member = self._add(tag, handle[0])
             self._note_counts(report)
             if self._version.update_count == report.version.update_count == 0:
                 self._version = report.version  # all replicas start with the same weights, under one label
             if report.version.update_count != self._version.update_count:
                 self._syncing.add(tag)
+                member.is_starting = True
             return self._joined(tag)
 
-    async def synced(self, tag: str) -> None:
-        """Note that a replica serves the version of the fleet."""
+    async def synced(self, tag: str) -> Joined:
+        """Note that a new replica has loaded the version of the fleet; it is asked what all are from now on. Returns
+        what it takes over: it was not asked meanwhile."""
         self._syncing.discard(tag)
+        if (member := self._members.get(tag)) is not None:
+            member.is_starting = False
+        return self._joined(tag)
 
     async def poll(self, tag: str, instance: str) -> list[Task] | None:
         """The next tasks of a replica; None asks it to join again."""
@@ -188,12 +196,38 @@ class Coordinator:
     async def ask_all(
         self, operation: str, timeout_s: float, arguments: Mapping[str, Any], leave_out: str | None = None
     ) -> dict[str, Answer] | Refusal:
-        """Run an operation of every replica but `leave_out`; those that die meanwhile are left out. Refused while some
-        may not have joined again."""
+        """Run an operation of every replica but `leave_out`; those that start or die meanwhile are left out. Refused
+        while some may not have joined again."""
         if (refusal := self._unavailable()) is not None:
             return refusal
-        members = [member for member in self._members.values() if member.tag != leave_out]
+        members = [member for member in self._started() if member.tag != leave_out]
         return await self._ask_all(members, operation, timeout_s, arguments)
+
+    async def release_memory(self, tags: Sequence[str], running: str, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Release device memory of all replicas, also of those that start until it is taken back."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        former = self._released
+        self._released = tuple(sorted({*former, *tags}))
+        answers = await self._ask_all(self._started(), "release_memory", timeout_s, {"tags": tags, "running": running})
+        self._note_released(answers, former)
+        return answers
+
+    async def resume_memory(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Take device memory of all replicas back; `tags` None: all."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        former = self._released
+        if "weights" not in former and (tags is None or "kv_cache" in tags):
+            self._released = ()  # for a replica that joins meanwhile; with weights released all refuse
+        answers = await self._ask_all(self._started(), "resume_memory", timeout_s, {"tags": tags})
+        self._note_released(answers, former)
+        return answers
+
+    def _note_released(self, answers: Mapping[str, Answer], former: tuple[str, ...]) -> None:
+        """Note what is released now on any replica; where all refuse, that is what was before."""
+        values = [answer.value for answer in answers.values() if answer.refusal is None]
+        self._released = tuple(sorted({tag for value in values for tag in value})) if values else former
 
     async def set_pause(self, pause: str | None) -> Refusal | None:
         """Note the pause of the fleet, which replicas that start later take over. Refused while the replicas, which
@@ -214,53 +248,69 @@ class Coordinator:
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            served, served_path = self._version, self._path
-            version = WeightVersion(
-                label=served.label if label is None else label, update_count=self._last_count + 1
-            )
-            self._last_count += 1
-            members = list(self._members.values())
-            if not members:
-                return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
-
-            async def end_all() -> None:
-                await self._ask_all(members, "abort", two_phase.ABORT_S, {"rid": None})
-
-            path = self._path if model_path is None else model_path
-
-            def decide() -> None:
-                self._version, self._path = version, path
-
+            self._is_updating = True
             try:
-                await two_phase.update(
-                    members,
-                    model_path=model_path,
-                    version=version,
-                    cache=cache,
-                    prepare_s=self._prepare_s,
-                    evict=self._evict,
-                    on_decided=decide,
-                    before_commit=end_all if abort_first else None,
-                )
-            except two_phase.NoReplicaLeft as error:
-                self._version, self._path = served, served_path
-                text = f"{error}; replicas that start next have the old weights"
-                return Refusal(status=503, code="fleet_unavailable", message=text)
-            except two_phase.UpdateRefused as error:
-                text = f"refused by {error}; the old weights serve on in all replicas"
-                return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
-            return version
+                return await self._update(model_path, label, cache, abort_first=abort_first)
+            finally:
+                self._is_updating = False
+
+    async def _update(
+        self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool
+    ) -> WeightVersion | Refusal:
+        served, served_path = self._version, self._path
+        version = WeightVersion(label=served.label if label is None else label, update_count=self._last_count + 1)
+        self._last_count += 1
+        members = list(self._members.values())
+        if not members:
+            return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
+
+        async def end_all() -> None:
+            await self._ask_all(members, "abort", two_phase.ABORT_S, {"rid": None})
+
+        path = self._path if model_path is None else model_path
+
+        def decide() -> None:
+            self._version, self._path = version, path
+            if model_path is not None:  # the update brings them back
+                self._released = tuple(tag for tag in self._released if tag != "weights")
+
+        try:
+            await two_phase.update(
+                members,
+                model_path=model_path,
+                version=version,
+                cache=cache,
+                prepare_s=self._prepare_s,
+                evict=self._evict,
+                on_decided=decide,
+                before_commit=end_all if abort_first else None,
+            )
+        except two_phase.NoReplicaLeft as error:
+            self._version, self._path = served, served_path
+            text = f"{error}; replicas that start next have the old weights"
+            return Refusal(status=503, code="fleet_unavailable", message=text)
+        except two_phase.UpdateRefused as error:
+            text = f"refused by {error}; the old weights serve on in all replicas"
+            return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
+        return version
 
     async def flush(self, *, drafts: bool) -> dict[str, Answer] | Refusal:
         """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
         if (refusal := self._unavailable()) is not None:
             return refusal
+        if self._is_updating:
+            text = "an update of the fleet's weights is under way; try again when it has ended"
+            return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            members = list(self._members.values())
+            members = self._started()
             try:
                 held = await self._ask_all(members, "hold", two_phase.HOLD_S, {})
                 idle = await self._ask_all(members, "is_idle", two_phase.HOLD_S, {})
-                busy = [tag for tag in held if tag not in idle or idle[tag].value is not True]
+                silent = sorted(tag for found in (held, idle) for tag in found if found[tag].refusal is not None)
+                if silent:
+                    text = f"{', '.join(dict.fromkeys(silent))} does not answer; nothing is flushed, try again soon"
+                    return Refusal(status=503, code="fleet_unavailable", message=text)
+                busy = [tag for tag, answer in idle.items() if answer.value is not True]
                 if busy:
                     text = f"requests run on {', '.join(busy)}; try again when they have ended"
                     return Refusal(status=400, code="requests_running", message=text)
@@ -288,8 +338,10 @@ class Coordinator:
         """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
         for member in self._members.values():
             member.is_leaving = True
-        members = list(self._members.values())
-        await self._ask_all(members, "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+        await self._ask_all(self._started(), "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+
+    def _started(self) -> list[Member]:
+        return [member for member in self._members.values() if not member.is_starting]
 
     def _unavailable(self) -> Refusal | None:
         """Why nothing can be asked of all replicas: some have not joined again."""
@@ -298,7 +350,14 @@ class Coordinator:
         return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
 
     def _joined(self, tag: str) -> Joined:
-        return Joined(tag=tag, instance=self._instance, version=self._version, model_path=self._path, pause=self._pause)
+        return Joined(
+            tag=tag,
+            instance=self._instance,
+            version=self._version,
+            model_path=self._path,
+            pause=self._pause,
+            released=self._released,
+        )
 
     def _add(self, tag: str, handle: Any) -> Member:
         self._members[tag] = member = Member(tag, handle, self._task_ids)
@@ -343,6 +402,7 @@ class Coordinator:
                 reports, members, prepare_s=self._prepare_s, evict=self._evict
             )
             self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
+            self._released = tuple(sorted({tag for report in reports.values() for tag in report.released}))
             late, self._reports = self._reports, {}
             self._syncing |= late.keys() & self._members.keys()
             self._is_recovering = False

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
@@ -51,6 +52,7 @@ from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.state import ServerState
 
 ASK_S = 10.0
+METRICS_S = 2.0  # a scrape has a short time of its own: a replica that does not answer is left out
 _MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
 _ROUTING = "/v1/routing/{name}"
@@ -191,7 +193,9 @@ class Gate:
         try:
             status = await self._status()
             call = _call(request, "/metrics")
-            for tag, answer in (await self._ask_all("route", leave_out_self=True, call=call)).items():
+            for tag, answer in (
+                await self._ask_all("route", timeout_s=METRICS_S, leave_out_self=True, call=call)
+            ).items():
                 if answer.refusal is None:
                     texts[tag] = answer.value.body.decode()
             extra = fleet_metrics(
@@ -296,24 +300,24 @@ class Gate:
         fleet wakes up."""
         tags, running = vllm_routes.parse_sleep(request)
         timeout_s = server.settings.request_timeout if running == "wait" else ASK_S
-        released = await self._memory("release_memory", tags, running=running, timeout_s=timeout_s)
+        released = await self._release_memory(tags, running, timeout_s)
         return json_response({"status": "sleeping", "released": released})
 
     async def wake_up(self, request: Request, server: ServerState) -> Response:
         """Allocate what was freed on all replicas and continue; released weights come by an update before."""
         tags = memory_routes.parse_tags(vllm_routes.query_tags(request))
-        released = await self._memory("resume_memory", tags)
+        released = await self._resume_memory(tags)
         return json_response({"status": "sleeping" if released else "awake", "released": released})
 
     async def release_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Free the memory of KV pages, weights or both of all replicas; requests wait until it is taken back."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._memory("release_memory", tags, running="retract")))
+        return json_response(memory_routes.memory_body(await self._release_memory(tags, "retract", ASK_S)))
 
     async def resume_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Allocate what was released on all replicas and continue; released weights come by an update before."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._memory("resume_memory", tags)))
+        return json_response(memory_routes.memory_body(await self._resume_memory(tags)))
 
     async def update_weights(self, request: Request, server: ServerState) -> Response:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
@@ -383,12 +387,14 @@ class Gate:
         await self._set_pause(None)
         _values(await self._ask_all("resume"))
 
-    async def _memory(
-        self, operation: str, tags: Sequence[str] | None, *, timeout_s: float = ASK_S, **arguments: Any
-    ) -> list[str]:
-        """Release or resume memory of all replicas; returns what is released on any of them."""
-        answers = _values(await self._ask_all(operation, timeout_s=timeout_s, tags=tags, **arguments))
-        return sorted({tag for released in answers for tag in released})
+    async def _release_memory(self, tags: Sequence[str] | None, running: str, timeout_s: float) -> list[str]:
+        """Release memory of all replicas; returns what is released on any of them."""
+        chosen = list(MEMORY_TAGS if tags is None else tags)
+        return _union(await self._call("release_memory", chosen, running, timeout_s, timeout_s=timeout_s + ASK_S))
+
+    async def _resume_memory(self, tags: Sequence[str] | None) -> list[str]:
+        """Take memory of all replicas back; returns what is still released on any of them."""
+        return _union(await self._call("resume_memory", tags, ASK_S, timeout_s=2 * ASK_S))
 
     async def _summed_stats(self, *, reset: bool) -> RoutingStats:
         return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))
@@ -468,6 +474,11 @@ def _values(answers: Mapping[str, Answer]) -> list[Any]:
     lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in refused.items())
     text = f"not done on {lines}; done on {', '.join(done) or 'none'}; repeat the call"
     raise ApiError(text, status=502, code="replicas_disagree")
+
+
+def _union(answers: dict[str, Answer] | Refusal) -> list[str]:
+    """The tags of memory that is released on any replica."""
+    return sorted({tag for released in _values(_checked(answers)) for tag in released})
 
 
 def to_error(refusal: Refusal) -> ApiError:

@@ -92,6 +92,7 @@ class WeightMember:
             prepared_path=path,
             held=self._held,
             pause=self._engine.paused,
+            released=self._engine.released,
             is_busy=self._lock.locked(),
         )
 
