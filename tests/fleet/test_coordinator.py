@@ -468,6 +468,9 @@ def test_while_members_join_again_nothing_is_asked_of_all():
                 gate._ask_all("abort", rid=None),
                 gate._set_pause("retract"),
                 gate._resume(),
+                gate._release_memory(None, "retract", 1.0),
+                gate._resume_memory(None),
+                gate.weight_version(None, None),
                 gate._of_owner(request(path_params={"name": "r1-7"}), not_here),
                 gate.flush_cache(request(), None),
             ):
@@ -583,6 +586,24 @@ def test_a_pause_is_taken_over_by_those_that_come_later_and_by_the_next_coordina
             "join", None, await world.members[0].weights.report(), [world.members[0]], timeout_s=5
         )
         assert joined.pause == "in_place"
+
+    in_fleet(test)
+
+
+def test_a_member_that_comes_back_late_takes_over_what_was_changed_meanwhile():
+    async def test(world, client, links):
+        gate = Gate(links["r0"], 5.0)
+        links["r1"]._loop_task.cancel()  # cut off
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: client.coordinator._members and not client.coordinator._is_recovering)
+        await gate._pause(None, "retract")
+        await gate._release_memory(["kv_cache"], "retract", 1.0)
+        assert world.members[1].engine.paused is None
+        links["r1"].start()
+        await until(lambda: world.members[1].engine.released)
+        assert (world.members[1].engine.paused, world.members[1].engine.released) == ("retract", ("kv_cache",))
+        await until(lambda: not client.coordinator._syncing)
 
     in_fleet(test)
 

@@ -177,6 +177,10 @@ class Coordinator:
         """Why the first replica that could not start could not, and whether its machine was at fault."""
         return self._failure
 
+    async def version(self) -> WeightVersion | Refusal:
+        """The version of the fleet's weights; refused while the replicas, which tell it, join again."""
+        return self._unavailable() or self._version
+
     async def tags(self) -> list[str] | Refusal:
         """The members; refused while some may not have joined again."""
         return self._unavailable() or list(self._members)
@@ -435,22 +439,37 @@ class Coordinator:
         }
 
     async def _heal(self, late: Mapping[str, Report]) -> None:
-        """Bring members that came late to the version of the fleet."""
+        """Bring members that came late to the version of the fleet, and to its pause and released memory."""
         async with self._lock:
-            for tag, report in (await self._settled(late)).items():
-                member = self._members.get(tag)
-                if member is None:
-                    continue
-                if self._members.keys() <= self._syncing:  # no other member has a version
-                    self._version, self._path = report.version, report.model_path
-                served, found = (self._version, self._path), (report.version, report.model_path)
-                if found[0].update_count >= served[0].update_count and found != served:
-                    text = f"it serves {_describe_weights(*found)}, and the fleet {_describe_weights(*served)}"
-                    await self._evict(member, text)
-                    continue
-                fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
-                await two_phase.heal({tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
-                self._syncing.discard(tag)
+            self._is_updating = True
+            try:
+                for tag, report in (await self._settled(late)).items():
+                    if (member := self._members.get(tag)) is not None:
+                        await self._heal_late(member, report)
+            finally:
+                self._is_updating = False
+
+    async def _heal_late(self, member: Member, report: Report) -> None:
+        is_older = report.version.update_count < self._version.update_count
+        if self._members.keys() <= self._syncing and not is_older:  # no other member has a version
+            self._version, self._path = report.version, report.model_path
+        served, found = (self._version, self._path), (report.version, report.model_path)
+        if found != served and not is_older:
+            text = f"it serves {_describe_weights(*found)}, and the fleet {_describe_weights(*served)}"
+            await self._evict(member, text)
+            return
+        fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
+        await two_phase.heal({member.tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
+        if self._pause != report.pause:
+            operation, arguments = ("resume", {}) if self._pause is None else ("pause", {"mode": self._pause})
+            await self._ask_all([member], operation, two_phase.COMMIT_S, arguments)
+        missing = [name for name in self._released if name not in report.released]
+        if missing:
+            arguments = {"tags": missing, "running": "retract"}
+            await self._ask_all([member], "release_memory", two_phase.COMMIT_S, arguments)
+        elif report.released and not self._released:
+            await self._ask_all([member], "resume_memory", two_phase.COMMIT_S, {"tags": None})
+        self._syncing.discard(member.tag)
 
     def _problem(self, found: Sequence[MemberStatus] = ()) -> str | None:
         if self._is_recovering:

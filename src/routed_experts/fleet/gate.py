@@ -184,7 +184,7 @@ class Gate:
 
     async def weight_version(self, request: Request, server: ServerState) -> Response:
         """Say which weights the fleet serves."""
-        return json_response((await self._status()).version.to_json())
+        return json_response((await self._version()).to_json())
 
     async def metrics(self, request: Request, server: ServerState) -> Response:
         """Prometheus text of all replicas, each series with the label replica."""
@@ -420,8 +420,12 @@ class Gate:
         status, body = await self._status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
         body["replicas"] = _replicas(status)
         if version:
-            body |= status.version.to_json()
+            body |= (await self._version()).to_json()
         return json_response(body)
+
+    async def _version(self) -> WeightVersion:
+        version: WeightVersion | Refusal = await self._call("version")
+        return _checked(version)
 
     async def _status(self) -> FleetStatus:
         status: FleetStatus = await self._call("status")
