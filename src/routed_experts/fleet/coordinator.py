@@ -261,7 +261,8 @@ class Coordinator:
     async def _update(
         self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool
     ) -> WeightVersion | Refusal:
-        served, served_path = self._version, self._path
+        served = self._version
+        before = self._path, self._released
         version = WeightVersion(label=served.label if label is None else label, update_count=self._last_count + 1)
         self._last_count += 1
         members = list(self._members.values())
@@ -290,7 +291,7 @@ class Coordinator:
                 before_commit=end_all if abort_first else None,
             )
         except two_phase.NoReplicaLeft as error:
-            self._version, self._path = served, served_path
+            self._version, (self._path, self._released) = served, before
             text = f"{error}; replicas that start next have the old weights"
             return Refusal(status=503, code="fleet_unavailable", message=text)
         except two_phase.UpdateRefused as error:
@@ -310,9 +311,12 @@ class Coordinator:
             try:
                 held = await self._ask_all(members, "hold", two_phase.HOLD_S, {})
                 idle = await self._ask_all(members, "is_idle", two_phase.HOLD_S, {})
-                silent = sorted(tag for found in (held, idle) for tag in found if found[tag].refusal is not None)
-                if silent:
-                    text = f"{', '.join(dict.fromkeys(silent))} does not answer; nothing is flushed, try again soon"
+                failed = {
+                    tag: answer.refusal for tag, answer in (*held.items(), *idle.items()) if answer.refusal is not None
+                }
+                if failed:
+                    lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in failed.items())
+                    text = f"nothing is flushed, for replicas do not answer: {lines}; try again soon"
                     return Refusal(status=503, code="fleet_unavailable", message=text)
                 busy = [tag for tag, answer in idle.items() if answer.value is not True]
                 if busy:
