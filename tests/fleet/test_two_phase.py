@@ -369,6 +369,21 @@ def test_a_clock_that_is_due_during_the_swap_opens_nothing():
     assert all(timer.is_cancelled for timer in member.timers) and not member.engine.held
 
 
+def test_a_member_that_has_swapped_and_holds_again_keeps_its_longer_time():
+    """The next coordinator heals: with the shorter one it would open while others still have old weights."""
+    world = World(1)
+    (member,) = world.members
+
+    async def run():
+        await member.weights.prepare("new", numbered(NEW))
+        await member.weights.hold()
+        await member.weights.commit(NEW, "flush")
+        await member.weights.hold()
+        assert member.timers[-1].seconds == two_phase.OPEN_NEW_S
+
+    asyncio.run(run())
+
+
 def test_a_new_version_of_the_same_weights_takes_the_same_way():
     world = World()
     asyncio.run(update(world))

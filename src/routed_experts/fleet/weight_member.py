@@ -168,7 +168,7 @@ class WeightMember:
         if not self._held:
             await asyncio.to_thread(self._engine.hold_admission)
             self._held, self._is_new, self._opened_alone = True, False, False
-        self._open_in(OPEN_OLD_S)
+        self._open_in(OPEN_NEW_S if self._is_new else OPEN_OLD_S)
 
     async def _open(self) -> None:
         if self._timer is not None:
