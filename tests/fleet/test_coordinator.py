@@ -3,12 +3,18 @@ was restarted finds. No Ray, no process."""
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
+from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
+from routed_experts.fleet.gate import Gate
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
+from routed_experts.server.errors import ApiError
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
 
 
@@ -74,6 +80,36 @@ def test_a_refused_update_names_the_replica_and_changes_nothing():
     in_fleet(test)
 
 
+def test_a_replica_that_does_not_end_its_requests_costs_no_replica(monkeypatch):
+    monkeypatch.setattr(module.two_phase, "ABORT_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen(rid):
+            await asyncio.Event().wait()
+
+        links["r1"]._operations = {**links["r1"]._operations, "abort": frozen}
+        updated = client.call("update", "a", "one", "flush", abort_first=True, timeout_s=10.0)
+        assert await updated == version(1, "one")
+        assert [m.engine.count for m in world.living] == [1, 1] and world.evicted == []
+
+    in_fleet(test)
+
+
+def test_an_update_that_ends_every_replica_is_none():
+    async def test(world, client, links):
+        async def refuse(update_count, cache):
+            raise WeightsMismatchError("it does not swap", param="weight_version")
+
+        for link in links.values():
+            link._operations = {**link._operations, "commit": refuse}
+        refusal = await client.call("update", "a", "one", "flush", timeout_s=10.0)
+        assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
+        assert refusal.message.endswith("replicas that start next have the old weights")
+        assert client.coordinator._version == version(0, "first") and not world.living
+
+    in_fleet(test)
+
+
 def test_a_second_update_meanwhile_is_refused_and_the_first_one_ends():
     async def test(world, client, links):
         held = await hold_prepare(world.members[0])
@@ -131,6 +167,91 @@ def test_while_a_late_replica_loads_the_fleet_is_not_ready():
         held.go.set()
         links["late"] = await joining
         assert (await links["r0"].call("status")).problem is None
+
+    in_fleet(test)
+
+
+def test_a_replica_that_loads_is_asked_nothing_and_takes_over_what_was_changed_meanwhile():
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", None, "flush")
+        late = SimulatedMember(world, "")
+        held, gate = await hold_prepare(late), Gate(links["r0"], 5.0)
+        joining = asyncio.create_task(join(client, late))
+        await until(lambda: held.waits)
+        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
+        assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+        await gate._pause(None, "retract")
+        assert await gate._release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
+        held.go.set()
+        links["late"] = await joining
+        assert (late.engine.paused, late.engine.released) == ("retract", ("kv_cache", "weights"))
+        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_joins_during_a_pause_is_paused():
+    async def test(world, client, links):
+        go = asyncio.Event()
+
+        async def wait(mode):  # for what runs
+            await go.wait()
+
+        for link in links.values():
+            link._operations = {**link._operations, "pause": wait}
+        pausing = asyncio.create_task(Gate(links["r0"], 5.0)._pause(None, "retract"))
+        await until(lambda: all(len(link._running) == 1 for link in links.values()))
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        go.set()
+        await pausing
+        assert late.engine.paused == "retract"
+
+    in_fleet(test)
+
+
+def test_released_memory_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
+    async def test(world, client, links):
+        gate = Gate(links["r0"], 5.0)
+
+        async def released_by_a_new_one():
+            late = SimulatedMember(world, "")
+            links[len(links)] = await join(client, late)
+            return late.engine.released
+
+        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        assert await released_by_a_new_one() == ("kv_cache",)
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: not client.coordinator._is_recovering)
+        assert await released_by_a_new_one() == ("kv_cache",)
+        assert await gate._resume_memory(None) == []
+        assert await released_by_a_new_one() == ()
+
+    in_fleet(test)
+
+
+def test_a_release_that_all_refuse_is_not_taken_over():
+    async def test(world, client, links):
+        async def refuse(tags, running):
+            raise WeightsMismatchError("no", param="tags")
+
+        gate = Gate(links["r0"], 5.0)
+        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        for link in links.values():
+            link._operations = {**link._operations, "release_memory": refuse}
+        with pytest.raises(ApiError):
+            await gate._release_memory(["weights"], "retract", 1.0)
+        assert client.coordinator._released == ("kv_cache",)
+
+    in_fleet(test)
+
+
+def test_an_update_brings_released_weights_back_for_those_that_come_later():
+    async def test(world, client, links):
+        await Gate(links["r0"], 5.0)._release_memory(None, "retract", 1.0)
+        assert (await links["r0"].call("update", "a", None, "flush")).update_count == 1
+        assert client.coordinator._released == ("kv_cache",)
 
     in_fleet(test)
 
@@ -203,6 +324,55 @@ def test_a_flush_holds_all_replicas_and_needs_all_of_them_idle():
     in_fleet(test)
 
 
+def test_a_flush_during_an_update_is_refused_at_once():
+    async def test(world, client, links):
+        held = await hold_prepare(world.members[0])
+        update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
+        await until(lambda: held.waits)
+        with pytest.raises(ApiError, match="is under way") as caught:
+            await asyncio.wait_for(Gate(links["r1"], 5.0).flush_cache(request(), None), 5.0)
+        assert (caught.value.status, caught.value.code) == (409, "update_in_progress")
+        held.go.set()
+        assert (await update).update_count == 1
+        assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_does_not_answer_a_flush_is_not_called_busy(monkeypatch):
+    monkeypatch.setattr(module.two_phase, "HOLD_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen():
+            await asyncio.Event().wait()
+
+        links["r1"]._operations = {**links["r1"]._operations, "is_idle": frozen}
+        refusal = await links["r0"].call("flush", drafts=False)
+        assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
+        assert "r1: it has not done is_idle within 0.05 s" in refusal.message and "r0" not in refusal.message
+        assert not any(member.engine.held for member in world.members)
+
+    in_fleet(test)
+
+
+def test_a_scrape_leaves_a_replica_out_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr("routed_experts.fleet.gate.METRICS_S", 0.05)
+
+    async def test(world, client, links):
+        async def frozen(call):
+            await asyncio.Event().wait()
+
+        async def own(request, server):
+            return Response("# HELP x An x\n# TYPE x gauge\nx 1.0\n")
+
+        monkeypatch.setattr("routed_experts.fleet.gate.info_routes.metrics", own)
+        links["r1"]._operations = {**links["r1"]._operations, "route": frozen}
+        answer = await asyncio.wait_for(Gate(links["r0"], 5.0).metrics(request(path_params={}), None), 5.0)
+        assert b'x{replica="r0"} 1.0' in answer.body and b"fleet_replicas" in answer.body
+
+    in_fleet(test)
+
+
 def test_without_a_coordinator_calls_fail_and_the_next_one_learns_everything():
     async def test(world, client, links):
         await links["r0"].call("update", "a", "four", "flush")
@@ -217,7 +387,8 @@ def test_without_a_coordinator_calls_fail_and_the_next_one_learns_everything():
         assert await links["r0"].call("update", "b", None, "flush") == version(2, "four")
         late = SimulatedMember(world, "")
         links["late"] = await join(client, late)
-        assert late.tag == "r2" and str(late.engine.path) == "b"
+        assert str(late.engine.path) == "b"
+        assert int(late.tag.removeprefix("r")) > 1000, "r2 may have been one that died with the coordinator"
 
     in_fleet(test)
 
@@ -232,14 +403,145 @@ def test_a_coordinator_that_dies_during_the_load_leaves_the_old_weights_and_noth
         client.start(was_restarted=True)
         for _ in range(50):
             await asyncio.sleep(0)
-        assert client.coordinator._is_recovering, "r0 still loads, and tells nothing before it has ended"
+        assert client.coordinator._is_recovering, "r0 still loads, and is a member"
+        await until(lambda: set(client.coordinator._members) == {"r0", "r1"})
         refusal = await links["r1"].call("update", "b", None, "flush")
         assert (refusal.status, refusal.code) == (503, "fleet_unavailable")
         assert "waits for the replicas" in (await links["r1"].call("status")).problem
         held.go.set()
         await until(lambda: not client.coordinator._is_recovering)
         assert all((m.engine.count, m.engine.prepared) == (0, None) for m in world.members)
-        assert (await links["r1"].call("update", "b", None, "flush")).update_count == 1
+        assert (await links["r1"].call("update", "b", None, "flush")).update_count == 2, "1 was prepared, as a"
+
+    in_fleet(test)
+
+
+def test_a_replica_that_loads_or_swaps_when_the_coordinator_dies_is_waited_for(monkeypatch):
+    """No update passes it by, and none takes its count."""
+    monkeypatch.setattr(module, "REJOIN_S", 0.2)
+
+    async def test(world, client, links):
+        began, go, swap = threading.Event(), threading.Event(), world.members[1].engine.commit_weights
+
+        def slow(*, cache):
+            began.set()
+            go.wait(20)
+            swap(cache=cache)
+
+        async def lost(**arguments):
+            await asyncio.Event().wait()
+
+        world.members[1].engine.commit_weights = slow
+        links["r0"]._operations = {**links["r0"]._operations, "commit": lost}
+        first = asyncio.create_task(client.call("update", "a", "one", "flush", timeout_s=20.0))
+        await until(began.is_set)
+        client.die()
+        with pytest.raises(CoordinatorLost):
+            await first
+        links["r0"]._operations = world.members[0].operations()
+        client.start(was_restarted=True)
+        await until(lambda: set(client.coordinator._members) == {"r0", "r1"})
+        with contextlib.suppress(TimeoutError):  # longer than REJOIN_S
+            await asyncio.wait_for(asyncio.shield(client.coordinator._recovery), 0.5)
+        assert (await links["r0"].call("update", "b", "two", "flush")).code == "fleet_unavailable"
+        go.set()
+        await until(lambda: not client.coordinator._is_recovering)
+        assert {(m.engine.weight_version, str(m.engine.path)) for m in world.members} == {(version(1, "one"), "a")}
+        assert await links["r0"].call("update", "b", "two", "flush") == version(2, "two")
+        assert {m.engine.count for m in world.living} == {2} and world.evicted == []
+
+    in_fleet(test)
+
+
+def test_while_members_join_again_nothing_is_asked_of_all():
+    """An answer of those that are back would pass for one of all."""
+
+    async def test(world, client, links):
+        links["r1"]._loop_task.cancel()
+        client.die()
+        client.start(was_restarted=True)
+        gate = Gate(links["r0"], 5.0)
+
+        async def check():
+            assert client.coordinator._is_recovering
+            for call in (
+                gate._ask_all("abort", rid=None),
+                gate._set_pause("retract"),
+                gate._resume(),
+                gate._release_memory(None, "retract", 1.0),
+                gate._resume_memory(None),
+                gate.weight_version(None, None),
+                gate._of_owner(request(path_params={"name": "r1-7"}), not_here),
+                gate.flush_cache(request(), None),
+            ):
+                with pytest.raises(ApiError, match="waits for the replicas") as caught:
+                    await call
+                assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+
+        await check()
+        await until(lambda: client.coordinator._members)
+        await check()
+        world.members[0].engine.paused = "in_place"
+        links["r1"].start()
+        await until(lambda: not client.coordinator._is_recovering)
+        assert client.coordinator._pause == "in_place"
+        assert set(await gate._ask_all("abort", rid=None)) == {"r0", "r1"}
+
+    in_fleet(test)
+
+
+def test_a_replica_that_joins_again_while_others_are_healed_is_healed_next(monkeypatch):
+    monkeypatch.setattr(module, "REJOIN_S", 0.1)
+
+    async def test(world, client, links):
+        await links["r0"].call("update", "a", "one", "flush")
+        await world.members[0].weights.load("b", version(2, "two"))
+        links["r2"]._loop_task.cancel()
+        client.die()
+        held = await hold_prepare(world.members[1])
+        client.start(was_restarted=True)
+        await until(lambda: held.waits)
+        links["r2"].start()
+        await until(lambda: "r2" in client.coordinator._members)
+        held.go.set()
+        await until(lambda: {m.engine.count for m in world.members} == {2})
+        await until(lambda: not client.coordinator._syncing)
+        assert (await links["r0"].call("status")).problem is None and world.evicted == []
+
+    in_fleet(test, 3)
+
+
+def test_replicas_with_other_weights_under_one_count_are_a_problem():
+    async def test(world, client, links):
+        await world.members[0].weights.load("a", version(1, "one"))
+        await world.members[1].weights.load("b", version(1, "one"))
+        problem = (await links["r0"].call("status")).problem
+        assert problem == "replicas serve version 'one' (update 1) of 'a', version 'one' (update 1) of 'b'"
+
+    in_fleet(test)
+
+
+def test_a_count_that_was_refused_is_not_used_again():
+    async def test(world, client, links):
+        world.members[1].engine.refuses = True
+        assert (await links["r0"].call("update", BAD, None, "flush")).code == "weights_mismatch"
+        assert (await links["r0"].call("update", "a", None, "flush")).update_count == 2
+
+    in_fleet(test)
+
+
+def test_a_tag_of_a_replica_that_died_with_the_coordinator_is_not_given_again(monkeypatch):
+    monkeypatch.setattr(module, "REJOIN_S", 0.1)
+
+    async def test(world, client, links):
+        links["r1"]._loop_task.cancel()
+        world.members[1].is_alive = False
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: "r0" in client.coordinator._members and not client.coordinator._is_recovering)
+        late = SimulatedMember(world, "")
+        links["late"] = await join(client, late)
+        assert late.tag != "r1"
 
     in_fleet(test)
 
@@ -288,6 +590,24 @@ def test_a_pause_is_taken_over_by_those_that_come_later_and_by_the_next_coordina
     in_fleet(test)
 
 
+def test_a_member_that_comes_back_late_takes_over_what_was_changed_meanwhile():
+    async def test(world, client, links):
+        gate = Gate(links["r0"], 5.0)
+        links["r1"]._loop_task.cancel()  # cut off
+        client.die()
+        client.start(was_restarted=True)
+        await until(lambda: client.coordinator._members and not client.coordinator._is_recovering)
+        await gate._pause(None, "retract")
+        await gate._release_memory(["kv_cache"], "retract", 1.0)
+        assert world.members[1].engine.paused is None
+        links["r1"].start()
+        await until(lambda: world.members[1].engine.released)
+        assert (world.members[1].engine.paused, world.members[1].engine.released) == ("retract", ("kv_cache",))
+        await until(lambda: not client.coordinator._syncing)
+
+    in_fleet(test)
+
+
 def test_an_error_of_an_operation_is_a_sentence_and_ends_nothing(caplog):
     async def test(world, client, links):
         async def broken():
@@ -315,6 +635,15 @@ def test_an_answer_that_does_not_come_is_a_timeout_of_that_replica_alone():
         assert [m.state for m in (await links["r0"].call("status")).members] == ["serving", "unreachable"]
 
     in_fleet(test)
+
+
+def request(**scope):
+    basis = {"type": "http", "method": "GET", "query_string": b"", "headers": [], "state": {"owner": ""}}
+    return Request({**basis, **scope})
+
+
+async def not_here():
+    raise ApiError("unknown", status=404, code="routing_not_found")
 
 
 class Held:

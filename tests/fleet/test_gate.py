@@ -81,6 +81,12 @@ def test_counts_of_nobody_are_unavailable():
     assert caught.value.status == 503
 
 
+def test_nothing_is_done_where_no_replica_has_answered():
+    with pytest.raises(ApiError, match="no replica has answered") as caught:
+        _values({})
+    assert (caught.value.status, caught.value.code) == (503, "fleet_unavailable")
+
+
 def refused(code, message="no", status=400):
     return Answer(refusal=Refusal(status=status, code=code, message=message))
 

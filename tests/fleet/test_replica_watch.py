@@ -59,8 +59,9 @@ def test_a_coordinator_names_those_that_serve_and_misses_nobody_while_members_jo
             world.members[1].is_alive = False
             await until(lambda: "r1" not in client.coordinator._members)
             assert [line.split(" is lost")[0] for line in await changes(4.0)] == ["replica r1"]
-            links["r2"] = await join(client, SimulatedMember(world, ""))
-            expected = "replica r2 serves, 3.5 s after r1 was lost; 2 of 2 replicas serve"
+            late = SimulatedMember(world, "")
+            links["late"] = await join(client, late)
+            expected = f"replica {late.tag} serves, 3.5 s after r1 was lost; 2 of 2 replicas serve"
             assert await changes(7.5) == [expected]
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import two_phase, weight_member
-from support.fleet_simulation import BAD, CoordinatorDied, World
+from support.fleet_simulation import BAD, CoordinatorDied, SimulatedMember, World
 
 OLD, NEW = 0, 1
 
@@ -138,6 +138,59 @@ def test_a_second_coordinator_may_die_while_it_heals(event):
         world.check_whole()
 
 
+def test_the_healing_loads_before_it_holds():
+    """A load may take longer than a hold: its time would be over in the middle of it."""
+    world = World()
+
+    async def run():
+        for number in (0, 1):
+            await world.members[number].weights.load("new", numbered(NEW))
+        late = world.members[2]
+        load = late.engine.prepare_weights
+
+        def observed(path, **more):
+            assert not any(member.engine.held for member in world.members)
+            load(path, **more)
+
+        late.engine.prepare_weights = observed
+        assert await heal(world) == (NEW, "new")
+
+    asyncio.run(run())
+    assert world.evicted == [] and len(world.living) == 3
+    world.check_whole(NEW)
+
+
+def test_what_a_member_has_prepared_when_it_opens_by_itself_is_not_loaded_again():
+    """The coordinator dies between two swaps, and the next one comes late."""
+    world = World(end_coordinator_at=EVENTS // 2 + 3)
+
+    async def run():
+        with pytest.raises(CoordinatorDied):
+            await update(world)
+        for member in world.members:
+            await member.silence()
+            member.engine.prepare_weights = None
+        world.restart_coordinator()
+        assert await heal(world) == (NEW, "new")
+
+    asyncio.run(run())
+    assert world.evicted == []
+    world.check_whole(NEW)
+
+
+def test_members_with_other_weights_under_one_count_do_not_both_stay():
+    world = World()
+
+    async def run():
+        for member, path in zip(world.members, ("one", "one", "two"), strict=True):
+            await member.weights.load(path, numbered(NEW))
+        assert await heal(world) == (NEW, "one")
+
+    asyncio.run(run())
+    assert [tag for tag, _ in world.evicted] == ["r2"]
+    world.check_whole(NEW)
+
+
 @pytest.mark.parametrize("refusing", [(0,), (2,), (0, 1, 2)])
 def test_one_refusal_leaves_all_with_the_old_weights_and_names_who(refusing):
     world = World()
@@ -206,12 +259,90 @@ def test_members_that_hear_nothing_open_by_themselves_the_old_before_the_new():
         assert due[OLD] < two_phase.COMMIT_S < due[NEW]
         for member in world.members:
             await member.silence()
-        assert not any(member.engine.held or member.engine.prepared for member in world.members)
+        assert not any(member.engine.held for member in world.members)
+        assert sum(member.engine.prepared is not None for member in world.members) == 2, "the next one may need them"
         world.restart_coordinator()
         assert await heal(world) == (NEW, "new")  # and one that comes later still brings them together
 
     asyncio.run(run())
     world.check_whole(NEW)
+
+
+@pytest.mark.parametrize("open_ones", [(0, 1, 2), (1,)])
+def test_members_that_open_by_themselves_before_the_swap_hold_again(open_ones):
+    """The end of what runs took long: their time was over."""
+    world = World()
+
+    async def end_slowly():
+        for number in open_ones:
+            await world.members[number].silence()
+        world.observe()
+
+    assert asyncio.run(update(world, before_commit=end_slowly)) == [NEW]
+    assert world.evicted == [] and len(world.living) == 3
+    world.check_order()
+    world.check_whole(NEW)
+
+
+def test_a_member_that_does_not_hold_again_stops_the_update():
+    """It is frozen: nothing is decided, and no member is ended."""
+    world = World()
+    frozen, decided = world.members[1], []
+    call = frozen.call
+
+    async def end_all():
+        async def late(operation, **arguments):
+            if operation == "hold":
+                raise TimeoutError
+            return await call(operation, **arguments)
+
+        frozen.call = late
+
+    async def run():
+        with pytest.raises(two_phase.UpdateRefused, match="r1 has not held"):
+            decided.extend(await update(world, before_commit=end_all))
+
+    asyncio.run(run())
+    assert not decided and world.evicted == []
+    world.check_whole(OLD)
+    assert two_phase.HOLD_S + two_phase.ABORT_S < two_phase.OPEN_OLD_S
+
+
+def test_a_member_that_opened_by_itself_during_the_swaps_holds_before_it_swaps():
+    """Requests with new weights start nowhere before the last one has swapped."""
+    world = World()
+    late = world.members[2]
+    call = late.call
+
+    async def slow(operation, **arguments):
+        if operation == "commit":
+            await late.silence()
+            world.observe()
+        answer = await call(operation, **arguments)
+        if operation == "commit":
+            assert late.engine.held and late.engine.count == NEW
+        return answer
+
+    late.call = slow
+    asyncio.run(update(world))
+    assert world.evicted == []
+    world.check_order()
+    world.check_whole(NEW)
+
+
+def test_an_update_that_no_member_takes_is_refused():
+    world = World()
+
+    async def gone(operation, **arguments):
+        if operation == "commit":
+            raise TimeoutError
+        return await SimulatedMember.call(world.members[0], operation, **arguments)
+
+    for member in world.members:
+        member.call = gone
+    with pytest.raises(two_phase.NoReplicaLeft, match="no replica has swapped to update 1"):
+        asyncio.run(update(world))
+    assert len(world.evicted) == 3
 
 
 def test_a_clock_that_is_due_during_the_swap_opens_nothing():
@@ -236,6 +367,21 @@ def test_a_clock_that_is_due_during_the_swap_opens_nothing():
 
     asyncio.run(run())
     assert all(timer.is_cancelled for timer in member.timers) and not member.engine.held
+
+
+def test_a_member_that_has_swapped_and_holds_again_keeps_its_longer_time():
+    """The next coordinator heals: with the shorter one it would open while others still have old weights."""
+    world = World(1)
+    (member,) = world.members
+
+    async def run():
+        await member.weights.prepare("new", numbered(NEW))
+        await member.weights.hold()
+        await member.weights.commit(NEW, "flush")
+        await member.weights.hold()
+        assert member.timers[-1].seconds == two_phase.OPEN_NEW_S
+
+    asyncio.run(run())
 
 
 def test_a_new_version_of_the_same_weights_takes_the_same_way():
@@ -308,4 +454,6 @@ def test_operations_may_be_repeated():
         "prepared_path": None,
         "held": False,
         "pause": None,
+        "released": (),
+        "is_busy": False,
     }

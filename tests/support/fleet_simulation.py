@@ -133,10 +133,15 @@ class SimulatedMember:
     def operations(self):
         weights = self.weights
         return {
+            "report": weights.settled_report,
             "prepare": weights.prepare,
             "hold": weights.hold,
             "commit": weights.commit,
             "release": weights.release,
+            "pause": self._pause,
+            "resume": self._resume,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
             "abort": self._none,
             "health": self._health,
             "is_idle": self._is_idle,
@@ -170,6 +175,21 @@ class SimulatedMember:
         self.timers.append(Timer(seconds, call))
         return self.timers[-1]
 
+    async def _pause(self, mode):
+        self.engine.paused = mode
+
+    async def _resume(self):
+        self.engine.paused = None
+
+    async def _release_memory(self, tags, running):
+        released = {*self.engine.released, *(("kv_cache", "weights") if tags is None else tags)}
+        self.engine.released = tuple(sorted(released))
+        return self.engine.released
+
+    async def _resume_memory(self, tags):
+        self.engine.released = ()
+        return ()
+
     async def _none(self, **arguments):
         return 0
 
@@ -177,7 +197,7 @@ class SimulatedMember:
         return True
 
     async def _health(self):
-        return {"state": "serving", "version": self.engine.weight_version}
+        return {"state": "serving", "version": self.engine.weight_version, "model_path": self.weights.model_path}
 
 
 class LocalClient:
@@ -247,11 +267,8 @@ async def local_fleet(num_members=2):
 async def join(client, member):
     """Join as a new replica does."""
     link = Link(client, handle=member, report=member.weights.report, operations=member.operations())
-    joined = await link.join(5.0)
+    joined = await link.take_over(member.weights.load, 5.0)
     member.tag = joined.tag
-    if joined.version.update_count != member.engine.count:
-        await member.weights.load(joined.model_path, joined.version)
-        await link.call("synced", joined.tag)
     link.start()
     return link
 

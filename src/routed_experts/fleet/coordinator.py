@@ -5,8 +5,10 @@ Ray restarts it when it dies; the replicas join again and tell what they serve, 
 before anything else. Event loop only."""
 
 import asyncio
+import dataclasses
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -39,6 +41,7 @@ class Member:
     def __init__(self, tag: str, handle: Any, task_ids: "itertools.count[int]") -> None:
         self.tag, self.handle = tag, handle
         self.is_leaving = False
+        self.is_starting = False  # loads the weights of the fleet before it carries out a task
         self._task_ids = task_ids
         self._waiting: dict[int, tuple[Task, asyncio.Future[Answer]]] = {}
         self._undelivered: list[int] = []
@@ -111,10 +114,15 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._reports: dict[str, Report] = {}  # of members that join again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._task_ids, self._next_tag = itertools.count(), 0
+        self._task_ids = itertools.count()
+        # A replica that has died with the coordinator before this one may have had any tag: the clock is beyond all.
+        self._next_tag = int(time.time()) if was_restarted else 0
+        self._last_count = 0  # of all updates that a replica has met, also of those that were refused
         self._version = WeightVersion()  # until a replica joins, which tells its label
         self._path: str | None = None
         self._pause: str | None = None
+        self._released: tuple[str, ...] = ()  # tags of device memory
+        self._is_updating = False
         self._deaths = 0
         self._failure: tuple[Refusal, bool] | None = None
         self._lock = asyncio.Lock()  # one update at a time, and no replica joins during one
@@ -134,16 +142,22 @@ class Coordinator:
         async with self._lock:
             tag = f"r{self._next_tag}"
             self._next_tag += 1
-            self._add(tag, handle[0])
+            member = self._add(tag, handle[0])
+            self._note_counts(report)
             if self._version.update_count == report.version.update_count == 0:
                 self._version = report.version  # all replicas start with the same weights, under one label
             if report.version.update_count != self._version.update_count:
                 self._syncing.add(tag)
+                member.is_starting = True
             return self._joined(tag)
 
-    async def synced(self, tag: str) -> None:
-        """Note that a replica serves the version of the fleet."""
+    async def synced(self, tag: str) -> Joined:
+        """Note that a new replica has loaded the version of the fleet; it is asked what all are from now on. Returns
+        what it takes over: it was not asked meanwhile."""
         self._syncing.discard(tag)
+        if (member := self._members.get(tag)) is not None:
+            member.is_starting = False
+        return self._joined(tag)
 
     async def poll(self, tag: str, instance: str) -> list[Task] | None:
         """The next tasks of a replica; None asks it to join again."""
@@ -163,9 +177,13 @@ class Coordinator:
         """Why the first replica that could not start could not, and whether its machine was at fault."""
         return self._failure
 
-    async def tags(self) -> list[str]:
-        """The members."""
-        return list(self._members)
+    async def version(self) -> WeightVersion | Refusal:
+        """The version of the fleet's weights; refused while the replicas, which tell it, join again."""
+        return self._unavailable() or self._version
+
+    async def tags(self) -> list[str] | Refusal:
+        """The members; refused while some may not have joined again."""
+        return self._unavailable() or list(self._members)
 
     async def serving(self) -> tuple[str, ...] | None:
         """The members that have the version of the fleet; None while members of the coordinator before this one join
@@ -181,66 +199,126 @@ class Coordinator:
 
     async def ask_all(
         self, operation: str, timeout_s: float, arguments: Mapping[str, Any], leave_out: str | None = None
-    ) -> dict[str, Answer]:
-        """Run an operation of every replica but `leave_out`; those that die meanwhile are left out."""
-        members = [member for tag, member in self._members.items() if tag != leave_out]
+    ) -> dict[str, Answer] | Refusal:
+        """Run an operation of every replica but `leave_out`; those that start or die meanwhile are left out. Refused
+        while some may not have joined again."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        members = [member for member in self._started() if member.tag != leave_out]
         return await self._ask_all(members, operation, timeout_s, arguments)
 
-    async def set_pause(self, pause: str | None) -> None:
-        """Note the pause of the fleet, which replicas that start later take over."""
+    async def release_memory(self, tags: Sequence[str], running: str, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Release device memory of all replicas, also of those that start until it is taken back."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        former = self._released
+        self._released = tuple(sorted({*former, *tags}))
+        answers = await self._ask_all(self._started(), "release_memory", timeout_s, {"tags": tags, "running": running})
+        self._note_released(answers, former)
+        return answers
+
+    async def resume_memory(self, tags: Sequence[str] | None, timeout_s: float) -> dict[str, Answer] | Refusal:
+        """Take device memory of all replicas back; `tags` None: all."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        former = self._released
+        if "weights" not in former and (tags is None or "kv_cache" in tags):
+            self._released = ()  # for a replica that joins meanwhile; with weights released all refuse
+        answers = await self._ask_all(self._started(), "resume_memory", timeout_s, {"tags": tags})
+        self._note_released(answers, former)
+        return answers
+
+    def _note_released(self, answers: Mapping[str, Answer], former: tuple[str, ...]) -> None:
+        """Note what is released now on any replica; where all refuse, that is what was before."""
+        values = [answer.value for answer in answers.values() if answer.refusal is None]
+        self._released = tuple(sorted({tag for value in values for tag in value})) if values else former
+
+    async def set_pause(self, pause: str | None) -> Refusal | None:
+        """Note the pause of the fleet, which replicas that start later take over. Refused while the replicas, which
+        tell the present one, join again."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
         self._pause = pause
+        return None
 
     async def update(
         self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool = False
     ) -> WeightVersion | Refusal:
         """Bring every replica to other weights, in two phases; `model_path` None: to another label of the same ones.
         Returns their version, of the next count; `label` None keeps the present one."""
-        if self._is_recovering:
-            return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
+        if (refusal := self._unavailable()) is not None:
+            return refusal
         if self._lock.locked():
             text = "another update of the fleet's weights is under way; try again when it has ended"
             return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            served = self._version
-            version = WeightVersion(
-                label=served.label if label is None else label, update_count=served.update_count + 1
-            )
-            members = list(self._members.values())
-            if not members:
-                return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
-
-            async def end_all() -> None:
-                await self._ask_all(members, "abort", two_phase.COMMIT_S, {"rid": None})
-
-            path = self._path if model_path is None else model_path
-
-            def decide() -> None:
-                self._version, self._path = version, path
-
+            self._is_updating = True
             try:
-                await two_phase.update(
-                    members,
-                    model_path=model_path,
-                    version=version,
-                    cache=cache,
-                    prepare_s=self._prepare_s,
-                    evict=self._evict,
-                    on_decided=decide,
-                    before_commit=end_all if abort_first else None,
-                )
-            except two_phase.UpdateRefused as error:
-                text = f"refused by {error}; the old weights serve on in all replicas"
-                return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
-            return version
+                return await self._update(model_path, label, cache, abort_first=abort_first)
+            finally:
+                self._is_updating = False
+
+    async def _update(
+        self, model_path: str | None, label: str | None, cache: str, *, abort_first: bool
+    ) -> WeightVersion | Refusal:
+        served = self._version
+        before = self._path, self._released
+        version = WeightVersion(label=served.label if label is None else label, update_count=self._last_count + 1)
+        self._last_count += 1
+        members = list(self._members.values())
+        if not members:
+            return Refusal(status=503, code="fleet_unavailable", message="no replica serves; try again soon")
+
+        async def end_all() -> None:
+            await self._ask_all(members, "abort", two_phase.ABORT_S, {"rid": None})
+
+        path = self._path if model_path is None else model_path
+
+        def decide() -> None:
+            self._version, self._path = version, path
+            if model_path is not None:  # the update brings them back
+                self._released = tuple(tag for tag in self._released if tag != "weights")
+
+        try:
+            await two_phase.update(
+                members,
+                model_path=model_path,
+                version=version,
+                cache=cache,
+                prepare_s=self._prepare_s,
+                evict=self._evict,
+                on_decided=decide,
+                before_commit=end_all if abort_first else None,
+            )
+        except two_phase.NoReplicaLeft as error:
+            self._version, (self._path, self._released) = served, before
+            text = f"{error}; replicas that start next have the old weights"
+            return Refusal(status=503, code="fleet_unavailable", message=text)
+        except two_phase.UpdateRefused as error:
+            text = f"refused by {error}; the old weights serve on in all replicas"
+            return Refusal(status=400, code="weights_mismatch", message=text, param="model_path")
+        return version
 
     async def flush(self, *, drafts: bool) -> dict[str, Answer] | Refusal:
         """Drop the cached prefixes of all replicas, or, while a request runs anywhere, of none."""
+        if (refusal := self._unavailable()) is not None:
+            return refusal
+        if self._is_updating:
+            text = "an update of the fleet's weights is under way; try again when it has ended"
+            return Refusal(status=409, code="update_in_progress", message=text)
         async with self._lock:
-            members = list(self._members.values())
+            members = self._started()
             try:
                 held = await self._ask_all(members, "hold", two_phase.HOLD_S, {})
                 idle = await self._ask_all(members, "is_idle", two_phase.HOLD_S, {})
-                busy = [tag for tag in held if tag not in idle or idle[tag].value is not True]
+                failed = {
+                    tag: answer.refusal for tag, answer in (*held.items(), *idle.items()) if answer.refusal is not None
+                }
+                if failed:
+                    lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in failed.items())
+                    text = f"nothing is flushed, for replicas do not answer: {lines}; try again soon"
+                    return Refusal(status=503, code="fleet_unavailable", message=text)
+                busy = [tag for tag, answer in idle.items() if answer.value is not True]
                 if busy:
                     text = f"requests run on {', '.join(busy)}; try again when they have ended"
                     return Refusal(status=400, code="requests_running", message=text)
@@ -253,7 +331,7 @@ class Coordinator:
         members = [member for tag, member in self._members.items() if tag not in self._syncing]
         answers = await self._ask_all(members, "health", HEALTH_S, {})
         found = [
-            MemberStatus(tag, "loading", None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
+            MemberStatus(tag, "loading", None, None, {}) if tag in self._syncing else _status(tag, answers.get(tag))
             for tag in self._members
         ]
         return FleetStatus(
@@ -268,10 +346,26 @@ class Coordinator:
         """Let every replica finish what runs, take nothing new, and end the rest after `timeout_s`."""
         for member in self._members.values():
             member.is_leaving = True
-        await self.ask_all("drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+        await self._ask_all(self._started(), "drain", timeout_s + two_phase.COMMIT_S, {"grace_s": timeout_s})
+
+    def _started(self) -> list[Member]:
+        return [member for member in self._members.values() if not member.is_starting]
+
+    def _unavailable(self) -> Refusal | None:
+        """Why nothing can be asked of all replicas: some have not joined again."""
+        if not self._is_recovering:
+            return None
+        return Refusal(status=503, code="fleet_unavailable", message=f"{self._problem()}; try again soon")
 
     def _joined(self, tag: str) -> Joined:
-        return Joined(tag=tag, instance=self._instance, version=self._version, model_path=self._path, pause=self._pause)
+        return Joined(
+            tag=tag,
+            instance=self._instance,
+            version=self._version,
+            model_path=self._path,
+            pause=self._pause,
+            released=self._released,
+        )
 
     def _add(self, tag: str, handle: Any) -> Member:
         self._members[tag] = member = Member(tag, handle, self._task_ids)
@@ -284,13 +378,18 @@ class Coordinator:
             return
         self._add(tag, handle)
         self._next_tag = max(self._next_tag, int(tag.removeprefix("r")) + 1)
+        self._note_counts(report)
         if self._is_recovering:
             self._reports[tag] = report
             if len(self._reports) >= self._num_replicas:
                 self._all_back.set()
             self._start_recovery()
         else:  # it comes back later than the others: it is healed by itself
+            self._syncing.add(tag)
             self._spawn(self._heal({tag: report}))
+
+    def _note_counts(self, report: Report) -> None:
+        self._last_count = max(self._last_count, report.version.update_count, report.prepared or 0)
 
     def _start_recovery(self) -> "asyncio.Task[None]":
         if self._recovery is None:
@@ -304,52 +403,89 @@ class Coordinator:
                 await asyncio.wait_for(self._all_back.wait(), REJOIN_S)
             except TimeoutError:
                 logger.warning("%d of %d replicas have joined again", len(self._reports), self._num_replicas)
-            reports, self._reports = self._reports, {}
-            members = [self._members[tag] for tag in reports if tag in self._members]
-            reports = {member.tag: reports[member.tag] for member in members}
+            joined, self._reports = self._reports, {}
+            reports = await self._settled(joined)
+            members = [self._members[tag] for tag in reports]
             self._version, self._path = await two_phase.heal(
                 reports, members, prepare_s=self._prepare_s, evict=self._evict
             )
             self._pause = next((report.pause for report in reports.values() if report.pause is not None), None)
+            self._released = tuple(sorted({tag for report in reports.values() for tag in report.released}))
+            late, self._reports = self._reports, {}
+            self._syncing |= late.keys() & self._members.keys()
             self._is_recovering = False
+            if late:  # they came while the others were healed
+                self._spawn(self._heal(late))
             served = _describe_version(self._version)
             logger.info("the coordinator is back: %d replicas serve version %s", len(members), served)
 
-    async def _heal(self, reports: Mapping[str, Report]) -> None:
-        """Bring members that came late to the version of the fleet."""
+    async def _settled(self, reports: Mapping[str, Report]) -> dict[str, Report]:
+        """The reports of these members after the operations that run there, of a coordinator that is gone. A member
+        that does not answer is evicted."""
+
+        async def settle(member: Member, is_busy: bool) -> Report | None:
+            timeout_s = self._prepare_s if is_busy else two_phase.COMMIT_S
+            answer = (await self._ask_all([member], "report", timeout_s, {})).get(member.tag)
+            if answer is None:
+                return None
+            if answer.refusal is not None:
+                await self._evict(member, f"it does not say what it serves: {answer.refusal.message}")
+                return None
+            report: Report = answer.value
+            self._note_counts(report)
+            return report
+
+        members = [(self._members[tag], report.is_busy) for tag, report in reports.items() if tag in self._members]
+        settled = await asyncio.gather(*(settle(member, is_busy) for member, is_busy in members))
+        found = zip(members, settled, strict=True)
+        return {
+            member.tag: report for (member, _), report in found if report is not None and member.tag in self._members
+        }
+
+    async def _heal(self, late: Mapping[str, Report]) -> None:
+        """Bring members that came late to the version of the fleet, and to its pause and released memory."""
         async with self._lock:
-            for tag, report in reports.items():
-                member = self._members.get(tag)
-                if member is None:
-                    continue
-                self._syncing.add(tag)
-                if report.version.update_count > self._version.update_count:
-                    served = _describe_version(self._version)
-                    await self._evict(
-                        member, f"it serves version {_describe_version(report.version)}, and the fleet {served}"
-                    )
-                    continue
-                fleet = Report(
-                    version=self._version,
-                    model_path=self._path,
-                    prepared=None,
-                    prepared_path=None,
-                    held=False,
-                    pause=None,
-                )
-                await two_phase.heal({tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
-                self._syncing.discard(tag)
+            self._is_updating = True
+            try:
+                for tag, report in (await self._settled(late)).items():
+                    if (member := self._members.get(tag)) is not None:
+                        await self._heal_late(member, report)
+            finally:
+                self._is_updating = False
+
+    async def _heal_late(self, member: Member, report: Report) -> None:
+        is_older = report.version.update_count < self._version.update_count
+        if self._members.keys() <= self._syncing and not is_older:  # no other member has a version
+            self._version, self._path = report.version, report.model_path
+        served, found = (self._version, self._path), (report.version, report.model_path)
+        if found != served and not is_older:
+            text = f"it serves {_describe_weights(*found)}, and the fleet {_describe_weights(*served)}"
+            await self._evict(member, text)
+            return
+        fleet = dataclasses.replace(report, version=self._version, model_path=self._path)
+        await two_phase.heal({member.tag: report, "": fleet}, [member], prepare_s=self._prepare_s, evict=self._evict)
+        if self._pause != report.pause:
+            operation, arguments = ("resume", {}) if self._pause is None else ("pause", {"mode": self._pause})
+            await self._ask_all([member], operation, two_phase.COMMIT_S, arguments)
+        missing = [name for name in self._released if name not in report.released]
+        if missing:
+            arguments = {"tags": missing, "running": "retract"}
+            await self._ask_all([member], "release_memory", two_phase.COMMIT_S, arguments)
+        elif report.released and not self._released:
+            await self._ask_all([member], "resume_memory", two_phase.COMMIT_S, {"tags": None})
+        self._syncing.discard(member.tag)
 
     def _problem(self, found: Sequence[MemberStatus] = ()) -> str | None:
         if self._is_recovering:
             return "the coordinator was restarted and waits for the replicas"
         if self._syncing:
             return f"{', '.join(sorted(self._syncing))} loads version {_describe_version(self._version)}"
-        versions = {status.version.update_count: status.version for status in found if status.version is not None}
-        if len(versions) > 1:
-            return (
-                f"replicas serve versions {', '.join(_describe_version(versions[count]) for count in sorted(versions))}"
-            )
+        weights = {(status.version, status.model_path) for status in found if status.version is not None}
+        if len({version for version, _ in weights}) < len(weights):
+            return f"replicas serve {', '.join(sorted(_describe_weights(*served) for served in weights))}"
+        if len(weights) > 1:
+            versions = sorted((version for version, _ in weights), key=lambda version: version.update_count)
+            return f"replicas serve versions {', '.join(map(_describe_version, versions))}"
         return None
 
     async def _ask_all(
@@ -421,8 +557,13 @@ def _describe_version(version: WeightVersion) -> str:
     return f"{short_repr(version.label)} (update {version.update_count})"
 
 
+def _describe_weights(version: WeightVersion, model_path: str | None) -> str:
+    folder = "the weights of the start" if model_path is None else short_repr(model_path)
+    return f"version {_describe_version(version)} of {folder}"
+
+
 def _status(tag: str, answer: Answer | None) -> MemberStatus:
     if answer is None or answer.refusal is not None:
-        return MemberStatus(tag, "unreachable", None, {})
+        return MemberStatus(tag, "unreachable", None, None, {})
     details = dict(answer.value)
-    return MemberStatus(tag, details.pop("state"), details.pop("version"), details)
+    return MemberStatus(tag, details.pop("state"), details.pop("version"), details.pop("model_path"), details)

@@ -228,8 +228,8 @@ class EngineGroup:
     def commit_weights(self, version: str | int | None = None, *, cache: str = "flush") -> None:
         """Swap to the prepared weights on all engines; no request starts with old weights after one has started with
         new ones."""
-        self._all("set_held", True)
         try:
+            self._all("set_held", True)
             self._all("commit_weights", version, cache)
         finally:
             self._outcomes("set_held", False)
@@ -237,8 +237,8 @@ class EngineGroup:
     def update_weight_version(self, version: str | int) -> None:
         """Give the served weights of all engines another label, or the same one again; it counts as an update."""
         label = to_label(version, param="version")
-        self._all("set_held", True)
         try:
+            self._all("set_held", True)
             self._all("update_weight_version", label)
         finally:
             self._outcomes("set_held", False)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.weight_version import WeightVersion
+from routed_experts.engine.control.memory_control import MEMORY_TAGS
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, CoordinatorLost, FleetStatus, Refusal, RouteAnswer, RouteCall
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
@@ -51,10 +52,12 @@ from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.state import ServerState
 
 ASK_S = 10.0
+METRICS_S = 2.0  # a scrape has a short time of its own: a replica that does not answer is left out
 _MADE_ID = re.compile(r"(?:[a-z]+-)?(r[0-9]+)-[0-9a-f]{32}")  # by a replica: prefix of the dialect, tag, random digits
 _SERVE_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # made by Ray Serve for a request without one
 _ROUTING = "/v1/routing/{name}"
 _SENT_ON = (b"range", b"if-range", b"if-none-match")
+_NO_ANSWER = "no replica has answered; try again soon"
 _T = TypeVar("_T")
 
 
@@ -181,7 +184,7 @@ class Gate:
 
     async def weight_version(self, request: Request, server: ServerState) -> Response:
         """Say which weights the fleet serves."""
-        return json_response((await self._status()).version.to_json())
+        return json_response((await self._version()).to_json())
 
     async def metrics(self, request: Request, server: ServerState) -> Response:
         """Prometheus text of all replicas, each series with the label replica."""
@@ -190,7 +193,9 @@ class Gate:
         try:
             status = await self._status()
             call = _call(request, "/metrics")
-            for tag, answer in (await self._ask_all("route", leave_out_self=True, call=call)).items():
+            for tag, answer in (
+                await self._ask_all("route", timeout_s=METRICS_S, leave_out_self=True, call=call)
+            ).items():
                 if answer.refusal is None:
                     texts[tag] = answer.value.body.decode()
             extra = fleet_metrics(
@@ -295,24 +300,24 @@ class Gate:
         fleet wakes up."""
         tags, running = vllm_routes.parse_sleep(request)
         timeout_s = server.settings.request_timeout if running == "wait" else ASK_S
-        released = await self._memory("release_memory", tags, running=running, timeout_s=timeout_s)
+        released = await self._release_memory(tags, running, timeout_s)
         return json_response({"status": "sleeping", "released": released})
 
     async def wake_up(self, request: Request, server: ServerState) -> Response:
         """Allocate what was freed on all replicas and continue; released weights come by an update before."""
         tags = memory_routes.parse_tags(vllm_routes.query_tags(request))
-        released = await self._memory("resume_memory", tags)
+        released = await self._resume_memory(tags)
         return json_response({"status": "sleeping" if released else "awake", "released": released})
 
     async def release_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Free the memory of KV pages, weights or both of all replicas; requests wait until it is taken back."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._memory("release_memory", tags, running="retract")))
+        return json_response(memory_routes.memory_body(await self._release_memory(tags, "retract", ASK_S)))
 
     async def resume_memory_occupation(self, request: Request, server: ServerState) -> Response:
         """Allocate what was released on all replicas and continue; released weights come by an update before."""
         tags = await memory_routes.read_tags(request, server)
-        return json_response(memory_routes.memory_body(await self._memory("resume_memory", tags)))
+        return json_response(memory_routes.memory_body(await self._resume_memory(tags)))
 
     async def update_weights(self, request: Request, server: ServerState) -> Response:
         """Serve the weights of another checkpoint of the same model on all replicas, or, where one refuses, on none."""
@@ -352,7 +357,8 @@ class Gate:
         made = _MADE_ID.fullmatch(str(request.path_params["name"]))
         owner = None if made is None else made[1]
         call = _call(request, _ROUTING)
-        tags: list[str] = await self._call("tags")
+        found: list[str] | Refusal = await self._call("tags")
+        tags = _checked(found)
         answers: list[RouteAnswer] = []
         if owner in tags and owner != self._link.tag:
             answer: Answer | None = await self._call("ask", owner, "route", ASK_S, {"call": call}, timeout_s=2 * ASK_S)
@@ -370,19 +376,25 @@ class Gate:
 
     async def _pause(self, server: ServerState, mode: str) -> None:
         timeout_s = server.settings.request_timeout if mode == "wait" else ASK_S
+        await self._set_pause(mode)  # before: a replica that joins meanwhile is not asked
         _values(await self._ask_all("pause", timeout_s=timeout_s, mode=mode))
-        await self._call("set_pause", mode)
+
+    async def _set_pause(self, mode: str | None) -> None:
+        refusal: Refusal | None = await self._call("set_pause", mode)
+        _checked(refusal)
 
     async def _resume(self) -> None:
-        await self._call("set_pause", None)
+        await self._set_pause(None)
         _values(await self._ask_all("resume"))
 
-    async def _memory(
-        self, operation: str, tags: Sequence[str] | None, *, timeout_s: float = ASK_S, **arguments: Any
-    ) -> list[str]:
-        """Release or resume memory of all replicas; returns what is released on any of them."""
-        answers = _values(await self._ask_all(operation, timeout_s=timeout_s, tags=tags, **arguments))
-        return sorted({tag for released in answers for tag in released})
+    async def _release_memory(self, tags: Sequence[str] | None, running: str, timeout_s: float) -> list[str]:
+        """Release memory of all replicas; returns what is released on any of them."""
+        chosen = list(MEMORY_TAGS if tags is None else tags)
+        return _union(await self._call("release_memory", chosen, running, timeout_s, timeout_s=timeout_s + ASK_S))
+
+    async def _resume_memory(self, tags: Sequence[str] | None) -> list[str]:
+        """Take memory of all replicas back; returns what is still released on any of them."""
+        return _union(await self._call("resume_memory", tags, ASK_S, timeout_s=2 * ASK_S))
 
     async def _summed_stats(self, *, reset: bool) -> RoutingStats:
         return sum_stats(_values(await self._ask_all("routing_stats", reset=reset)))
@@ -408,8 +420,12 @@ class Gate:
         status, body = await self._status(), cast("dict[str, Any]", msgspec.json.decode(response.body))
         body["replicas"] = _replicas(status)
         if version:
-            body |= status.version.to_json()
+            body |= (await self._version()).to_json()
         return json_response(body)
+
+    async def _version(self) -> WeightVersion:
+        version: WeightVersion | Refusal = await self._call("version")
+        return _checked(version)
 
     async def _status(self) -> FleetStatus:
         status: FleetStatus = await self._call("status")
@@ -419,10 +435,10 @@ class Gate:
         self, operation: str, *, timeout_s: float = ASK_S, leave_out_self: bool = False, **arguments: Any
     ) -> dict[str, Answer]:
         left_out = self._link.tag if leave_out_self else None
-        answers: dict[str, Answer] = await self._call(
+        answers: dict[str, Answer] | Refusal = await self._call(
             "ask_all", operation, timeout_s, arguments, left_out, timeout_s=timeout_s + ASK_S
         )
-        return answers
+        return _checked(answers)
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float = ASK_S, **more: Any) -> Any:
         """Call the coordinator. Raises ApiError (503) without one."""
@@ -436,7 +452,7 @@ class Gate:
 def sum_stats(parts: Sequence[Mapping[str, Any]]) -> RoutingStats:
     """Sum expert counts of several engines, given as the fields of RoutingStats."""
     if not parts:
-        raise unavailable("no replica has answered; try again soon", code="fleet_unavailable")
+        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
     return RoutingStats.merge([RoutingStats(**part) for part in parts])
 
 
@@ -448,7 +464,10 @@ def _checked(result: _T | Refusal) -> _T:
 
 
 def _values(answers: Mapping[str, Answer]) -> list[Any]:
-    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list."""
+    """Return what every replica answered. Raises the refusal, where all refuse alike; else 502 with a list; 503 for
+    no answer at all."""
+    if not answers:
+        raise unavailable(_NO_ANSWER, code="fleet_unavailable")
     refused = {tag: answer.refusal for tag, answer in answers.items() if answer.refusal is not None}
     if not refused:
         return [answer.value for answer in answers.values()]
@@ -459,6 +478,11 @@ def _values(answers: Mapping[str, Answer]) -> list[Any]:
     lines = "; ".join(f"{tag}: {refusal.message}" for tag, refusal in refused.items())
     text = f"not done on {lines}; done on {', '.join(done) or 'none'}; repeat the call"
     raise ApiError(text, status=502, code="replicas_disagree")
+
+
+def _union(answers: dict[str, Answer] | Refusal) -> list[str]:
+    """The tags of memory that is released on any replica."""
+    return sorted({tag for released in _values(_checked(answers)) for tag in released})
 
 
 def to_error(refusal: Refusal) -> ApiError:

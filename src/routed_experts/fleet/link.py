@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
+from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.coordinator import POLL_S
 from routed_experts.fleet.messages import Answer, CoordinatorLost, Joined, Refusal, Report, Task
 
@@ -58,6 +59,19 @@ class Link:
                     continue
                 self.tag, self._instance = joined.tag, joined.instance
                 return joined
+
+    async def take_over(self, load: Callable[[str | None, WeightVersion], Awaitable[None]], timeout_s: float) -> Joined:
+        """Join as a new replica and take over what the fleet has: its weights, by `load`, its pause and its released
+        memory. Raises CoordinatorLost, and what the replica refuses."""
+        joined = await self.join(timeout_s)
+        if joined.version.update_count != (await self._report()).version.update_count:
+            await load(joined.model_path, joined.version)
+            joined = await self.call("synced", joined.tag)
+        if joined.pause is not None:
+            await self._operations["pause"](mode=joined.pause)
+        if joined.released:
+            await self._operations["release_memory"](tags=list(joined.released), running="retract")
+        return joined
 
     def start(self) -> None:
         """Begin to carry out tasks."""

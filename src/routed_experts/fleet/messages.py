@@ -48,7 +48,8 @@ class Answer:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The weights and the admission of a replica. `model_path`: of the served weights, as the update named it; None:
-    those of the start. `prepared`, `prepared_path`: of weights that are loaded beside them, by their count."""
+    those of the start. `prepared`, `prepared_path`: of weights that are loaded beside them, by their count. `released`:
+    tags of device memory. `is_busy`: an operation runs, which may change all of it."""
 
     version: WeightVersion
     model_path: str | None
@@ -56,18 +57,21 @@ class Report:
     prepared_path: str | None
     held: bool
     pause: str | None
+    released: tuple[str, ...]
+    is_busy: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """What a replica is told when it joins: its tag, which coordinator this is (another after a restart), and the
-    version, path and pause of the fleet, which it takes over before it serves."""
+    version, path, pause and released memory of the fleet, which it takes over before it serves."""
 
     tag: str
     instance: str
     version: WeightVersion
     model_path: str | None
     pause: str | None
+    released: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +99,13 @@ class RouteAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A replica as the coordinator sees it. `state`: of its health, or "unreachable"; `details`: its probe's answer."""
+    """A replica as the coordinator sees it. `state`: of its health, or "unreachable"; `model_path`: of the weights, as
+    in Report; `details`: its probe's answer."""
 
     tag: str
     state: str
     version: WeightVersion | None
+    model_path: str | None
     details: Mapping[str, Any]
 
 

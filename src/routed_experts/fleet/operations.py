@@ -76,6 +76,7 @@ class Operations:
         weights = self._weights
         return MappingProxyType(
             {
+                "report": weights.settled_report,
                 "prepare": weights.prepare,
                 "hold": weights.hold,
                 "commit": weights.commit,
@@ -157,6 +158,7 @@ class Operations:
         return {
             "state": health.state,
             "version": self._engine.engine.get_weight_version(),
+            "model_path": self._weights.model_path,
             "running": health.running,
             "waiting": health.waiting,
             "last_step_age_s": health.last_step_age_s,

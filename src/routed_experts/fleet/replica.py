@@ -96,12 +96,7 @@ class Replica:
                 report=weights.report,
                 operations=operations.by_name(),
             )
-            joined = await link.join(settings.weight_update_timeout)
-            if joined.version.update_count != engine.get_weight_version().update_count:
-                await weights.load(joined.model_path, joined.version)
-                await link.call("synced", joined.tag)
-            if joined.pause is not None:
-                await operations.pause(joined.pause)
+            joined = await link.take_over(weights.load, settings.weight_update_timeout)
         except RoutedExpertsError as error:
             with contextlib.suppress(CoordinatorLost):
                 await client.call("failed", to_refusal(error), isinstance(error, MachineError), timeout_s=30.0)

@@ -13,6 +13,7 @@ from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet.messages import Answer, MemberGone, Report
 
 HOLD_S = 10.0  # in which every replica holds its requests, else none of them swaps
+ABORT_S = 4.0  # for the end of what runs, between the holds and the swaps
 COMMIT_S = 30.0  # for a swap between two steps, and for every other short operation
 # A replica that hears nothing of the coordinator opens by itself: with the old weights this long after its hold, with
 # the new ones this long after its swap. The second is longer than the first and than COMMIT_S, so that a replica that
@@ -40,6 +41,10 @@ class UpdateRefused(Exception):
     """The update did not happen; every replica has the old weights."""
 
 
+class NoReplicaLeft(UpdateRefused):
+    """No replica has swapped, and all have ended; no request has started with the new weights."""
+
+
 async def update(
     members: Sequence[Member],
     *,
@@ -52,46 +57,62 @@ async def update(
     before_commit: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Bring all members to the weights in `model_path`, or (None) the served ones to another version. `on_decided` is
-    called before the first commit, and `before_commit` before that, when no member has refused. Members that die are
-    out. Raises UpdateRefused naming who refused and why; then nothing has changed."""
+    called before the first commit, and `before_commit`, which takes up to ABORT_S, before that, when no member has
+    refused. Then all members hold again: one whose time was over meanwhile has opened. Members that die are out. Raises
+    UpdateRefused naming who refused and why; then nothing has changed."""
     answers = await _ask(members, "prepare", timeout_s=prepare_s, model_path=model_path, version=version)
     refused = _refusals(answers, f"has not loaded the weights within weight_update_timeout={prepare_s:g} s")
+    late_hold = f"has not held its requests within {HOLD_S:g} s"
     if not refused:
         members = _alive(members, answers)
         answers = await _ask(members, "hold", timeout_s=HOLD_S)
-        refused = _refusals(answers, f"has not held its requests within {HOLD_S:g} s")
+        refused = _refusals(answers, late_hold)
+    if not refused and before_commit is not None:
+        await before_commit()
+        members = _alive(members, answers)
+        answers = await _ask(members, "hold", timeout_s=HOLD_S)
+        refused = _refusals(answers, late_hold)
     if not refused and not _alive(members, answers):
         refused = ["no replica is left"]
     if refused:
         await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
         raise UpdateRefused("; ".join(refused))
     members = _alive(members, answers)
-    if before_commit is not None:
-        await before_commit()
     on_decided()
     answers = await _ask(members, "commit", timeout_s=COMMIT_S, update_count=version.update_count, cache=cache)
     await _evict_refusing(members, answers, evict)
-    await _ask(_alive(members, answers), "release", timeout_s=COMMIT_S)
+    members = _alive(members, answers)
+    if not members:
+        raise NoReplicaLeft(f"no replica has swapped to update {version.update_count}, and all have ended")
+    await _ask(members, "release", timeout_s=COMMIT_S)
 
 
 async def heal(
     reports: Mapping[str, Report], members: Sequence[Member], *, prepare_s: float, evict: Evict
 ) -> tuple[WeightVersion, str | None]:
     """Bring members that a coordinator left in any state to one version: of the highest count that one of them serves.
-    Returns it with its path."""
+    The load, which may be long, comes before the hold. Returns the version with its path."""
     if not reports:
         return WeightVersion(), None
     newest = max(reports.values(), key=lambda report: report.version.update_count)
     version, path, count = newest.version, newest.model_path, newest.version.update_count
+    for member in members:
+        served = reports[member.tag]
+        if served.version.update_count == count and (served.version, served.model_path) != (version, path):
+            await evict(member, f"it serves other weights than the fleet under the same count, update {count}")
+            members = [other for other in members if other is not member]
     behind = [member for member in members if reports[member.tag].version.update_count < count]
     if behind:
-        held = await _ask(members, "hold", timeout_s=HOLD_S)
-        members = _alive(members, held)
-        behind = [member for member in behind if member in members]
         answers = await _ask(behind, "prepare", timeout_s=prepare_s, model_path=path, version=version)
-        answers |= await _ask(_ready(behind, answers), "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
         await _evict_refusing(behind, answers, evict)
-        members = [member for member in members if member not in behind or member in _ready(behind, answers)]
+        behind = _alive(behind, answers)
+        members = [member for member in members if member.tag not in answers or member in behind]
+        held = await _ask(members, "hold", timeout_s=HOLD_S)
+        await _evict_refusing(behind, held, evict)
+        members, behind = _alive(members, held), _alive(behind, held)
+        answers = await _ask(behind, "commit", timeout_s=COMMIT_S, update_count=count, cache="flush")
+        await _evict_refusing(behind, answers, evict)
+        members = [member for member in members if member not in behind or member in _alive(behind, answers)]
     await _ask(members, "release", timeout_s=COMMIT_S)
     return version, path
 

@@ -5,6 +5,7 @@ An update is known by its count, which all replicas share; labels may repeat.
 Event loop only."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -77,21 +78,36 @@ class WeightMember:
         self._path: str | None = None  # of the served weights
         self._prepared: tuple[WeightVersion, str | None] | None = None  # and the path
         self._held = self._is_new = False  # is_new: swapped since the hold began
+        self._opened_alone = False  # with the old weights, and what is prepared is still there
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def report(self) -> Report:
-        """The state, once no operation runs."""
+        """The state now; answers also while an operation runs."""
+        served, (version, path) = self._engine.weight_version, self._prepared or (None, None)
+        return Report(
+            version=served,
+            model_path=self.model_path,
+            prepared=None if version is None else version.update_count,
+            prepared_path=path,
+            held=self._held,
+            pause=self._engine.paused,
+            released=self._engine.released,
+            is_busy=self._lock.locked(),
+        )
+
+    async def settled_report(self) -> Report:
+        """The state, once the operations before have ended."""
         async with self._lock:
-            version, path = self._prepared or (None, None)
-            return Report(
-                version=self._engine.weight_version,
-                model_path=self._path,
-                prepared=None if version is None else version.update_count,
-                prepared_path=path,
-                held=self._held,
-                pause=self._engine.paused,
-            )
+            report = await self.report()
+        return dataclasses.replace(report, is_busy=False)
+
+    @property
+    def model_path(self) -> str | None:
+        """The path of the served weights, as the update named it; None: of those of the start."""
+        if self._prepared is not None and self._prepared[0].update_count == self._engine.weight_version.update_count:
+            return self._prepared[1] or self._path  # the engine has swapped, and the operation has not ended
+        return self._path
 
     async def load(self, model_path: str | None, version: WeightVersion) -> None:
         """Serve these weights now: of a replica that starts later than an update."""
@@ -119,17 +135,17 @@ class WeightMember:
     async def hold(self) -> None:
         """Start no request until `release`; queue them."""
         async with self._lock:
-            if not self._held:
-                await asyncio.to_thread(self._engine.hold_admission)
-                self._held, self._is_new = True, False
-            self._open_in(OPEN_OLD_S)
+            await self._hold()
 
     async def commit(self, update_count: int, cache: str) -> None:
-        """Swap to the prepared weights of this count. Raises WeightsMismatchError where these are not prepared."""
+        """Swap to the prepared weights of this count. A member that has opened by itself holds again before it swaps:
+        others may still serve the old weights. Raises WeightsMismatchError where these are not prepared."""
         async with self._lock:
             if self._engine.weight_version.update_count != update_count:
                 if self._prepared is None or self._prepared[0].update_count != update_count:
                     raise WeightsMismatchError(f"update {update_count} is not prepared here", param="weight_version")
+                if self._opened_alone:
+                    await self._hold()
                 version, path = self._prepared
                 if path is None:
                     await asyncio.to_thread(self._relabel, version)
@@ -144,10 +160,17 @@ class WeightMember:
     async def release(self) -> None:
         """Free prepared weights and end the hold."""
         async with self._lock:
-            await self._release()
+            await self._drop()
+            await self._open()
+            self._opened_alone = False
 
-    async def _release(self) -> None:
-        await self._drop()
+    async def _hold(self) -> None:
+        if not self._held:
+            await asyncio.to_thread(self._engine.hold_admission)
+            self._held, self._is_new, self._opened_alone = True, False, False
+        self._open_in(OPEN_NEW_S if self._is_new else OPEN_OLD_S)
+
+    async def _open(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -185,4 +208,5 @@ class WeightMember:
                 logger.warning(
                     "the coordinator of the fleet is silent: requests start again, with the %s weights", which
                 )
-                await self._release()
+                self._opened_alone = not self._is_new
+                await self._open()
