@@ -167,3 +167,14 @@ def test_placements_and_lists_are_compared_by_their_contents():
 
     assert fields() == fields() and fields() != fields(seed=2) and fields() != fields(rebalance_every=10)
     assert all(len(value) <= 100 for value in fields().values())
+
+
+def test_numbers_of_float_fields_are_compared_as_floats():
+    def fields(number=float, **dist):
+        args = ServerArgs(tp_size=2, mem_fraction_static=number(1))
+        dist_config, speculative = DistConfig(watchdog_timeout=number(9), **dist), SpeculativeConfig()
+        return group_fields(args, dist_config, None, speculative, "auto")
+
+    assert fields() == fields(int) == fields(np.float64)
+    assert fields() != fields(dist_timeout=7) == fields(dist_timeout=7.0)
+    assert fields()["tp_size"] == "2" and fields()["deterministic"] == "False"

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,16 @@ def checkpoint_fields(model_path: str | None, *, weights: bool) -> dict[str, str
 
 
 def _values(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    """By name, the values of a config's fields; those of float fields as floats, however they were written."""
+    return {field.name: _as_declared(getattr(config, field.name), field.type) for field in dataclasses.fields(config)}
+
+
+def _as_declared(value: Any, declared: Any) -> Any:
+    is_float = declared is float or float in typing.get_args(declared)
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if is_float and is_number:
+        return float(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _text(value: object) -> str:
