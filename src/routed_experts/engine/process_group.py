@@ -493,6 +493,7 @@ class FollowingGroup(ProcessGroup):
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._done = 0
         self._digests = deque[tuple[int, str]]()
+        self._left_threads: list[threading.Thread] = []
 
     @property
     def last_order(self) -> int:
@@ -516,6 +517,11 @@ class FollowingGroup(ProcessGroup):
     def done(self, seq: int) -> None:
         """Note that the order is carried out; the next beat says so."""
         self._done = seq
+
+    def leave_at_exit(self, thread: threading.Thread) -> None:
+        """End this process at once after a clean end where this daemon thread still runs: it may be in JAX, whose own
+        exit handler would take its devices away."""
+        self._left_threads = [*filter(threading.Thread.is_alive, self._left_threads), thread]
 
     def add_digest(self, steps: int, digest: str) -> None:
         """Send this digest with the next beat."""
@@ -543,6 +549,13 @@ class FollowingGroup(ProcessGroup):
         self._stopping = True
         self.reply(seq, stopped=True)
         self.close()
+
+    def _at_exit(self) -> None:
+        super()._at_exit()
+        if self._closed and any(thread.is_alive() for thread in self._left_threads):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._exit_process(0)
 
     def make_beat(self) -> Order:
         digests = [self._digests.popleft() for _ in range(len(self._digests))]
