@@ -30,7 +30,7 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_followe
 from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.score import ScoreInputs, ScorePrograms
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import load_ready
+from routed_experts.engine.control.weights import load_ready, value_digests
 from routed_experts.engine.process_group import DIGEST_STEPS, AnyGroup, FollowingGroup, StepDigests
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.forward_batch import StepInputs
@@ -142,17 +142,21 @@ class Follower:
         if isinstance(runner, ReplicatedExpertRunner):
             served = served.with_placement(runner.placement, runner.factor)
 
+        digests: dict[str, str] = {}
+
         def reply(future: Future[nnx.State[Any, Any]]) -> None:
             error = None if future.cancelled() else future.exception()
             refusal = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
-            self._group.reply(order.seq, **refusal)
+            self._group.reply(order.seq, values=digests, **refusal)
 
         def load() -> None:
             with self._loading:
                 if not future.set_running_or_notify_cancel():
                     return
                 try:
-                    future.set_result(load_ready(path, served))
+                    state = load_ready(path, served)
+                    digests.update(value_digests(path))
+                    future.set_result(state)
                 except BaseException as error:
                     future.set_exception(error)
 

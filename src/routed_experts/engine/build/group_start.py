@@ -116,8 +116,8 @@ def group_fields(
 
 
 def checkpoint_fields(model_path: str | None, *, weights: bool) -> dict[str, str]:
-    """Digests of config.json and, with `weights`, of names, shapes and dtypes of the tensors. Raises CheckpointError,
-    ConfigError without a folder."""
+    """Digests of config.json and, with `weights`, of names, shapes and dtypes of the tensors, and of samples of their
+    values. Raises CheckpointError, ConfigError without a folder."""
     if model_path is None:
         raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint")
     folder = Path(model_path)
@@ -127,6 +127,7 @@ def checkpoint_fields(model_path: str | None, *, weights: bool) -> dict[str, str
     if weights:
         with Checkpoint(folder) as checkpoint:
             fields["tensors"] = _digest(repr(sorted(checkpoint.names().items())).encode())
+            fields |= {f"values of {name}": digest for name, digest in checkpoint.value_digests().items()}
     return fields
 
 
