@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import io_callback
 
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
+from routed_experts.core.errors import PeerLostError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.engine.requests.outputs import request_output
@@ -479,3 +480,25 @@ def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
             with pytest.raises(EngineDeadError, match="RuntimeError: struck down"):
                 call.result(timeout=60)
     engine.shutdown()
+
+
+def test_a_kill_ends_the_command_that_runs_and_those_that_wait(folder):
+    """The thread may be in a program that never ends: where processes share a model, of a lost one."""
+    began, leave = threading.Event(), threading.Event()
+    with (
+        Engine(str(folder), **SMALL) as engine,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        running = pool.submit(engine.thread.run_between_steps, lambda: (began.set(), leave.wait()))
+        try:
+            assert began.wait(30)
+            waiting = pool.submit(engine.thread.run_between_steps, lambda: None)
+            while not engine.thread.num_pending_commands:
+                continue
+            engine.thread.kill(PeerLostError("process 1 of 2 is gone"))
+            for future in (running, waiting):
+                assert isinstance(future.exception(10), PeerLostError) and "process 1 of 2" in str(future.exception())
+        finally:
+            leave.set()
+        with pytest.raises(PeerLostError):
+            engine.thread.run_between_steps(lambda: None)

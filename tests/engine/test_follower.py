@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from engine.test_process_group import TIMEOUT_S, all_exits, group, table
-from routed_experts.core.errors import ProcessMismatchError
+from routed_experts.core.errors import ProcessMismatchError, WeightsMismatchError
 from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
+from routed_experts.engine import follower as follower_module
+from routed_experts.engine.control import weight_control
+from routed_experts.engine.control.weights import value_digests
 from routed_experts.engine.follower import Follower
 from routed_experts.engine.process_group import DIGEST_STEPS
 from routed_experts.execution.forward_batch import BatchShape, StepInputs
 from routed_experts.execution.orders import Order, OrderKind
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SHAPE = BatchShape(mode=ForwardMode.DECODE, num_tokens=2, num_requests=2, table_width=3)
 
@@ -169,3 +173,47 @@ def test_the_leader_sends_in_the_order_in_which_it_holds_the_lock():
         thread.join(TIMEOUT_S)
         assert seqs == [1, 2, 3]
         assert [member.receive().kind for _ in range(3)] == [OrderKind.STEP, OrderKind.STEP, OrderKind.TAKE_COUNTS]
+
+
+def test_a_clean_end_does_not_wait_for_new_weights_that_a_follower_still_loads(monkeypatch):
+    began, leave = threading.Event(), threading.Event()
+    monkeypatch.setattr(follower_module, "load_ready", lambda path, served: (began.set(), leave.wait()))
+    with group() as (leader, (member,), exits), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(Follower(member, RecordingRunner(), served=None).run)
+        leader.send(OrderKind.PREPARE_WEIGHTS, {"path": "new", "version": 1})
+        assert began.wait(TIMEOUT_S)
+        leader.send(OrderKind.DROP_WEIGHTS)
+        leader.send(OrderKind.PREPARE_WEIGHTS, {"path": "newer", "version": 2})
+        leader.close()
+        running.result(TIMEOUT_S)
+        loaders = [thread for thread in threading.enumerate() if thread.name == "load"]
+        assert len(loaders) == 2 and all(thread.daemon for thread in loaders), "Python waits for others at its exit"
+        assert exits.empty()
+        member._at_exit()
+        assert all_exits(exits, 1) == {1: 0}
+        leave.set()
+        for thread in loaders:
+            thread.join(TIMEOUT_S)
+        member._at_exit()
+        assert exits.empty()
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["equal values", "other values"])
+def test_new_weights_whose_values_are_not_those_of_process_0_are_refused_by_name(tmp_path, monkeypatch, seed):
+    first, other = (write_tiny_checkpoint(tmp_path / str(n), seed=n, tokenizer=False) for n in range(2))
+    digests, state = [value_digests(folder) for folder in (first, other)], object()
+    name = next(name for name in sorted(digests[0]) if digests[0][name] != digests[1][name])
+    for module in (follower_module, weight_control):
+        monkeypatch.setattr(module, "load_ready", lambda path, served: state)
+    monkeypatch.setattr(follower_module, "value_digests", lambda path: digests[seed])  # as on another host
+    with group() as (leader, (member,), _), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(Follower(member, RecordingRunner(), served=None).run)
+        if seed == 0:
+            assert weight_control._prepare(leader, None, first, 1) is state
+        else:
+            with pytest.raises(
+                WeightsMismatchError, match=f"process 1: its values of {name} are not those of process 0"
+            ):
+                weight_control._prepare(leader, None, first, 1)
+        leader.close()
+        running.result(TIMEOUT_S)

@@ -123,6 +123,31 @@ def test_replies_are_collected_from_every_follower():
             future.result(TIMEOUT_S)
 
 
+def test_a_read_of_a_lost_group_ends_with_its_error_at_once():
+    with group() as (leader, (follower,), exits), ThreadPoolExecutor(1) as pool:
+        seq, began = leader.send(OrderKind.SCORE), threading.Event()
+        assert leader.read(seq, lambda: 5) == 5
+        reading = pool.submit(leader.read, seq, lambda: (began.set(), threading.Event().wait()))
+        assert began.wait(TIMEOUT_S)
+        follower._channel.close()
+        error = reading.exception(TIMEOUT_S)
+        assert isinstance(error, PeerLostError) and "process 1 of 2" in str(error)
+        assert all_exits(exits, 1) == {0: EXIT_LOST}
+
+
+def test_a_read_that_hangs_ends_the_group_and_one_that_fails_too():
+    with group(watchdog=1.0) as (leader, (follower,), exits), ThreadPoolExecutor(1) as pool:
+        seq = leader.send(OrderKind.SCORE)
+        follower.done(follower.receive().seq)
+        reading = pool.submit(leader.read, seq, threading.Event().wait)
+        assert "a score of the group has not ended for" in str(reading.exception(TIMEOUT_S))
+        assert all_exits(exits, 1) == {0: EXIT_LOST}
+    with group() as (leader, _, exits):
+        with pytest.raises(ZeroDivisionError):
+            leader.read(leader.send(OrderKind.SCORE), lambda: 1 // 0)
+        assert all_exits(exits, 2) == {0: EXIT_LOST, 1: EXIT_LOST}
+
+
 def test_a_follower_that_goes_ends_every_process_with_3():
     with group(num_followers=2) as (leader, followers, exits):
         lost = queue.Queue()

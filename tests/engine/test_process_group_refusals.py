@@ -1,8 +1,10 @@
 """What a user can get wrong when a group starts: one sentence with exit code 1 or 2, without a traceback or a hang, and
 before JAX starts a device for the group."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.engine.build.group_start import group_fields, join_group
+from routed_experts.models.loading.checkpoint import Checkpoint, save
 from routed_experts.placement import rebalance
 from support.process_groups import free_address
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -167,3 +170,29 @@ def test_placements_and_lists_are_compared_by_their_contents():
 
     assert fields() == fields() and fields() != fields(seed=2) and fields() != fields(rebalance_every=10)
     assert all(len(value) <= 100 for value in fields().values())
+
+
+def test_numbers_of_float_fields_are_compared_as_floats():
+    def fields(number=float, **dist):
+        args = ServerArgs(tp_size=2, mem_fraction_static=number(1))
+        dist_config, speculative = DistConfig(watchdog_timeout=number(9), **dist), SpeculativeConfig()
+        return group_fields(args, dist_config, None, speculative, "auto")
+
+    assert fields() == fields(int) == fields(np.float64)
+    assert fields() != fields(dist_timeout=7) == fields(dist_timeout=7.0)
+    assert fields()["tp_size"] == "2" and fields()["deterministic"] == "False"
+
+
+def test_a_copy_of_the_checkpoint_with_other_values_is_refused_by_the_name_of_a_tensor(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with Checkpoint(folder) as checkpoint:
+        name = sorted(checkpoint.names())[5]
+        tensors = {each: checkpoint.read(each).copy() for each in checkpoint.names()}
+    tensors[name] += 1
+    save(other, json.loads((folder / "config.json").read_text()), tensors)
+    leader, follower = join_both(folder, {"model_path": str(other)})
+    for error in (leader, follower):
+        assert re.search(
+            rf"differs from process 0 in values of {name} \(\w{{16}} on process 0, \w{{16}} on 1\);", str(error)
+        )

@@ -239,3 +239,21 @@ def test_ports_that_are_in_use_and_addresses_of_other_machines_are_refused():
         Rendezvous(dist(address), FIELDS)
     with pytest.raises(MachineError, match=r"cannot listen on 192\.0\.2\.1"):
         Rendezvous(dist("192.0.2.1:5000"), FIELDS)
+
+
+def test_a_follower_whose_connection_is_with_itself_tries_again(monkeypatch):
+    """As TCP connects it where nobody listens yet and the system chooses the same port for its own end."""
+    connect, own = socket.create_connection, []
+
+    def connect_to_itself_first(address, timeout):
+        if own:
+            return connect(address, timeout)
+        own.append(socket.socket())
+        own[0].bind(("127.0.0.1", 0))
+        own[0].connect(own[0].getsockname())
+        return own[0]
+
+    with leader() as (address, members):
+        monkeypatch.setattr(socket, "create_connection", connect_to_itself_first)
+        join(dist(address, 1), FIELDS).close()
+        assert list(members.result(20)) == [1] and own[0].fileno() == -1

@@ -144,3 +144,17 @@ def test_lag_counts_orders_that_are_not_done(dog):
         dog.sent(seq, "STEP")
     dog.heard(1, 2)
     assert dog.lag() == {1: 3, 2: 5}
+
+
+def test_a_score_must_be_read_in_time_once_every_process_has_run_its_order(dog, clock):
+    for seq in (1, 2):
+        dog.sent(seq, "SCORE", 300.0)
+        dog.begin_read(seq)
+        assert run(dog, clock, 200, done_seq=seq - 1) is None  # others compile
+        assert run(dog, clock, 27, done_seq=seq) is None
+        dog.end_read()
+        assert run(dog, clock, 100, done_seq=seq) is None
+    dog.begin_read(2)
+    assert "a score of the group has not ended for 31 s, although every process answers" in str(
+        run(dog, clock, 40, done_seq=2)
+    )

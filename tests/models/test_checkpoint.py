@@ -17,7 +17,7 @@ from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.execution.compile_count import CompileCount
 from routed_experts.models.base.config_reader import ConfigReader, parse_architecture, read_config
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.loading.checkpoint import Checkpoint, check, save
+from routed_experts.models.loading.checkpoint import MAX_VALUE_DIGESTS, Checkpoint, check, save
 from routed_experts.models.loading.weight_loader import _write_pieces, load
 from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
@@ -510,3 +510,19 @@ def test_large_parts_of_half_precision_hold_the_numbers(tmp_path, dtype):
     )
     for name, expected in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
         assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), expected)
+
+
+@pytest.mark.parametrize("count", [3, MAX_VALUE_DIGESTS, 1000])
+def test_digests_of_values_are_few_and_name_where_they_differ(tmp_path, count):
+    tensors = {f"t{n:04}": np.full(n % 50, n, np.float32) for n in range(count)}
+    changed = {**tensors, "t0002": tensors["t0002"] + 1}
+    write_shards(tmp_path / "one", tensors, num_shards=1)
+    write_shards(tmp_path / "many", tensors, num_shards=3)
+    write_shards(tmp_path / "changed", changed, num_shards=3)
+    found = []
+    for name in ("one", "many", "changed"):
+        with Checkpoint(tmp_path / name) as checkpoint:
+            found.append(checkpoint.value_digests())
+    assert found[0] == found[1] and len(found[0]) <= MAX_VALUE_DIGESTS
+    (wrong,) = [name for name in found[0] if found[0][name] != found[2][name]]
+    assert wrong == ("t0002" if count <= MAX_VALUE_DIGESTS else "t0000 to t0015")

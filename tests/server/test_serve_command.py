@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -360,3 +361,31 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     assert codes == [EXIT_DEAD]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0
+
+
+def test_a_drain_that_another_process_asks_for_does_not_count_as_a_signal(tmp_path):
+    """Before and after a signal of this process, as when all processes of a group are asked to end at once."""
+    settings = ServerSettings(port=0)
+    listener = bind(settings)
+    url, ready, codes = listener_url(listener), threading.Event(), []
+    opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
+    state = ServerState(settings, model_path="tiny")
+    process = ServerProcess(state, listener, load=lambda: AsyncEngine(opened), on_ready=ready.set)
+    thread = threading.Thread(target=lambda: codes.append(process.run()), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    gc.unfreeze()  # this process is that of the tests
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
+        opened.pause(mode="in_place")
+        running = pool.submit(http.post, "/generate", json=body)
+        while opened.thread.is_idle:
+            continue
+        process.drain()
+        process._server.handle_exit(signal.SIGTERM, None)
+        process.drain()
+        assert http.get("/ready").status_code == 503  # after them: the event loop has taken all three
+        opened.resume()
+        assert running.result(30).json()["meta_info"]["finish_reason"]["type"] == "length"
+    thread.join(20)
+    assert codes == [0]

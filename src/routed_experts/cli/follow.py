@@ -133,6 +133,14 @@ def abandon_group(group: "AnyGroup") -> None:
         group.abandon()
 
 
+def drain_with(group: "AnyGroup", drain: Callable[[], None]) -> None:
+    """Call `drain` whenever a follower was asked to end; of process 0."""
+    from routed_experts.engine.process_group import LeadingGroup
+
+    if isinstance(group, LeadingGroup):
+        group.on_drain = drain
+
+
 def _start_probes(
     given: dict[str, Any], dist: DistConfig, joined: "list[AnyGroup]", phases: list[str]
 ) -> "ProbeServer":

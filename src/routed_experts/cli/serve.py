@@ -34,7 +34,7 @@ from routed_experts.cli.flags import (
     replica_dist_args,
     speculative_args,
 )
-from routed_experts.cli.follow import abandon_group, follow_group, join_processes
+from routed_experts.cli.follow import abandon_group, drain_with, follow_group, join_processes
 from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.errors import ConfigError
@@ -44,6 +44,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.loading.model_source import local_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.build.builder import Phase
     from routed_experts.engine.process_group import AnyGroup
@@ -183,7 +185,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     process = run_module.ServerProcess(
         server,
         listener,
-        load=lambda: _load(args, groups, dist, joined, server, start_time),
+        load=lambda: _load(args, groups, dist, joined, process.drain, server, start_time),
         on_ready=print_ready,
     )
     code = process.run()
@@ -209,12 +211,13 @@ def _load(
     groups: dict[str, Any],
     dist: DistConfig,
     joined: "list[AnyGroup]",
+    drain: "Callable[[], None]",
     server: "ServerState",
     start_time: float,
 ) -> "AsyncEngine":
     """Start JAX and build the engine; print one line for each phase on standard error. `groups`: the load format, the
     offload and the placement of experts, and speculative decoding; `joined` receives the process group of `dist`, if it
-    is one."""
+    is one; `drain` is called when a follower was asked to end."""
     start_jax(default_platform=None, find_devices=not dist.is_group)
     if not dist.is_group:
         announce_compilation(args, offloads=groups["experts"].num_resident is not None)
@@ -222,7 +225,12 @@ def _load(
     group = None
     if dist.is_group:
         since = time.perf_counter()
-        group = join_processes(args, dist, groups, joined.append)
+
+        def on_joined(group: "AnyGroup") -> None:
+            joined.append(group)
+            drain_with(group, drain)
+
+        group = join_processes(args, dist, groups, on_joined)
         _log_phase(server, "rendezvous", time.perf_counter() - since, f"{dist.nnodes} processes")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine

@@ -6,9 +6,10 @@ decide nothing."""
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_followe
 from routed_experts.engine.build.group_start import join_group
 from routed_experts.engine.control.score import ScoreInputs, ScorePrograms
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import load_ready
+from routed_experts.engine.control.weights import load_ready, value_digests
 from routed_experts.engine.process_group import DIGEST_STEPS, AnyGroup, FollowingGroup, StepDigests
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.forward_batch import StepInputs
@@ -49,7 +50,7 @@ class Follower:
         self._digests, self._tokens = StepDigests(), deque[Int32[Array, "B columns"]]()
         self._last_seq = 0
         self._scores: ScorePrograms | None = None
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._loading = threading.Lock()  # one load at a time
         self._prepared: tuple[int, Future[nnx.State[Any, Any]]] | None = None  # a version and its weights
         self._actions: Mapping[OrderKind, Callable[[Order], object]] = MappingProxyType(
             {
@@ -87,8 +88,6 @@ class Follower:
         except BaseException as error:
             self._group.fail(error)
             raise
-        finally:
-            self._loader.shutdown(wait=False, cancel_futures=True)
         self._group.stopped(order.seq)
 
     def carry_out(self, order: Order) -> None:
@@ -143,14 +142,30 @@ class Follower:
         if isinstance(runner, ReplicatedExpertRunner):
             served = served.with_placement(runner.placement, runner.factor)
 
+        digests: dict[str, str] = {}
+
         def reply(future: Future[nnx.State[Any, Any]]) -> None:
             error = None if future.cancelled() else future.exception()
             refusal = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
-            self._group.reply(order.seq, **refusal)
+            self._group.reply(order.seq, values=digests, **refusal)
 
-        future = self._loader.submit(load_ready, path, served)
+        def load() -> None:
+            with self._loading:
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    state = load_ready(path, served)
+                    digests.update(value_digests(path))
+                    future.set_result(state)
+                except BaseException as error:
+                    future.set_exception(error)
+
+        future: Future[nnx.State[Any, Any]] = Future()
         self._prepared = order.head["version"], future
         future.add_done_callback(reply)
+        loader = threading.Thread(target=load, name="load", daemon=True)  # this process does not wait for it at its end
+        self._group.leave_at_exit(loader)
+        loader.start()
 
     def _commit_weights(self, order: Order) -> None:
         version = order.head["version"]
@@ -160,6 +175,8 @@ class Follower:
         self._runner.update_weights(state, version=version)
 
     def _drop_weights(self, order: Order) -> None:
+        if self._prepared is not None:
+            self._prepared[1].cancel()  # unless it has begun
         self._prepared = None
 
 

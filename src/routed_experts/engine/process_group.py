@@ -8,6 +8,7 @@ The module is long because both ends of the protocol, LeadingGroup and Following
 
 import abc
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -20,7 +21,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -42,6 +43,7 @@ _ABANDON_S = 5.0  # at most, for followers to leave a group that still starts
 _EXPLAIN_S = 1.5  # in which the reason of a failed collective is known
 _MAX_ERROR_CHARS = 600
 _JAX_SHUTDOWN_S = 10
+_T = TypeVar("_T")
 _LONG = frozenset({OrderKind.BEGIN_SCORE, OrderKind.SCORE, OrderKind.PREPARE_WEIGHTS})  # orders that compile or load
 
 
@@ -331,6 +333,33 @@ class LeadingGroup(ProcessGroup):
         self._watchdog.end_wait()
         self._compare_due(self._digests.read(tokens))
 
+    def read(self, seq: int, read: Callable[[], _T]) -> _T:
+        """Run `read` in a thread of its own, which may never return where the group is lost, and return its result.
+        Raises PeerLostError as soon as the group has ended; a failure of `read` ends it."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(read())
+            except BaseException as error:
+                future.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
+
+        self._watchdog.begin_read(seq)
+        try:
+            threading.Thread(target=run, name="read", daemon=True).start()
+            with self._changed:
+                self._changed.wait_for(lambda: future.done() or self._error is not None)
+            if not future.done():
+                assert self._error is not None
+                raise as_lost(self._error)
+            if (error := future.exception()) is not None:
+                raise as_lost(self.explain(error))
+            return future.result()
+        finally:
+            self._watchdog.end_read()
+
     def collect(self, seq: int, timeout_s: float, what: str) -> dict[int, Mapping[str, Any]]:
         """Wait for the reply of every follower to the order `seq`; returns them by rank. Raises PeerLostError."""
         with self._changed:
@@ -464,6 +493,7 @@ class FollowingGroup(ProcessGroup):
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._done = 0
         self._digests = deque[tuple[int, str]]()
+        self._left_threads: list[threading.Thread] = []
 
     @property
     def last_order(self) -> int:
@@ -487,6 +517,11 @@ class FollowingGroup(ProcessGroup):
     def done(self, seq: int) -> None:
         """Note that the order is carried out; the next beat says so."""
         self._done = seq
+
+    def leave_at_exit(self, thread: threading.Thread) -> None:
+        """End this process at once after a clean end where this daemon thread still runs: it may be in JAX, whose own
+        exit handler would take its devices away."""
+        self._left_threads = [*filter(threading.Thread.is_alive, self._left_threads), thread]
 
     def add_digest(self, steps: int, digest: str) -> None:
         """Send this digest with the next beat."""
@@ -514,6 +549,13 @@ class FollowingGroup(ProcessGroup):
         self._stopping = True
         self.reply(seq, stopped=True)
         self.close()
+
+    def _at_exit(self) -> None:
+        super()._at_exit()
+        if self._closed and any(thread.is_alive() for thread in self._left_threads):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._exit_process(0)
 
     def make_beat(self) -> Order:
         digests = [self._digests.popleft() for _ in range(len(self._digests))]

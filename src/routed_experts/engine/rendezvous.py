@@ -5,7 +5,9 @@ equal. Process 0 refuses it with a sentence, or welcomes all once all have come.
 so that a stranger, a second rank or a late one never reaches the running group."""
 
 import contextlib
+import errno
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -249,7 +251,11 @@ def _connect(dist: DistConfig, deadline: float, clock: Callable[[], float]) -> C
     while True:
         left = deadline - clock()
         try:
-            return Connection(socket.create_connection(dist.address, timeout=max(0.1, min(left, 5.0))))
+            sock = socket.create_connection(dist.address, timeout=max(0.1, min(left, 5.0)))
+            if sock.getsockname() != sock.getpeername():
+                return Connection(sock)
+            sock.close()  # TCP connects a socket with itself where its own port is the one that it connects to
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
             if left <= _RETRY_S:
                 text = f"process 0 is not reached at {dist.dist_init_addr} within dist_timeout={dist.dist_timeout:g} s"

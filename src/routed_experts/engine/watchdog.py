@@ -31,6 +31,13 @@ class _Sent:
     bound_s: float
 
 
+@dataclasses.dataclass(slots=True)
+class _Read:
+    seq: int
+    is_run: bool  # whether every peer has done the order
+    since: float
+
+
 class Watchdog:
     """The peers of one process: ranks and addresses. `timeout_s`: of silence, and of an order without a bound of its
     own."""
@@ -43,6 +50,7 @@ class Watchdog:
         self._peers = {rank: _Peer(address, heard_at=now) for rank, address in peers.items()}
         self._sent = deque[_Sent]()
         self._waiting_since: float | None = None
+        self._read: _Read | None = None
         self._num_unread = 0  # steps that were sent and have not ended
         self._progress_at, self._progress_bound_s = now, timeout_s  # since an order was sent or a step has ended
         self._lock = threading.Lock()
@@ -57,6 +65,8 @@ class Watchdog:
             least = min(peer.done_seq for peer in self._peers.values())
             while self._sent and self._sent[0].seq <= least:
                 self._sent.popleft()
+            if self._read is not None and not self._read.is_run and self._read.seq <= least:
+                self._read.is_run, self._read.since = True, now
 
     def closed(self, rank: int, reason: str) -> None:
         """Note that a peer is lost at once; the first reason counts."""
@@ -83,6 +93,18 @@ class Watchdog:
             self._num_unread -= 1
             self._progress_at, self._progress_bound_s = self._clock(), self._timeout_s
 
+    def begin_read(self, seq: int) -> None:
+        """Note that this process now reads the results of an order other than a STEP. Once every peer has done the
+        order, which is bounded by itself, the read must end within `timeout_s`. One read at a time."""
+        with self._lock:
+            is_run = all(peer.done_seq >= seq for peer in self._peers.values())
+            self._read = _Read(seq, is_run, self._clock())
+
+    def end_read(self) -> None:
+        """Note that the results are read."""
+        with self._lock:
+            self._read = None
+
     def lag(self) -> dict[int, int]:
         """How many orders each peer has not done yet, as far as its beats tell."""
         with self._lock:
@@ -102,8 +124,10 @@ class Watchdog:
                     where = f"process {rank} of {self._num_processes} at {peer.address}"
                     return PeerLostError(f"{where} {reason}; {RESTART}")
             if since is not None and hangs:
-                text = f"a step of the group has not ended for {now - since:.0f} s, although every process answers"
-                return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")
+                return _hang("a step", now - since)
+            read = self._read
+            if read is not None and read.is_run and now - read.since > self._timeout_s:
+                return _hang("a score", now - read.since)
             return None
 
     def _reason(self, peer: _Peer, now: float, *, hangs: bool) -> str | None:
@@ -120,3 +144,8 @@ class Watchdog:
                     return f"answers, but has not finished order {order.seq} ({order.name}) for {now - since:.0f} s"
                 return None
         return None
+
+
+def _hang(what: str, seconds: float) -> PeerLostError:
+    text = f"{what} of the group has not ended for {seconds:.0f} s, although every process answers"
+    return PeerLostError(f"{text}: a device or the network between devices hangs; {RESTART}")

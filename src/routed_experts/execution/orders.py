@@ -10,16 +10,17 @@ import enum
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from routed_experts.core.errors import OrderFormatError
 
 MAGIC, VERSION = b"REXO", 1
+_T = TypeVar("_T")
 _HEADER = struct.Struct("<4sHHQQQ")
 HEADER_BYTES = _HEADER.size
 MAX_HEAD_BYTES, MAX_BODY_BYTES = 1 << 18, 1 << 28
@@ -92,6 +93,11 @@ class OrderSender(Protocol):
         """Note that the step has ended, with these tokens."""
         ...
 
+    def read(self, seq: int, read: Callable[[], _T]) -> _T:
+        """Return what `read` does, which waits for the results of the order `seq`, other than a STEP; one call at a
+        time. Raises PeerLostError as soon as the group has ended."""
+        ...
+
 
 class _NoFollowers:
     """For an engine of one process: there is nothing to send and nothing to hold."""
@@ -109,6 +115,9 @@ class _NoFollowers:
 
     def end_wait(self, tokens: np.ndarray) -> None:
         return
+
+    def read(self, seq: int, read: Callable[[], _T]) -> _T:
+        return read()
 
 
 _NOTHING_HELD = nullcontext()

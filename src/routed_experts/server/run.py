@@ -108,6 +108,7 @@ class ServerProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exit_now = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None
+        self._has_signal = False
         self._load_error: BaseException | None = None
         self._has_died = False
 
@@ -117,6 +118,11 @@ class ServerProcess:
         if self._load_error is not None:
             raise self._load_error
         return EXIT_DEAD if self._has_died else 0
+
+    def drain(self) -> None:
+        """Begin to drain, once; never ends the drain, as a second signal of this process does. From any thread."""
+        if self._loop is not None:
+            _call_on(self._loop, self._begin_drain)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -156,12 +162,17 @@ class ServerProcess:
 
     def _on_signal(self) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_drain)
+            self._loop.call_soon_threadsafe(self._take_signal)
+
+    def _take_signal(self) -> None:
+        """Drain at the first signal; exit at once at the second."""
+        if self._has_signal:
+            self._exit_now.set()
+        self._has_signal = True
+        self._begin_drain()
 
     def _begin_drain(self) -> None:
-        """Drain at the first signal; exit at once at the second."""
         if self._shutdown is not None:
-            self._exit_now.set()
             return
         self._state.set_draining()
         logger.info("draining: new requests get 503, running ones have %g s", self._state.settings.shutdown_timeout)

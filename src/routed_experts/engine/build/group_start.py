@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def group_fields(
 
 
 def checkpoint_fields(model_path: str | None, *, weights: bool) -> dict[str, str]:
-    """Digests of config.json and, with `weights`, of names, shapes and dtypes of the tensors. Raises CheckpointError,
-    ConfigError without a folder."""
+    """Digests of config.json and, with `weights`, of names, shapes and dtypes of the tensors, and of samples of their
+    values. Raises CheckpointError, ConfigError without a folder."""
     if model_path is None:
         raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint")
     folder = Path(model_path)
@@ -126,11 +127,21 @@ def checkpoint_fields(model_path: str | None, *, weights: bool) -> dict[str, str
     if weights:
         with Checkpoint(folder) as checkpoint:
             fields["tensors"] = _digest(repr(sorted(checkpoint.names().items())).encode())
+            fields |= {f"values of {name}": digest for name, digest in checkpoint.value_digests().items()}
     return fields
 
 
 def _values(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    """By name, the values of a config's fields; those of float fields as floats, however they were written."""
+    return {field.name: _as_declared(getattr(config, field.name), field.type) for field in dataclasses.fields(config)}
+
+
+def _as_declared(value: Any, declared: Any) -> Any:
+    is_float = declared is float or float in typing.get_args(declared)
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if is_float and is_number:
+        return float(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _text(value: object) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ from routed_experts.scheduling.data_ranks import DataRanks
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
+
+_T = TypeVar("_T")
 
 # Rows to execute in a step: ids, which are valid, and where they are replayed combine weights.
 StepRoutes = (
@@ -189,8 +191,10 @@ class _ScoreRun:
         targets = [batch.prompt_targets for batch in batches if batch.prompt_targets is not None]
         shape, packed = to_batch_shape(batches[0]), pack_ranks(batches)
         inputs = ScoreInputs(shape, packed, routed, concatenate(targets) if targets else None)
-        out, on_device = self._dispatch(lambda: self._programs.run(self._state, inputs))
-        scored, rows = (split_ranks(array, len(batches)) for array in (on_device, out.rows))
+        seq, out, on_device = self._dispatch(lambda: self._programs.run(self._state, inputs))
+        scored, rows = self._programs.read(
+            seq, lambda: tuple(split_ranks(array, len(batches)) for array in (on_device, out.rows))
+        )
         for number, (scheduler, batch) in enumerate(zip(self._ranks, batches, strict=True)):
             if batch.num_requests:
                 _commit(scheduler, batch, parts[number], scored[number], rows[number])
@@ -245,13 +249,13 @@ class ScoreInputs:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProcessMismatchError(f"order {order.seq} is no step of a score: {error!r}") from error
 
-    def send(self, orders: OrderSender) -> None:
-        """Send its order."""
+    def send(self, orders: OrderSender) -> int:
+        """Send its order; returns the order's `seq`."""
         shape, arrays = self.shape, [self.packed, *(self.routed or ())]
         sizes = [shape.mode.value, shape.num_tokens, shape.num_requests, shape.table_width]
         targets = [] if self.targets is None else [self.targets]
         head = {"step": [*sizes, len(self.routed or ()), self.targets is not None]}
-        orders.send(OrderKind.SCORE, head, [*arrays, *targets])
+        return orders.send(OrderKind.SCORE, head, [*arrays, *targets])
 
 
 class ScorePrograms:
@@ -276,20 +280,26 @@ class ScorePrograms:
             by_rank = REPLICATED if mesh_specs is None else mesh_specs.by_rank
             self._last_tokens = sharded_zeros(slots, mesh_specs, by_rank)
 
-    def run(self, state: nnx.State[Any, Any], inputs: ScoreInputs) -> tuple[ForwardOut, Int32[Array, "N 1"] | None]:
-        """Start a step; returns its outputs, and logprob bits of the targets."""
+    def run(
+        self, state: nnx.State[Any, Any], inputs: ScoreInputs
+    ) -> tuple[int, ForwardOut, Int32[Array, "N 1"] | None]:
+        """Start a step; returns the number of its order, its outputs, and logprob bits of the targets."""
         with self._runner.orders.in_order():
-            if self._runner.orders is not NO_FOLLOWERS:
-                inputs.send(self._runner.orders)
+            seq = 0 if self._runner.orders is NO_FOLLOWERS else inputs.send(self._runner.orders)
             routed = None if inputs.routed is None else TokenRouting(*map(self._put, inputs.routed))
             packed, last_tokens = self._put(inputs.packed), self._last_tokens
             self._pool, out = self._forward(
                 state, self._pool, last_tokens, packed, routed, spec=self.spec, shape=inputs.shape
             )
             if inputs.targets is None:
-                return out, None
+                return seq, out, None
             targets = self._put(inputs.targets)
-            return out, self._score_prompt(state, out.hidden, targets, spec=self.spec)
+            return seq, out, self._score_prompt(state, out.hidden, targets, spec=self.spec)
+
+    def read(self, seq: int, to_host: Callable[[], _T]) -> _T:
+        """Return what `to_host` does, which waits for the outputs of a step. Raises PeerLostError as soon as a process
+        is lost."""
+        return self._runner.orders.read(seq, to_host)
 
     def end(self) -> None:
         """Free the pool."""

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,15 @@ from routed_experts.core.errors import (
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.control.context import EngineContext, PreparedWeights
 from routed_experts.engine.control.served_model import ServedModel
-from routed_experts.engine.control.weights import Weights, delete_quantized, load_ready, load_state, to_copies, to_state
+from routed_experts.engine.control.weights import (
+    Weights,
+    delete_quantized,
+    load_ready,
+    load_state,
+    to_copies,
+    to_state,
+    value_digests,
+)
 from routed_experts.engine.process_group import LeadingGroup
 from routed_experts.execution.orders import OrderKind
 from routed_experts.memory.hugepages import advise_hugepages_beside
@@ -39,8 +47,10 @@ def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, update_
     seq = group.send(OrderKind.PREPARE_WEIGHTS, {"path": os.path.abspath(path), "version": update_count})
     refusals: list[str] = []
     state: nnx.State[Any, Any] | None = None
+    digests: dict[str, str] = {}
     try:
         state = load_ready(path, served)
+        digests = value_digests(path)
     except RoutedExpertsError as error:
         refusals.append(f"process 0: {error}")
     except BaseException:
@@ -49,6 +59,8 @@ def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, update_
     try:
         replies = group.collect(seq, group.dist.dist_timeout, "loaded the new weights")
         refusals += [f"process {rank}: {reply['error']}" for rank, reply in replies.items() if "error" in reply]
+        if not refusals:
+            refusals += _other_values(digests, {rank: reply.get("values") for rank, reply in replies.items()})
     except PeerLostError:
         if group.error is not None:
             raise
@@ -58,6 +70,18 @@ def _prepare(group: LeadingGroup, served: ServedModel, path: str | Path, update_
         text = f"model_path={short_repr(str(path))} is refused by {'; '.join(refusals)}"
         raise WeightsMismatchError(f"{text}; the old weights serve on in all processes", param="model_path")
     return state
+
+
+def _other_values(ours: Mapping[str, str], of_ranks: Mapping[int, Any]) -> list[str]:
+    """A refusal for each process whose copy of the checkpoint has other values, with the first that differ."""
+    refusals: list[str] = []
+    for rank, theirs in of_ranks.items():
+        found = theirs if isinstance(theirs, Mapping) else {}
+        name = next((name for name in sorted({*ours, *found}) if ours.get(name) != found.get(name)), None)
+        if name is not None:
+            text = f"process {rank}: its values of {name} are not those of process 0"
+            refusals.append(f"{text}; give every host a copy of one checkpoint")
+    return refusals
 
 
 class WeightControl:

@@ -29,6 +29,7 @@ from routed_experts.models.decoder.decoder import decoder_shapes
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.layer_regrouping import coded_everywhere, is_grouped_alike, regroup
 from routed_experts.models.decoder.replica_maps import with_replica_maps
+from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
@@ -223,6 +224,12 @@ def load_state(
 def load_ready(path: str | Path, served: ServedModel) -> nnx.State[Any, Any]:
     """`load_state`, and wait until the arrays are on their devices."""
     return jax.block_until_ready(load_state(path, served))
+
+
+def value_digests(path: str | Path) -> dict[str, str]:
+    """`Checkpoint.value_digests` of a folder."""
+    with Checkpoint(path) as checkpoint:
+        return checkpoint.value_digests()
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

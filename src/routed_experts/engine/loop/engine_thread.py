@@ -4,12 +4,13 @@ Callers submit requests and functions, which run between two steps; outputs go t
 blocks on its inbox when it has no work. An exception in a step ends every live request with its cause."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from routed_experts.core.errors import PARAM, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
@@ -70,6 +71,7 @@ class EngineThread:
         self._lock = threading.RLock()
         self._stopping = False
         self._cause: BaseException | None = None
+        self._carried_out: concurrent.futures.Future[Any] | None = None  # of the command that runs
         self._pause_waiters: list[concurrent.futures.Future[None]] = []
         self._ended = threading.Event()  # no request and no command waits any more
         self._killed = False
@@ -198,12 +200,21 @@ class EngineThread:
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
+            with self._lock:
+                if not future.set_running_or_notify_cancel():
+                    return
+                self._carried_out, is_late = future, self._ended.is_set()
+            if is_late:  # killed since it was taken from the inbox
+                future.set_exception(_dead_error(self._cause))
                 return
             try:
-                future.set_result(function())
+                result = function()
             except Exception as cause:  # it is raised where the result is read
-                future.set_exception(cause)
+                self._carried_out = None
+                _end_with(future.set_exception, cause)
+            else:
+                self._carried_out = None
+                _end_with(future.set_result, result)
 
         def fail() -> None:
             if future.set_running_or_notify_cancel():
@@ -249,6 +260,8 @@ class EngineThread:
         for future in self._pause_waiters:
             future.set_exception(_dead_error(self._cause))
         self._pause_waiters = []
+        if self._carried_out is not None:  # it may never return
+            _end_with(self._carried_out.set_exception, _dead_error(self._cause))
         while not self._inbox.empty():
             self._inbox.get().fail()  # it arrived too late: its caller gets the cause
         self._ended.set()
@@ -290,6 +303,12 @@ class EngineThread:
     def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:
         for rid in rids:
             self._core.abort(rid, reason)
+
+
+def _end_with(end: Callable[[_T], None], value: _T) -> None:
+    """End a future, unless `kill` or the command itself has ended it."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        end(value)
 
 
 def _dead_error(cause: BaseException | None) -> EngineDeadError:

@@ -6,10 +6,12 @@ weight_loader.py fills the arrays."""
 
 import errno
 import fnmatch
+import hashlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -36,6 +38,8 @@ _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that 
         "_proj_blocks": "MXFP4",
     }
 )
+MAX_VALUE_DIGESTS = 64
+_NUM_READERS = 8
 _LISTED = 8  # names of each kind in an error
 
 
@@ -70,6 +74,20 @@ class Checkpoint:
         host. Raises as `read` does."""
         return None
 
+    def value_digests(self) -> dict[str, str]:
+        """Digests of samples of the values, by the tensor's name, or of at most MAX_VALUE_DIGESTS runs of names where
+        there are more: equal copies of a checkpoint have equal ones, and other training steps other ones. Raises
+        CheckpointError."""
+        with ThreadPoolExecutor(_NUM_READERS) as pool:  # many small reads, of a disk or a network
+            parts = list(pool.map(TensorFile.samples, {file.path: file for file in self._files.values()}.values()))
+        samples = sorted((name, sample) for part in parts for name, sample in part.items())
+        size = -(-len(samples) // MAX_VALUE_DIGESTS) or 1
+        runs = [samples[first : first + size] for first in range(0, len(samples), size)]
+        return {
+            run[0][0] if len(run) == 1 else f"{run[0][0]} to {run[-1][0]}": _digest(sample for _, sample in run)
+            for run in runs
+        }
+
     def close(self) -> None:
         self._files.clear()
 
@@ -97,6 +115,10 @@ class Checkpoint:
             )
         for name, tensor in present.items():
             self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
+
+
+def _digest(samples: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(samples)).hexdigest()[:16]
 
 
 def check(

@@ -36,6 +36,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     }
 )
 WEIGHT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_SAMPLE_BYTES = 64  # of the values of a tensor
 _BLOCK_BYTES = 16 << 20  # read at once where only a part of each row is expected
 
 
@@ -108,6 +109,19 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); copy the checkpoint again") from error
         return out
+
+    def samples(self) -> dict[str, bytes]:
+        """By name, the bytes in the middle of every tensor. CheckpointError where they cannot be read."""
+        found: dict[str, bytes] = {}
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                for name, tensor in self.tensors.items():
+                    size = min(tensor.num_bytes, _SAMPLE_BYTES)
+                    file.seek(tensor.first_byte + (tensor.num_bytes - size) // 2)
+                    found[name] = file.read(size)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({error}); copy the checkpoint again") from error
+        return found
 
 
 def _named(dtype_name: str) -> str:
