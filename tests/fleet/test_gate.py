@@ -58,7 +58,7 @@ def counts(seed, windows):
     return {
         "counts": array.astype(np.int64),
         "num_tokens": tokens.astype(np.int64),
-        "windows": np.array([array // windows] * windows, np.int32).reshape(windows, *array.shape),
+        "windows": np.array([array // max(windows, 1)] * windows, np.int32).reshape(windows, *array.shape),
         "layer_ids": (1, 2, 3),
         "top_k": 4,
     }
