@@ -334,17 +334,24 @@ def test_flags_of_others_are_known():
     assert make_parser().parse_args(["serve", "--model-path", "MODEL"]).model_path == "MODEL"
 
 
-def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_path):
-    """In this process: an exception in a step."""
+def serve_in_thread(tmp_path):
+    """A server of this process that is ready: its address, engine and process, its thread, and a list for the exit
+    code."""
     settings = ServerSettings(port=0)
     listener = bind(settings)
-    url, ready, codes = listener_url(listener), threading.Event(), []
+    ready, codes = threading.Event(), []
     opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
     state = ServerState(settings, model_path="tiny")
     process = ServerProcess(state, listener, load=lambda: AsyncEngine(opened), on_ready=ready.set)
-    thread = threading.Thread(target=lambda: codes.append(process.run()))
+    thread = threading.Thread(target=lambda: codes.append(process.run()), daemon=True)
     thread.start()
     assert ready.wait(30)
+    return listener_url(listener), opened, process, thread, codes
+
+
+def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_path):
+    """In this process: an exception in a step."""
+    url, opened, _, thread, codes = serve_in_thread(tmp_path)
     assert gc.get_freeze_count() > 100_000, "what start-up made is set aside from full collections"
     gc.unfreeze()  # this process is that of the tests
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
@@ -365,15 +372,7 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
 
 def test_a_drain_that_another_process_asks_for_does_not_count_as_a_signal(tmp_path):
     """Before and after a signal of this process, as when all processes of a group are asked to end at once."""
-    settings = ServerSettings(port=0)
-    listener = bind(settings)
-    url, ready, codes = listener_url(listener), threading.Event(), []
-    opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
-    state = ServerState(settings, model_path="tiny")
-    process = ServerProcess(state, listener, load=lambda: AsyncEngine(opened), on_ready=ready.set)
-    thread = threading.Thread(target=lambda: codes.append(process.run()), daemon=True)
-    thread.start()
-    assert ready.wait(30)
+    url, opened, process, thread, codes = serve_in_thread(tmp_path)
     gc.unfreeze()  # this process is that of the tests
     body = {"text": "a", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http, ThreadPoolExecutor(1) as pool:

@@ -143,8 +143,8 @@ def _check_shapes(tokens: Any, positions: Any, segment_ids: Any) -> None:
         is_like_tokens = name == "tokens" or shape == tokens.shape
         if shape is None or len(shape) != 2 or 0 in shape or not is_integer or not is_like_tokens:
             received = type(array).__name__ if shape is None else f"{dtype}{list(shape)}"
-            wanted = "[B, S], at least [1, 1]" if name == "tokens" else f"{list(tokens.shape)}, as tokens has"
-            raise InvalidRequestError(f"{name} is {received}; give an array of integers {wanted}", param=name)
+            expected = "[B, S], at least [1, 1]" if name == "tokens" else f"{list(tokens.shape)}, as tokens has"
+            raise InvalidRequestError(f"{name} is {received}; give an array of integers {expected}", param=name)
 
 
 def _check_tokens(tokens: Any, pad: Any, vocab_size: int) -> None:

@@ -42,9 +42,9 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
-FEWEST_CODE_ROWS = (
-    512  # from which on warpgroups multiply codes: on an H200 1.07 to 1.24 times as fast, with 256 slower
-)
+# Rows from which on warpgroups multiply codes. Chosen on an H200 for matrices of 2048 x 5120 and 4096 x 2048: with 256
+# rows they were slower for the second.
+FEWEST_CODE_ROWS = 512
 # Rows from which on warpgroups multiply numbers, with no slice of the stack. Chosen on an H200 for bfloat16 matrices of
 # 2048 x 5120, 4096 x 2048, 4096 x 14336, 2880 x 5120 and 2048 x 576: with 1024 rows the library was faster for some.
 FEWEST_NUMBER_ROWS = 2048
