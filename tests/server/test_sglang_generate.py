@@ -67,7 +67,8 @@ def test_rows_of_some_prompts_only(server):
 def test_fields_of_each_prompt_are_lists(engine, server):
     """As SGLang's clients send them: parameters, ids, logprobs and rows differ by prompt."""
     prompts = [PROMPT, "The cat", "One two"]
-    sampling = [GREEDY, {"max_new_tokens": 3, "temperature": 0.7, "sampling_seed": 5, "n": 2}, {"max_new_tokens": 5}]
+    choices = {"max_new_tokens": 3, "temperature": 0.7, "sampling_seed": 5, "n": 2, "ignore_eos": True}
+    sampling = [GREEDY, choices, {"max_new_tokens": 5, "ignore_eos": True}]
     body = {
         "text": prompts,
         "sampling_params": sampling,

@@ -228,7 +228,7 @@ def test_steps_with_shared_experts_are_left_to_the_other_kernels():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_projection_of_many_rows_of_codes_equals_plain_code(dtype, monkeypatch):
-    monkeypatch.setattr(linear, "LARGEST", 127)
+    monkeypatch.setattr(linear, "FEWEST_CODE_ROWS", 128)
     numbers = jax.random.normal(jax.random.key(0), (3, 256, 384), jnp.bfloat16)
     codes = quantize_blocks(numbers, segments=(384,), group=128, span=128, outputs_first=True)
     weights = QuantizedWeight.create(*codes, outputs_first=True, dtype=jnp.dtype(jnp.bfloat16))
