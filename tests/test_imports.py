@@ -79,7 +79,8 @@ def test_one_server_never_imports_the_fleets_ray():
     """The command line knows a fleet's settings; what one engine serves with is imported without Ray (K9)."""
     code = """
 import importlib, sys
-for name in ("cli", "fleet.settings", "fleet.spec", "fleet.coordinator", "fleet.gate", "server.run", "engine.engine"):
+fleet = ("settings", "spec", "coordinator", "fleet_routes")
+for name in ("cli", *("fleet." + name for name in fleet), "server.run", "engine.engine"):
     importlib.import_module("routed_experts." + name)
 print("ray" in sys.modules, "routed_experts.fleet.start" in sys.modules, "routed_experts.fleet.replica" in sys.modules)
 """

@@ -75,7 +75,7 @@ class DeviceBench(Bench):
         plan = plan_memory(
             args,
             kv_shapes(args, served.part, state, attention),
-            served.as_loaded,
+            served.arrays if shards is None else shards.local_part(served.arrays),
             self.spec,
             context_length=96,
             vocab_size=config.vocab_size,

@@ -142,10 +142,10 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
     for actual, reference in zip(answers, undivided, strict=True):
         assert actual["meta_info"]["exact"] is False and "exact" not in reference["meta_info"]
         info, plain = (answer["meta_info"]["routed_experts_info"] for answer in (actual, reference))
-        assert (info["exact"], info["placement"]["mode"], plain["exact"], plain["placement"]) == (
-            *(False, "defer"),
-            *(True, None),
-        )
+        assert (info["exact"], plain["exact"], plain["placement"]) == (False, True, None)
+        counts = {"rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None}
+        assert info["placement"] == {"mode": "defer", **counts, "placement_epoch": 0}
+        assert info["placement"].items() <= actual["meta_info"].items() and "mode" not in reference["meta_info"]
         prompts = [
             [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (actual, reference)
         ]

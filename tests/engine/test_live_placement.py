@@ -204,8 +204,9 @@ def test_unbounded_capacities_change_nothing_to_the_last_bit(alone, following, r
     bounded = ask(rerouting, max_new_tokens=3)
     assert_same(bounded, plain, atol=0)
     for answer in bounded:
-        fields = {name: answer["meta_info"][name] for name in ("exact", "mode", "rerouted_slots", "dropped_slots")}
-        assert fields == {"exact": True, "mode": "reroute", "rerouted_slots": 0, "dropped_slots": 0}
+        counts = {"rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": 0}
+        expected = {"exact": True, "mode": "reroute", **counts, "placement_epoch": 0}
+        assert {name: answer["meta_info"][name] for name in expected} == expected
     rerouting.flush_cache()
     assert_same(ask(rerouting), alone, atol=1e-4)
     rerouting.flush_cache()
@@ -311,6 +312,8 @@ def test_a_retracted_request_reports_the_rerouting_of_all_its_passes(rerouting):
     assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
     info = last["meta_info"]["routed_experts_info"]
     assert info["exact"] is False and info["placement"]["rerouted_slots"] == changed
+    assert info["placement"].items() <= last["meta_info"].items()
+    assert info["placement"]["placement_epoch"] == rerouting.placement_stats().epoch
     record = record_from_meta_info(last["meta_info"])
     assert not record[3:9].exact and record[3:9].placement == info["placement"]
     assert rerouting.components.core.rerouting._own == {}

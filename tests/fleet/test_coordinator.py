@@ -12,7 +12,7 @@ from starlette.responses import Response
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.fleet import coordinator as module
-from routed_experts.fleet.gate import Gate
+from routed_experts.fleet.fleet_routes import FleetRoutes
 from routed_experts.fleet.messages import CoordinatorLost, Refusal
 from routed_experts.server.errors import ApiError
 from support.fleet_simulation import BAD, SimulatedMember, join, local_fleet, until
@@ -175,17 +175,17 @@ def test_a_replica_that_loads_is_asked_nothing_and_takes_over_what_was_changed_m
     async def test(world, client, links):
         await links["r0"].call("update", "a", None, "flush")
         late = SimulatedMember(world, "")
-        held, gate = await hold_prepare(late), Gate(links["r0"], 5.0)
+        held, routes = await hold_prepare(late), FleetRoutes(links["r0"], 5.0)
         joining = asyncio.create_task(join(client, late))
         await until(lambda: held.waits)
-        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
+        assert set(await routes._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1"}
         assert set(await links["r0"].call("flush", drafts=False)) == {"r0", "r1"}
-        await gate._pause(None, "retract")
-        assert await gate._release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
+        await routes._pause(None, "retract")
+        assert await routes._release_memory(None, "retract", 1.0) == ["kv_cache", "weights"]
         held.go.set()
         links["late"] = await joining
         assert (late.engine.paused, late.engine.released) == ("retract", ("kv_cache", "weights"))
-        assert set(await gate._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
+        assert set(await routes._ask_all("abort", timeout_s=1.0, rid=None)) == {"r0", "r1", late.tag}
 
     in_fleet(test)
 
@@ -199,7 +199,7 @@ def test_a_replica_that_joins_during_a_pause_is_paused():
 
         for link in links.values():
             link._operations = {**link._operations, "pause": wait}
-        pausing = asyncio.create_task(Gate(links["r0"], 5.0)._pause(None, "retract"))
+        pausing = asyncio.create_task(FleetRoutes(links["r0"], 5.0)._pause(None, "retract"))
         await until(lambda: all(len(link._running) == 1 for link in links.values()))
         late = SimulatedMember(world, "")
         links["late"] = await join(client, late)
@@ -212,20 +212,20 @@ def test_a_replica_that_joins_during_a_pause_is_paused():
 
 def test_released_memory_is_taken_over_by_those_that_come_later_and_by_the_next_coordinator():
     async def test(world, client, links):
-        gate = Gate(links["r0"], 5.0)
+        routes = FleetRoutes(links["r0"], 5.0)
 
         async def released_by_a_new_one():
             late = SimulatedMember(world, "")
             links[len(links)] = await join(client, late)
             return late.engine.released
 
-        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        assert await routes._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
         assert await released_by_a_new_one() == ("kv_cache",)
         client.die()
         client.start(was_restarted=True)
         await until(lambda: not client.coordinator._is_recovering)
         assert await released_by_a_new_one() == ("kv_cache",)
-        assert await gate._resume_memory(None) == []
+        assert await routes._resume_memory(None) == []
         assert await released_by_a_new_one() == ()
 
     in_fleet(test)
@@ -236,12 +236,12 @@ def test_a_release_that_all_refuse_is_not_taken_over():
         async def refuse(tags, running):
             raise WeightsMismatchError("no", param="tags")
 
-        gate = Gate(links["r0"], 5.0)
-        assert await gate._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
+        routes = FleetRoutes(links["r0"], 5.0)
+        assert await routes._release_memory(["kv_cache"], "retract", 1.0) == ["kv_cache"]
         for link in links.values():
             link._operations = {**link._operations, "release_memory": refuse}
         with pytest.raises(ApiError):
-            await gate._release_memory(["weights"], "retract", 1.0)
+            await routes._release_memory(["weights"], "retract", 1.0)
         assert client.coordinator._released == ("kv_cache",)
 
     in_fleet(test)
@@ -249,7 +249,7 @@ def test_a_release_that_all_refuse_is_not_taken_over():
 
 def test_an_update_brings_released_weights_back_for_those_that_come_later():
     async def test(world, client, links):
-        await Gate(links["r0"], 5.0)._release_memory(None, "retract", 1.0)
+        await FleetRoutes(links["r0"], 5.0)._release_memory(None, "retract", 1.0)
         assert (await links["r0"].call("update", "a", None, "flush")).update_count == 1
         assert client.coordinator._released == ("kv_cache",)
 
@@ -330,7 +330,7 @@ def test_a_flush_during_an_update_is_refused_at_once():
         update = asyncio.create_task(links["r0"].call("update", "a", None, "flush"))
         await until(lambda: held.waits)
         with pytest.raises(ApiError, match="is under way") as caught:
-            await asyncio.wait_for(Gate(links["r1"], 5.0).flush_cache(request(), None), 5.0)
+            await asyncio.wait_for(FleetRoutes(links["r1"], 5.0).flush_cache(request(), None), 5.0)
         assert (caught.value.status, caught.value.code) == (409, "update_in_progress")
         held.go.set()
         assert (await update).update_count == 1
@@ -356,7 +356,7 @@ def test_a_replica_that_does_not_answer_a_flush_is_not_called_busy(monkeypatch):
 
 
 def test_a_scrape_leaves_a_replica_out_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr("routed_experts.fleet.gate.METRICS_S", 0.05)
+    monkeypatch.setattr("routed_experts.fleet.fleet_routes.METRICS_S", 0.05)
 
     async def test(world, client, links):
         async def frozen(call):
@@ -365,9 +365,9 @@ def test_a_scrape_leaves_a_replica_out_that_does_not_answer(monkeypatch):
         async def own(request, server):
             return Response("# HELP x An x\n# TYPE x gauge\nx 1.0\n")
 
-        monkeypatch.setattr("routed_experts.fleet.gate.info_routes.metrics", own)
+        monkeypatch.setattr("routed_experts.fleet.fleet_routes.info_routes.metrics", own)
         links["r1"]._operations = {**links["r1"]._operations, "route": frozen}
-        answer = await asyncio.wait_for(Gate(links["r0"], 5.0).metrics(request(path_params={}), None), 5.0)
+        answer = await asyncio.wait_for(FleetRoutes(links["r0"], 5.0).metrics(request(path_params={}), None), 5.0)
         assert b'x{replica="r0"} 1.0' in answer.body and b"fleet_replicas" in answer.body
 
     in_fleet(test)
@@ -460,19 +460,19 @@ def test_while_members_join_again_nothing_is_asked_of_all():
         links["r1"]._loop_task.cancel()
         client.die()
         client.start(was_restarted=True)
-        gate = Gate(links["r0"], 5.0)
+        routes = FleetRoutes(links["r0"], 5.0)
 
         async def check():
             assert client.coordinator._is_recovering
             for call in (
-                gate._ask_all("abort", rid=None),
-                gate._set_pause("retract"),
-                gate._resume(),
-                gate._release_memory(None, "retract", 1.0),
-                gate._resume_memory(None),
-                gate.weight_version(None, None),
-                gate._of_owner(request(path_params={"name": "r1-7"}), not_here),
-                gate.flush_cache(request(), None),
+                routes._ask_all("abort", rid=None),
+                routes._set_pause("retract"),
+                routes._resume(),
+                routes._release_memory(None, "retract", 1.0),
+                routes._resume_memory(None),
+                routes.weight_version(None, None),
+                routes._of_owner(request(path_params={"name": "r1-7"}), not_here),
+                routes.flush_cache(request(), None),
             ):
                 with pytest.raises(ApiError, match="waits for the replicas") as caught:
                     await call
@@ -485,7 +485,7 @@ def test_while_members_join_again_nothing_is_asked_of_all():
         links["r1"].start()
         await until(lambda: not client.coordinator._is_recovering)
         assert client.coordinator._pause == "in_place"
-        assert set(await gate._ask_all("abort", rid=None)) == {"r0", "r1"}
+        assert set(await routes._ask_all("abort", rid=None)) == {"r0", "r1"}
 
     in_fleet(test)
 
@@ -592,13 +592,13 @@ def test_a_pause_is_taken_over_by_those_that_come_later_and_by_the_next_coordina
 
 def test_a_member_that_comes_back_late_takes_over_what_was_changed_meanwhile():
     async def test(world, client, links):
-        gate = Gate(links["r0"], 5.0)
+        routes = FleetRoutes(links["r0"], 5.0)
         links["r1"]._loop_task.cancel()  # cut off
         client.die()
         client.start(was_restarted=True)
         await until(lambda: client.coordinator._members and not client.coordinator._is_recovering)
-        await gate._pause(None, "retract")
-        await gate._release_memory(["kv_cache"], "retract", 1.0)
+        await routes._pause(None, "retract")
+        await routes._release_memory(["kv_cache"], "retract", 1.0)
         assert world.members[1].engine.paused is None
         links["r1"].start()
         await until(lambda: world.members[1].engine.released)

@@ -12,10 +12,16 @@ from flax import nnx
 
 from oracles.eagle_heads import D, HeadCase, V, eagle3_case, eagle_case, target_config
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.drafts.draft_folder import DraftFolder, load_draft_head, read_draft_config
+from routed_experts.models.drafts.draft_folder import DraftFolder, read_draft_config
 from routed_experts.models.drafts.tapped_layers import chosen_outputs, tapped_outputs
 
 FLOAT32 = jnp.dtype("float32")
+
+
+def load_head(path, **how):
+    return DraftFolder.open(path, target_config(), **how).load(FLOAT32)
+
+
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -185,12 +191,12 @@ def test_a_map_that_renames_ids_needs_a_head(tmp_path):
 
 def test_draft_ids_are_mapped_to_ids_of_the_target(tmp_path):
     case = eagle3_case(draft_vocab_size=17)
-    head = load_draft_head(case.write(tmp_path / "head"), target_config(), dtype=FLOAT32)
+    head = load_head(case.write(tmp_path / "head"))
     ids = head.target_ids()
     assert ids is not None and ids.dtype == jnp.int32
     np.testing.assert_array_equal(ids, np.flatnonzero(case.tensors["t2d"]))
     same = with_tensors(eagle3_case(), d2t=np.zeros(V, np.int64), t2d=np.ones(V, bool))
-    assert load_draft_head(same.write(tmp_path / "same"), target_config(), dtype=FLOAT32).target_ids() is None
+    assert load_head(same.write(tmp_path / "same")).target_ids() is None
     bare = with_tensors(case, drop=("t2d",))
     assert DraftFolder.open(bare.write(tmp_path / "bare"), target_config()).token_ids is not None
 
@@ -200,7 +206,7 @@ def test_an_index_of_several_files_is_read(tmp_path):
     (path / "model.safetensors").rename(path / "part.safetensors")
     names = dict.fromkeys(eagle3_case().tensors, "part.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert load_draft_head(path, target_config(), dtype=FLOAT32).tapped_layers == (1, 3, 6)
+    assert load_head(path).tapped_layers == (1, 3, 6)
 
 
 def test_the_config_alone_can_be_read(tmp_path):
@@ -271,14 +277,14 @@ def test_layers_that_are_not_named_are_guessed_with_a_warning(tmp_path, caplog, 
     ],
 )
 def test_a_folder_names_its_layers_in_either_place_and_spelling(tmp_path, changes):
-    head = load_draft_head(eagle3_case(**changes).write(tmp_path / "head"), target_config(), dtype=FLOAT32)
+    head = load_head(eagle3_case(**changes).write(tmp_path / "head"))
     assert head.tapped_layers == (1, 3, 6)
 
 
 def test_chosen_layers_replace_those_of_the_folder(tmp_path, caplog):
     path = eagle3_case(eagle_config=None).write(tmp_path / "head")
     with caplog.at_level(logging.WARNING):
-        head = load_draft_head(path, target_config(), dtype=FLOAT32, layers=[2, 4, 7])
+        head = load_head(path, layers=[2, 4, 7])
     assert head.tapped_layers == (2, 4, 7) and not caplog.records
     for wrong in ([], [1, 2, 8], [-1, 2, 3]):
         with pytest.raises(ConfigError, match=r"from 0 to 7"):

@@ -19,7 +19,7 @@ from routed_experts.layers.native.ops import NATIVE_KERNELS
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.parallel import AxisGroup
 from routed_experts.models.base.partitioning import ParallelConfig
-from routed_experts.models.drafts.draft_folder import DraftFolder, load_draft_head
+from routed_experts.models.drafts.draft_folder import DraftFolder
 from routed_experts.models.sharding import AXIS, ModelSharding
 from support.kernels import ATTENTION, MOE
 
@@ -96,7 +96,8 @@ def write_and_load(name: str, folder, dtype: str = "float32", **how):
     case, spelling = CASES[name]
     target = Target.of(case)
     path = case.write(folder / "head", **spelling)
-    return case, target, load_draft_head(path, target_config(target.width), dtype=jnp.dtype(dtype), **how)
+    opened = DraftFolder.open(path, target_config(target.width), layers=how.pop("layers", None))
+    return case, target, opened.load(jnp.dtype(dtype), **how)
 
 
 def dense_attend(queries, keys, values, cache, layer):

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 
@@ -68,6 +69,18 @@ def compat_metrics(server, prefix):
     split = [line.rsplit(" ", 1) for line in lines if line.startswith(prefix) and ":spec_" not in line]
     assert all('model_name="tiny"' in name for name, _ in split), split
     return {re.sub(r',?model_name="tiny",?', "", name).replace("{}", ""): float(value) for name, value in split}
+
+
+def test_every_metric_of_a_server_is_in_the_guide(server):
+    guide = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    documented = {name for name in re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", guide)}
+    text = server.client.get("/metrics").text
+    kinds = dict(re.findall(r"^# TYPE routed_experts_(\S+) (\w+)$", text, re.MULTILINE))
+    assert len(kinds) > 30
+    elsewhere = {"deferred_slots_total", "host_experts_seconds_total", "resident_hit_ratio"}  # docs/experts.md
+    elsewhere |= {"resident_swaps_total", "resident_swap_failures_total"}
+    made = {name for name in kinds if name.endswith("_created")}  # by the Prometheus client
+    assert sorted(set(kinds) - made - documented - elsewhere) == []
 
 
 def test_names_of_vllm_count_what_vllm_counts(engine):

@@ -68,21 +68,15 @@ class _RoutedExpertsDeviceCache:
         assert topk_ids.shape == expected, (
             f"ids of a layer have the shape {topk_ids.shape}; expected {expected}, without shared experts"
         )
-        return self._write(moe_layer, topk_ids[None], None if weights is None else weights[None])
-
-    def capture_run(
-        self,
-        first_moe_layer: int | Int[Array, ""],
-        topk_ids: Int[Array, "run N K"],
-        weights: Float32[Array, "run N K"] | None = None,
-    ) -> "_RoutedExpertsDeviceCache":
-        """Write the executed ids of a run of layers at once, as a scan stacks them, and where they are recorded the
-        combine weights."""
-        expected = (self.num_tokens, self.spec.top_k)
-        assert topk_ids.shape[1:] == expected, (
-            f"ids of a run have the shape {topk_ids.shape}; expected [run, {expected[0]}, {expected[1]}]"
-        )
-        return self._write(first_moe_layer, topk_ids, weights)
+        last = self.spec.num_moe_layers - 1
+        if isinstance(moe_layer, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
+            assert 0 <= moe_layer <= last, f"MoE layer {moe_layer}; expected 0 to {last}"
+        row = jnp.asarray(moe_layer, jnp.int32) * self.spec.top_k
+        cache = replace(self, ids=_write_rows(self.ids, topk_ids.astype(jnp.int32).T, row))
+        if self.weights is None:
+            return cache
+        assert weights is not None, "a cache of combine weights needs those of every layer"
+        return replace(cache, weights=_write_rows(self.weights, weights.T, row))
 
     def write_weights(
         self, moe_layer: int | Int[Array, ""], weights: Float32[Array, "N K"]
@@ -92,7 +86,7 @@ class _RoutedExpertsDeviceCache:
         if self.weights is None:
             return self
         row = jnp.asarray(moe_layer, jnp.int32) * self.spec.top_k
-        return replace(self, weights=_write_rows(self.weights, self._token_minor(weights[None]), row))
+        return replace(self, weights=_write_rows(self.weights, weights.T, row))
 
     def add_rerouting(self, rerouting: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add the slots that the capacities of one layer moved or left empty."""
@@ -133,28 +127,6 @@ class _RoutedExpertsDeviceCache:
             halves = lax.bitcast_convert_type(self.weights.astype(jnp.bfloat16), jnp.uint16)
             return jnp.concatenate([words, _packed(halves.astype(jnp.int32), 16)])
         return jnp.concatenate([words, lax.bitcast_convert_type(self.weights, jnp.int32)])
-
-    def _write(
-        self,
-        first: int | Int[Array, ""],
-        topk_ids: Int[Array, "run N K"],
-        weights: Float32[Array, "run N K"] | None,
-    ) -> "_RoutedExpertsDeviceCache":
-        if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
-            last = first + topk_ids.shape[0] - 1
-            assert 0 <= first <= last < self.spec.num_moe_layers, (
-                f"layers {first} to {last}; expected 0 to {self.spec.num_moe_layers - 1}"
-            )
-        own = self._token_minor(topk_ids.astype(jnp.int32))
-        row = jnp.asarray(first, jnp.int32) * self.spec.top_k
-        cache = replace(self, ids=_write_rows(self.ids, own, row))
-        if self.weights is None:
-            return cache
-        assert weights is not None, "a cache of combine weights needs those of every layer"
-        return replace(cache, weights=_write_rows(self.weights, self._token_minor(weights), row))
-
-    def _token_minor(self, values: Array) -> Array:
-        return jnp.swapaxes(values, 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
 
 
 RoutedExpertsDeviceCache = _RoutedExpertsDeviceCache  # the name for other modules; SGLang's has the underscore

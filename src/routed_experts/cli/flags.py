@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
+from routed_experts.cli.flag_help import describe
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.error_text import nearest_name, short_repr
 from routed_experts.core.errors import ConfigError
@@ -22,43 +23,9 @@ from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
-from routed_experts.fleet.settings import ROUTING_POLICIES, FleetSettings
+from routed_experts.fleet.settings import FleetSettings
 
 MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
-_DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
-    {
-        "revision": "the main branch; of a Hugging Face id",
-        "speculative_num_draft_tokens": "8; of a draft model 4",
-        "speculative_num_steps": "one less than --speculative-num-draft-tokens",
-        "speculative_draft_model_path": "none; EAGLE3 and STANDALONE need one",
-        "speculative_eagle_layers": "those that the head's config names",
-        "speculative_suffix_max_cached_requests": "any number that fits --speculative-store-bytes",
-        "speculative_ngram_max_trie_depth": "unbounded",
-        "speculative_ngram_branch_length": "unbounded",
-        "speculative_ngram_capacity": "unbounded",
-        "tokenizer_path": "the model's own",
-        "precompile_bs_paddings": "1 8 32 up to --max-running-requests",
-        "precompile_token_paddings": "64 256 1024 up to --max-prefill-tokens",
-    }
-)
-_DIST_HELP: Mapping[str, str] = MappingProxyType(
-    {
-        "nnodes": "processes that share the model, one a host; default: 1",
-        "node_rank": "which of them this is; 0 serves, the others follow; default: 0",
-        "dist_init_addr": "host:port where process 0 listens, as the others reach it; the next port is used too",
-        "dist_timeout": "seconds for the start of the group and for each phase of it; default: 300",
-        "watchdog_timeout": "seconds of silence after which a process is lost and the group ends; default: 30",
-    }
-)
-_FLEET_HELP: Mapping[str, str] = MappingProxyType(
-    {
-        "num_replicas": "engines behind the endpoint, with Ray Serve; default: 1, without Ray",
-        "routing_policy": f"{' or '.join(ROUTING_POLICIES)} (by the header x-session-id); default: least_loaded",
-        "ray_address": "auto or host:port of a Ray cluster; default: a Ray of this machine is started",
-        "replica_startup_timeout": "seconds until all replicas are ready; default: 1800",
-        "weight_update_timeout": "seconds in which all replicas load new weights; default: 600",
-    }
-)
 LOAD_FORMATS = ("auto", "dummy")
 JSON = "JSON"  # metavar of flags that take an object
 _RESIDENCY_METAVAR = "|".join((*RESIDENCIES, "FILE.npz"))
@@ -226,13 +193,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
     for field in dataclasses.fields(ServerArgs):
         if field.name not in leave_out:
             flags = (_flag(field.name), *map(_flag, OTHER_NAMES.get(field.name, ())))
-            default = _DEFAULTS.get(field.name, "chosen by the engine" if field.default is None else field.default)
+            text = describe(field.name, field.default)
             keywords = _argument_keywords(field.type, field.name)
-            group.add_argument(
-                *flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords
-            )
+            group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=text, **keywords)
     group.add_argument(
-        "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size"
+        "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="--ep-size is --tp-size"
     )
     group.add_argument(
         "--load-format",
@@ -241,7 +206,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
         default=argparse.SUPPRESS,
         help="dummy: random weights in the shapes of config.json; no file of weights is read; default: auto",
     )
-    meaning = "what --dp-size does here, said as for SGLang: attention by data rank"
+    meaning = "SGLang's name for what --dp-size does, which it requires"
     group.add_argument("--enable-dp-attention", action="store_true", default=argparse.SUPPRESS, help=meaning)
 
 
@@ -275,12 +240,10 @@ def add_expert_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of ExpertOffloadConfig; `residency` takes a name or the file of a plan."""
     group = parser.add_argument_group("experts on the host")
     for field in dataclasses.fields(ExpertOffloadConfig):
-        default = "none" if field.default is None else field.default
         plan: dict[str, Any] = {"metavar": _RESIDENCY_METAVAR}
         keywords = plan if field.name == "residency" else _argument_keywords(field.type)
-        group.add_argument(
-            _flag(field.name), dest=field.name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords
-        )
+        text = describe(field.name, field.default)
+        group.add_argument(_flag(field.name), dest=field.name, default=argparse.SUPPRESS, help=text, **keywords)
 
 
 def expert_args(options: argparse.Namespace) -> ExpertOffloadConfig:
@@ -295,15 +258,17 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
     """Add --placement, and one flag a further field of PlacementConfig."""
     group = parser.add_argument_group("experts on several devices")
     for field in dataclasses.fields(PlacementConfig):
-        keywords: dict[str, Any] = {"help": f"default: {'none' if field.default is None else field.default}"}
+        dest = f"placement_{field.name}"
+        has_default = field.default is not dataclasses.MISSING
+        keywords: dict[str, Any] = {"help": describe(dest, field.default if has_default else None)}
         if field.name == "plan":
-            keywords = {"metavar": "FILE.npz", "help": "a plan written by `placement --save`; it needs --ep-size"}
+            keywords |= {"metavar": "FILE.npz"}
         elif field.name in _PLACEMENT_CHOICES:
             keywords["choices"] = _PLACEMENT_CHOICES[field.name]
         else:
             keywords |= {"metavar": "X"} if field.name == "capacity_factor" else _argument_keywords(field.type)
         flag = _flag(_PLACEMENT_FLAGS.get(field.name, field.name))
-        group.add_argument(flag, dest=f"placement_{field.name}", default=argparse.SUPPRESS, **keywords)
+        group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **keywords)
 
 
 def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
@@ -323,14 +288,10 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         name = f"speculative_{field.name}"
         switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         keywords = switch if field.type is bool else _argument_keywords(field.type)
-        default = "none: nothing is drafted" if field.name == "algorithm" else field.default
-        default = _DEFAULTS.get(name, default)
-        flags = map(_flag, (name, *OTHER_NAMES.get(name, ())))
-        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords)
-    example = '{"method": "ngram", "num_speculative_tokens": 3}'
-    group.add_argument(
-        "--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=f"in vLLM's words: {example}"
-    )
+        flags, text = map(_flag, (name, *OTHER_NAMES.get(name, ()))), describe(name, field.default)
+        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **keywords)
+    example = 'vLLM\'s form of the same: {"method": "ngram", "num_speculative_tokens": 3}'
+    group.add_argument("--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=example)
 
 
 def speculative_args(options: argparse.Namespace) -> SpeculativeConfig | None:
@@ -348,7 +309,7 @@ def add_dist_flags(parser: argparse.ArgumentParser) -> None:
             *map(_flag, (field.name, *OTHER_NAMES.get(field.name, ()))),
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=_DIST_HELP[field.name],
+            help=describe(field.name, field.default),
             **_argument_keywords(field.type),
         )
 
@@ -366,7 +327,7 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
             _flag(field.name),
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=_FLEET_HELP[field.name],
+            help=describe(field.name, field.default),
             **_argument_keywords(field.type),
         )
 

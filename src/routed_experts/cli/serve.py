@@ -77,31 +77,32 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     def add(*flags: str, text: str, **options: Any) -> None:
         group.add_argument(*flags, default=argparse.SUPPRESS, help=text, **options)
 
-    add("--host", metavar="ADDRESS", text="default: 127.0.0.1")
-    add("--port", type=int, metavar="N", text="default: 30000; 0 lets the system choose")
-    add("--served-model-name", metavar="NAME", text="default: the name of the folder, or the Hugging Face id")
-    add("--api-key", metavar="KEY", text="required on every route except the probes (also: --api-key-file)")
+    add("--host", metavar="ADDRESS", text="address to listen at; default: 127.0.0.1")
+    add("--port", type=int, metavar="N", text="port to listen at; 0 lets the system choose; default: 30000")
+    add("--served-model-name", metavar="NAME", text="the name in /v1/models; default: that of the folder, or the id")
+    add("--api-key", metavar="KEY", text="required on routes but the probes and the page at / (or: --api-key-file)")
     add("--api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
-    add("--admin-api-key", metavar="KEY", text="required on admin routes (also: --admin-api-key-file)")
+    add("--admin-api-key", metavar="KEY", text="required on admin routes (or: --admin-api-key-file)")
     add("--admin-api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
-    add("--routed-experts-dialect", choices=_DIALECTS, text="what /v1 returns; default: sglang")
-    add("--routed-experts-format", choices=_FORMATS, text="default: the dialect's")
-    add("--routing-store-bytes", type=_size, metavar="BYTES", text="for format ref; default: 1GiB")
-    add("--routing-store-ttl", type=float, metavar="S", text="default: 600")
+    add("--routed-experts-dialect", choices=_DIALECTS, text="where /v1 has rows, and by whose names; default: sglang")
+    form = "form of rows where a request names none; default: the dialect's"
+    add("--routed-experts-format", choices=_FORMATS, text=form)
+    add("--routing-store-bytes", type=_size, metavar="BYTES", text="memory for rows of the format ref; default: 1GiB")
+    add("--routing-store-ttl", type=float, metavar="S", text="seconds for which these are there; default: 600")
     add("--metrics-compat", choices=("vllm", "sglang"), text="adds metrics under the other server's names")
     add("--expert-metrics", action="store_true", text="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", text="one origin that browsers may call from; default: none")
-    add("--request-timeout", type=float, metavar="S", text="default: 600")
-    add("--stream-interval", type=float, metavar="S", text="least time between two events of a stream; default: 0.025")
-    add("--max-body-bytes", type=_size, metavar="BYTES", text="default: 16MiB")
-    add("--shutdown-timeout", type=float, metavar="S", text="time for running requests after SIGTERM; default: 30")
-    stall = "/health is 503 after this time without a step while requests run; default: 30"
+    add("--request-timeout", type=float, metavar="S", text="seconds of a request, which is then aborted; default: 600")
+    add("--stream-interval", type=float, metavar="S", text="least seconds between two events; default: 0.025")
+    add("--max-body-bytes", type=_size, metavar="BYTES", text="bytes of a body; a larger one gets 413; default: 16MiB")
+    add("--shutdown-timeout", type=float, metavar="S", text="seconds for running requests after SIGTERM; default: 30")
+    stall = "/health is 503 after so many seconds without a step while requests run; default: 30"
     add("--stall-timeout", type=float, metavar="S", text=stall)
     parsers = "auto (by the chat template), none, or a name such as {}; default: auto"
     add("--tool-call-parser", metavar="NAME", text=parsers.format("qwen25, qwen3_coder, glm45, deepseekv31, gpt-oss"))
     add("--reasoning-parser", metavar="NAME", text=parsers.format("qwen3, glm45, deepseek-r1, gpt-oss"))
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
-    saver = "tells trainers that compare it in /server_info; memory can be released without it"
+    saver = "/server_info reports it, for trainers that ask; it has no other effect"
     add("--enable-memory-saver", action="store_true", text=saver)
     add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
     by_id = "logprobs of /v1 name tokens by id: token_id:5"
@@ -116,8 +117,8 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--incremental-streaming-output", "--stream-output", action="store_true", text=new)
     prefix = "a prefix such as /llm, with which routes answer too; default: none"
     add("--root-path", "--fastapi-root-path", type=lambda text: text.rstrip("/"), metavar="PATH", text=prefix)
-    add("--log-level", choices=LOG_LEVELS, type=_log_level, text="default: info")
-    add("--log-format", choices=("text", "json"), text="default: text")
+    add("--log-level", choices=LOG_LEVELS, type=_log_level, text="least level of what is logged; default: info")
+    add("--log-format", choices=("text", "json"), text="form of a line of the log; default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
     add_placement_flags(parser)

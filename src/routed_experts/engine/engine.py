@@ -338,8 +338,9 @@ class Engine:
         With `return_routed_experts_weights` it has `routed_experts_weights` too, what the output of each of these
         experts was multiplied by [S-1, MoE layers, top_k]: `record_from_meta_info` reads both.
         `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
-        `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe". `prediction` is the
-        expected answer to one prompt, text or token ids: an engine that speculates takes drafts from it.
+        `routed_experts_format` is "int32", "npy", "packed" or "list", `routed_experts_layers` "all" or "moe".
+        `prediction` is the expected answer to one prompt, text or token ids: an engine that speculates takes drafts
+        from it.
         `token_ids_logprob`: up to 32 ids (one list, or one a prompt) whose logprobs meta_info has beside each token's
         own, with `return_logprob`: the model's, at temperature 1 and without penalties.
         `data_parallel_rank` chooses the data rank of an engine with several; meta_info tells it as `dp_rank`.
@@ -460,7 +461,7 @@ class Engine:
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End requests with what they have: the request of id `rid`, or all of the call or prompt of that id; or all
-        requests. Returns how many."""
+        requests. Returns how many. Raises InvalidRequestError for neither or both, and EngineDeadError."""
         if (rid is None) != abort_all:
             text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
             raise InvalidRequestError(text, param="rid")

@@ -107,6 +107,11 @@ class ModelRunner:
         )  # on CPU the host reads outputs in place
 
     @property
+    def placement_epoch(self) -> int | None:
+        """The number of the placement of experts that steps run by; None where experts have one place for good."""
+        return None
+
+    @property
     def state(self) -> nnx.State[Any, Any]:
         """The weights that the next step runs with."""
         return jax.tree.unflatten(self._tree, self._weights)

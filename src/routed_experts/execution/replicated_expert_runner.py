@@ -105,6 +105,11 @@ class ReplicatedExpertRunner(ModelRunner):
         self.placement = placement
 
     @property
+    def placement_epoch(self) -> int:
+        """That of `placement`: while its layers are moved, that of the placement before."""
+        return self.placement.epoch
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one instance, the mean of the layers: what a copy carries."""
         leaves = self._named_weights()

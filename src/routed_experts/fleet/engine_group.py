@@ -180,9 +180,9 @@ class EngineGroup:
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling_params: Mapping[str, object] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
-        """Generate for prompts of token ids, which are dealt out evenly; n > 1 gives n results a prompt, in order.
-        `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and `meta_info`; with
-        return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
+        """Generate for prompts of token ids, which are divided evenly among the engines; n > 1 gives n results a
+        prompt, in order. `options`: other keywords of `Engine.generate`. Each result has `text`, `output_ids` and
+        `meta_info`; with return_routed_experts also `routed_experts` (uint8 or uint16 [R, M, K]), `start`, `layer_ids`,
         `version_spans` and `version_labels` (the label of each count); with return_routed_experts_weights
         `routed_experts_weights` (float32 or bfloat16 [R, M, K])."""
         parts = _deal(input_ids, len(self.actors))
@@ -201,9 +201,9 @@ class EngineGroup:
         replay_weights: bool = False,
         return_routed_experts: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """Score sequences, which are dealt out evenly: `token_ids` (int32 [S]), `logprobs` (float32 [S-1]),
-        `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights where they are
-        recorded."""
+        """Score sequences, which are divided evenly among the engines: `token_ids` (int32 [S]), `logprobs`
+        (float32 [S-1]), `weight_version` (label), `update_count`, and the rows as in `generate`, with combine weights
+        where they are recorded."""
         ids, rows = _deal(token_ids, len(self.actors)), None if routed is None else _deal(routed, len(self.actors))
         options = {"replay_weights": replay_weights, "return_routed_experts": return_routed_experts}
         calls = [

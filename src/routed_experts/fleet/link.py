@@ -5,7 +5,6 @@ Event loop only."""
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
@@ -17,7 +16,6 @@ CALL_S = 10.0
 RETRY_S = 0.2
 logger = logging.getLogger(__name__)
 Operation = Callable[..., Awaitable[Any]]
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Client(Protocol):

@@ -69,9 +69,6 @@ def group_template(*, nnodes: int, node_rank: int | None, dist_init_addr: str | 
     return DistConfig(nnodes=nnodes, dist_init_addr=address, **timeouts)
 
 
-Bundle = Mapping[str, float]
-
-
 def host_bundle(tp_size: int, nnodes: int, resources: Mapping[str, float]) -> dict[str, float]:
     """What one process of a replica needs of a host: a CPU, and the accelerators of its devices. `resources`: of the
     cluster; without accelerators JAX runs on CPUs."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         vllm021,
         wire,
     )
+    from routed_experts.formats.archive import decode_record
     from routed_experts.formats.layout import SequenceInfo
     from routed_experts.formats.meta_info import (
         extract_routed_experts_from_meta_info,
@@ -60,6 +61,7 @@ __all__ = [
     "WITH_MARK",
     "SequenceInfo",
     "archive",
+    "decode_record",
     "decode_routed_experts",
     "encode_as_lists",
     "encode_meta_info",
@@ -85,6 +87,7 @@ __all__ = [
 
 _HOMES = {
     "SequenceInfo": "layout",
+    "decode_record": "archive",
     "decode_routed_experts": "wire",
     "encode_as_lists": "wire",
     "encode_meta_info": "wire",

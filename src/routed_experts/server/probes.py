@@ -1,7 +1,7 @@
 """Probes of a follower: /health, /health/live, /ready and /liveness of a process that serves nothing else.
 
 They are answered by a thread of their own, from the state of the group alone: never from a device, and never by process
-0. Who restarts processes may so watch each one."""
+0. So a supervisor can watch each process."""
 
 import asyncio
 import dataclasses

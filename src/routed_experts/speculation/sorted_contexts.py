@@ -69,11 +69,6 @@ class ContextHash:
         self.factors, self.salts = noise[0], noise[1, min_window - 1 :]
         self.factor_list, self.salt_list = self.factors.tolist(), self.salts.tolist()
 
-    @property
-    def num_lengths(self) -> int:
-        """R."""
-        return self.max_window - self.min_window + 1
-
 
 class Query:
     """The end of a sequence, to be found elsewhere. `padded`: W times NO_TOKEN, then the sequence, of which the tokens

@@ -138,7 +138,7 @@ ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
 NATIVE_BY_PLATFORM: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)}
 )
-REFERENCE_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
+PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
 BATCH_INVARIANT = ("reference",)  # the plain ones of deterministic mode
 
 
@@ -171,7 +171,7 @@ class BackendRegistry:
         CaptureUnsupportedError."""
         where = platform or jax.default_backend()
         native = NATIVE_BY_PLATFORM.get(where, ())
-        moe_auto = (*native, *(BATCH_INVARIANT if args.deterministic else REFERENCE_MOE))
+        moe_auto = (*native, *(BATCH_INVARIANT if args.deterministic else PLAIN_MOE))
         attention_auto = (*native, *(BATCH_INVARIANT if args.deterministic else PLAIN_ATTENTION))
 
         machine, expert_gap, attention_gap = (where, args.tp_size), _expert_gap(needs), _attention_gap(needs)
@@ -220,7 +220,7 @@ class BackendRegistry:
         platform's kernels: see `describe_path`."""
         paths = dict[str, str]()
         for platform, names in NATIVE_BY_PLATFORM.items():
-            kernels = _first(self.moe, (*names, *REFERENCE_MOE), _expert_gap(config.needs))
+            kernels = _first(self.moe, (*names, *PLAIN_MOE), _expert_gap(config.needs))
             attention = _first(self.attention, (*names, *PLAIN_ATTENTION), _attention_gap(config.needs))
             paths[platform] = describe_path(config, kernels, attention)
         return paths

@@ -116,7 +116,7 @@ class _RandomDrafter:
 
 
 class _FixedPolicy:
-    """So many drafts a step, dealt out evenly."""
+    """So many drafts a step, divided evenly."""
 
     is_probe = False
 

@@ -42,7 +42,9 @@ class MemoryControl:
             raise InvalidRequestError(text, param="experts")
         chosen = frozenset(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else frozenset[str]()
         if not chosen or not chosen <= frozenset(MEMORY_TAGS):
-            text = f"tags={short_repr(tags)} must be a list of some of {', '.join(MEMORY_TAGS)}"
+            unknown = sorted(map(short_repr, chosen - frozenset(MEMORY_TAGS)))
+            given = f"tags={short_repr(tags)}" + (f" has {', '.join(unknown)}, but" if unknown else "")
+            text = f"{given} must be a list of some of {', '.join(MEMORY_TAGS)}"
             raise InvalidRequestError(text, param="tags")
         if running not in RUNNING_MODES:
             text = f"running={short_repr(running)} is unknown; choose one of {', '.join(RUNNING_MODES)}"

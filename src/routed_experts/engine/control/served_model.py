@@ -60,11 +60,6 @@ class ServedModel:
         """The config, where some arrays are served as codes and scales."""
         return self.config if isinstance(self.config, FamilyConfig) and self.config.coded_arrays else None
 
-    @property
-    def as_loaded(self) -> nnx.State[Any, Any]:
-        """Shapes of one device's part of the model's arrays; for tests."""
-        return self.arrays if self.shards is None else self.shards.local_part(self.arrays)
-
     def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
         """Put the arrays of this model on its devices, a part on each; with one device they are unchanged.
         `donate`: copied arrays are deleted."""

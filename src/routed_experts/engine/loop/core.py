@@ -439,6 +439,7 @@ class EngineCore:
             weight_version=self.weight_version,
             exact=self.runner.exact,
             rerouting=rerouting,
+            placement_epoch=self.runner.placement_epoch,
             speculative=None if self.speculation is None else self.speculation.counts_of(req),
             dp_rank=None if len(self.ranks) == 1 else req.dp_rank,
         )

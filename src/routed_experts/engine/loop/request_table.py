@@ -141,6 +141,7 @@ class RequestTable:
         weight_version: WeightVersion,
         exact: bool = True,
         rerouting: ReroutingCounts | None = None,
+        placement_epoch: int | None = None,
         speculative: SpeculativeCounts | None = None,
         dp_rank: int | None = None,
     ) -> TokenIDOut:
@@ -179,6 +180,7 @@ class RequestTable:
             error=error,
             exact=exact and rerouting in (None, ReroutingCounts(rerouted_slots=0, dropped_slots=0)),
             rerouting=rerouting,
+            placement_epoch=placement_epoch,
             queue_s=entry.queue_s,
             speculative=speculative,
             dp_rank=dp_rank,

@@ -126,7 +126,7 @@ def _checked_format(form: object, defaults: RoutingDefaults) -> str:
     if form == "ref" and not defaults.refs:
         text = (
             "routed_experts_format='ref' is for servers that keep rows: here the array is already in "
-            "this process; choose int32, npy or packed"
+            "this process; choose int32, npy, packed or list"
         )
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     return form

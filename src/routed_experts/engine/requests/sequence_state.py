@@ -19,6 +19,7 @@ from routed_experts.core.io_struct import FinishReason, StrOut, TokenIDOut, Toke
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.weight_version import WeightRun, to_labels, weight_runs
 from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
+from routed_experts.engine.requests.placement_fields import placement_fields
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
 
@@ -190,7 +191,8 @@ class SequenceState:
     def _described(record: RoutedExperts, out: TokenIDOut) -> RoutedExperts:
         """The record with the labels of the weights that made its rows, and with what balancing changed."""
         versions = [*(version for _, version in out.weight_changes), out.weight_version]
-        return dataclasses.replace(record, version_labels=to_labels(versions), exact=out.exact, placement=_changes(out))
+        changes = None if out.exact else placement_fields(out)
+        return dataclasses.replace(record, version_labels=to_labels(versions), exact=out.exact, placement=changes)
 
     def _no_rows(self) -> RoutedExperts:
         """The record of a request that ended before its first token."""
@@ -217,13 +219,3 @@ def _create_detokenizer(request: TokenizedGenerateReqInput, tokenizer: Tokenizer
         include_stop_str=sampling.include_stop_str_in_output,
         min_tokens=sampling.min_tokens,
     )
-
-
-def _changes(out: TokenIDOut) -> dict[str, object] | None:
-    """What balancing changed in an output that is not exact: counts of expert slots, None for those that are not
-    counted by request."""
-    if out.exact:
-        return None
-    if out.rerouting is None:  # outputs of deferred experts are added in a later layer
-        return {"mode": "defer", "rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None}
-    return {"mode": "reroute", **dataclasses.asdict(out.rerouting), "deferred_slots": 0}

@@ -1,10 +1,10 @@
 """SGLang's dict: a SequenceState as `Engine.generate` and POST /generate return it, at any time of a stream."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.speculative_stats import SpeculativeCounts
+from routed_experts.engine.requests.placement_fields import placement_fields
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import START_KEY, encode_rows
@@ -33,12 +33,10 @@ def sglang_output(
         ),
         "logprobs_mode": state.logprobs_mode,
     }
-    if not out.exact:
-        meta["exact"] = False
     if out.dp_rank is not None:
         meta["dp_rank"] = out.dp_rank
-    if out.rerouting is not None:
-        meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
+    if (changes := placement_fields(out)) is not None:
+        meta |= {"exact": out.exact, **changes}
     if out.speculative is not None and out.finish_reason is not None:
         meta |= _speculative_fields(out.speculative)
     if state.request.return_logprob:

@@ -82,6 +82,11 @@ class OffloadRunner(ModelRunner):
         self._queues.append(host)
         return host
 
+    @property
+    def placement_epoch(self) -> int:
+        """That of the map of resident experts."""
+        return self.residency.epoch
+
     def apply_residency(self, residency: ResidencyMap) -> int:
         """Run all later steps with other resident experts, and return how many were copied to the device. Experts that
         stay resident keep their slots, and nothing is compiled. Raises PlacementError for a map of another model or

@@ -140,19 +140,6 @@ def read_draft_config(path: str | Path) -> DraftConfig:
     return read_eagle3(reader) if parse_architecture(values) in EAGLE3 else read_eagle(reader)
 
 
-def load_draft_head(
-    path: str | Path,
-    target_config: DecoderConfig,
-    *,
-    dtype: jnp.dtype,
-    layers: Sequence[int] | None = None,
-    sharding: Sharding | None = None,
-    shards: ModelSharding | None = None,
-) -> EagleModel:
-    """Open a draft folder for its target, and load it; arguments are those of DraftFolder's `open` and `load`."""
-    return DraftFolder.open(path, target_config, layers=layers).load(dtype, sharding=sharding, shards=shards)
-
-
 def _build(config: DraftConfig, dtype: jnp.dtype) -> EagleModel:
     rngs = nnx.Rngs(0)
     if isinstance(config, EagleConfig):

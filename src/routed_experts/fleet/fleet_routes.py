@@ -1,4 +1,4 @@
-"""Gate: the routes that concern all replicas of a fleet, answered by whichever replica they arrive at.
+"""FleetRoutes: the routes that concern all replicas of a fleet, answered by whichever replica they arrive at.
 
 `fleet_table` is the server's table of routes with other handlers for these: keys, limits and errors stay the server's.
 Rows are fetched from the replica that keeps them; its tag is part of the ids that it makes."""
@@ -89,41 +89,41 @@ class RequestIds:
 
 def fleet_table(link: Link, *, update_s: float) -> tuple[Entry, ...]:
     """The routes of a replica. `update_s`: seconds in which all replicas load new weights."""
-    gate = Gate(link, update_s)
+    routes = FleetRoutes(link, update_s)
     handlers: Mapping[tuple[str, str], Handler] = MappingProxyType(
         {
-            (_ROUTING, "GET"): gate.fetch,
-            (_ROUTING, "DELETE"): gate.delete,
-            ("/v1/routing/stats", "GET"): gate.stats,
-            ("/v1/routing/reset", "POST"): gate.reset,
-            ("/v1/models", "GET"): gate.models,
-            ("/get_server_info", "GET"): gate.server_info,
-            ("/server_info", "GET"): gate.server_info,
-            ("/get_load", "GET"): gate.get_load,
-            ("/v1/loads", "GET"): gate.loads,
-            ("/load", "GET"): gate.load,
-            ("/get_weight_version", "GET"): gate.weight_version,
-            ("/metrics", "GET"): gate.metrics,
-            ("/health", "GET"): gate.health,
-            ("/ping", "GET"): gate.health,
-            ("/ready", "GET"): gate.ready,
-            ("/flush_cache", "POST"): gate.flush_cache,
-            ("/remember_rollouts", "POST"): gate.remember_rollouts,
-            ("/abort_request", "POST"): gate.abort_request,
-            ("/pause_generation", "POST"): gate.pause_generation,
-            ("/continue_generation", "POST"): gate.continue_generation,
-            ("/pause", "POST"): gate.pause,
-            ("/resume", "POST"): gate.resume,
-            ("/update_weights", "POST"): gate.update_weights,
-            ("/reset_prefix_cache", "POST"): gate.reset_prefix_cache,
-            ("/abort_requests", "POST"): gate.abort_requests,
-            ("/inference/v1/abort_requests", "POST"): gate.abort_named_requests,
-            ("/sleep", "POST"): gate.sleep,
-            ("/wake_up", "POST"): gate.wake_up,
-            ("/release_memory_occupation", "POST"): gate.release_memory_occupation,
-            ("/resume_memory_occupation", "POST"): gate.resume_memory_occupation,
-            ("/update_weights_from_disk", "POST"): gate.update_weights_from_disk,
-            ("/update_weight_version", "POST"): gate.update_weight_version,
+            (_ROUTING, "GET"): routes.fetch,
+            (_ROUTING, "DELETE"): routes.delete,
+            ("/v1/routing/stats", "GET"): routes.stats,
+            ("/v1/routing/reset", "POST"): routes.reset,
+            ("/v1/models", "GET"): routes.models,
+            ("/get_server_info", "GET"): routes.server_info,
+            ("/server_info", "GET"): routes.server_info,
+            ("/get_load", "GET"): routes.get_load,
+            ("/v1/loads", "GET"): routes.loads,
+            ("/load", "GET"): routes.load,
+            ("/get_weight_version", "GET"): routes.weight_version,
+            ("/metrics", "GET"): routes.metrics,
+            ("/health", "GET"): routes.health,
+            ("/ping", "GET"): routes.health,
+            ("/ready", "GET"): routes.ready,
+            ("/flush_cache", "POST"): routes.flush_cache,
+            ("/remember_rollouts", "POST"): routes.remember_rollouts,
+            ("/abort_request", "POST"): routes.abort_request,
+            ("/pause_generation", "POST"): routes.pause_generation,
+            ("/continue_generation", "POST"): routes.continue_generation,
+            ("/pause", "POST"): routes.pause,
+            ("/resume", "POST"): routes.resume,
+            ("/update_weights", "POST"): routes.update_weights,
+            ("/reset_prefix_cache", "POST"): routes.reset_prefix_cache,
+            ("/abort_requests", "POST"): routes.abort_requests,
+            ("/inference/v1/abort_requests", "POST"): routes.abort_named_requests,
+            ("/sleep", "POST"): routes.sleep,
+            ("/wake_up", "POST"): routes.wake_up,
+            ("/release_memory_occupation", "POST"): routes.release_memory_occupation,
+            ("/resume_memory_occupation", "POST"): routes.resume_memory_occupation,
+            ("/update_weights_from_disk", "POST"): routes.update_weights_from_disk,
+            ("/update_weight_version", "POST"): routes.update_weight_version,
         }
     )
     table = tuple(
@@ -138,7 +138,7 @@ def _handler(entry: Entry, handlers: Mapping[tuple[str, str], Handler]) -> Handl
     return next((handlers[entry.path, method] for method in entry.methods if (entry.path, method) in handlers), None)
 
 
-class Gate:
+class FleetRoutes:
     """The handlers of one replica. Each reads as the server's own of its name does."""
 
     def __init__(self, link: Link, update_s: float) -> None:

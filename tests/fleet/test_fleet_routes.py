@@ -1,4 +1,4 @@
-"""Parts of the gate: merged metrics, summed counts, ids, and how several refusals become one error."""
+"""Routes of a fleet: merged metrics, summed counts, ids, and how several refusals become one error."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from routed_experts.fleet.gate import _MADE_ID, RequestIds, _values, fleet_table, request_id_maker, sum_stats
+from routed_experts.fleet.fleet_routes import _MADE_ID, RequestIds, _values, fleet_table, request_id_maker, sum_stats
 from routed_experts.fleet.link import Link
 from routed_experts.fleet.messages import Answer, Refusal
 from routed_experts.fleet.metrics_text import fleet_metrics, merge
