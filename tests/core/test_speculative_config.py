@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from routed_experts.core.errors import ConfigError
@@ -28,6 +29,13 @@ from routed_experts.core.speculative_config import SpeculativeConfig
         (dict(algorithm="NEXTN", num_draft_tokens=17), ["num_draft_tokens=17", "2..16"]),
         (dict(algorithm="NEXTN", num_steps=3, num_draft_tokens=5), ["num_draft_tokens=5", "num_steps=3", "4"]),
         (dict(eagle_layers=(1, 2)), ["eagle_layers", "is of EAGLE3", "NGRAM"]),
+        (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=5), ["eagle_layers=5", "counted from 0"]),
+        (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=(True, 2)), ["eagle_layers=[True, 2]", "from 0"]),
+        (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers={0: 1}), ["eagle_layers=a dict of 1", "a list"]),
+        (dict(eagle_layers=np.array([0, 2])), ["eagle_layers=", "a list"]),
+        (dict(scope=np.array([1, 2])), ["scope=", "text"]),
+        (dict(scope=["request"]), ["scope=", "request, namespace"]),
+        (dict(store_bytes=np.array([1])), ["store_bytes=", "a number"]),
         (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=()), ["eagle_layers", "counted from 0"]),
         (dict(algorithm="EAGLE3", draft_model_path="x", eagle_layers=(-1,)), ["eagle_layers", "counted from 0"]),
         (dict(scope="all"), ["scope='all'", "request, namespace"]),

@@ -476,6 +476,7 @@ def test_a_checkpoint_that_is_none_is_refused_by_name(tmp_path, folder):
     empty.mkdir()
     build_refused(CheckpointError, model_path=str(tmp_path / "missing"), match="no checkpoint folder .*missing")
     build_refused(CheckpointError, model_path=str(folder / "config.json"), match="no checkpoint folder")
+    build_refused(CheckpointError, model_path="x" * 5000, match="no checkpoint folder")
     build_refused(CheckpointError, model_path=empty, match=r"config\.json does not exist")
     build_refused(ConfigError, match="no model was given")
     build_refused(ConfigError, model_path=5, match="model_path=5")

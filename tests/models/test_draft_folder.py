@@ -68,6 +68,8 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures=['Qwen3MoeForCausalLM'] is not an EAGLE head"),
         ({"architectures": ["LlamaForCausalLM"]}, "expected LlamaForCausalLMEagle3: it has draft_vocab_size"),
         ({"architectures": None}, "architectures=None is not an EAGLE head"),
+        ({"architectures": [{}]}, "architectures=[{}] is not an EAGLE head"),
+        ({"architectures": {"a": 1}}, "architectures={'a': 1} is not an EAGLE head"),
         ({"architectures": ["MedusaModel"]}, "holds Medusa"),
         ({"architectures": None, "medusa_num_heads": 4}, "holds Medusa (by medusa_num_heads)"),
         ({"architectures": ["DFlashDraftModel"]}, "holds DFlash"),
@@ -99,6 +101,17 @@ def test_a_config_that_is_not_served_is_refused_by_name(tmp_path, changes, words
     case = eagle3_case()
     path = HeadCase(case.config | changes, case.tensors).write(tmp_path / "head")
     assert words in refusal(path)
+
+
+def test_a_number_of_layers_that_no_head_has_is_refused_before_they_are_counted(tmp_path):
+    case = eagle_case()
+    path = HeadCase(case.config | {"num_hidden_layers": 10**25}, case.tensors).write(tmp_path / "head")
+    assert f"num_hidden_layers={10**25}" in refusal(path)
+
+
+def test_a_path_that_the_system_cannot_have_is_no_folder():
+    with pytest.raises(CheckpointError, match=r"no checkpoint folder 'x+'\.\.\. \(5000 characters\)"):
+        DraftFolder.open("x" * 5000, target_config())
 
 
 @pytest.mark.parametrize("case", [eagle3_case(), eagle_case()], ids=["eagle 3", "eagle 1"])

@@ -12,7 +12,7 @@ import transformers
 
 from oracles.families import CASES, SIZES, Oracle
 from routed_experts.core.errors import CheckpointError
-from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import ConfigReader, read_eos_token_ids
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 from routed_experts.replay.forward import forward
@@ -58,6 +58,19 @@ EDITED = {  # family: settings of transformers, keys of the file that are set, a
     ),
     "Qwen3Moe: another name of silu": ("Qwen3Moe", {}, dict(hidden_act="swish"), ()),
     "GptOss: an empty section": ("GptOss", {}, dict(rope_scaling={}), ("rope_parameters",)),
+    "BailingHybrid: a part of a head in the section": (
+        "BailingHybrid",
+        {},
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+        (),
+    ),
+    "Gemma4: layers whose numbers are padded with zeros": (
+        "Gemma4",
+        dict(num_hidden_layers=12, layer_types=None),
+        {},
+        (),
+    ),
+    "Gemma4: a base without sections": ("Gemma4", {}, dict(rope_theta=100.0), ("rope_parameters",)),
     "Llama4: no chunks": ("Llama4", dict(attention_chunk_size=None), {}, ()),
 }
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 48)
@@ -66,6 +79,8 @@ TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 48)
 def write(name, settings, keys, absent, folder):
     """A folder whose config.json is edited, and what transformers makes of it."""
     case = dataclasses.replace(CASES[name], config=CASES[name].config | settings)
+    if "num_hidden_layers" in settings:  # of a family whose layers all have experts
+        case = dataclasses.replace(case, layer_ids=tuple(range(settings["num_hidden_layers"])))
     oracle = Oracle(case, folder)
     file = folder / "config.json"
     values = json.loads(file.read_text())
@@ -191,3 +206,24 @@ def test_tensor_names_of_transformers_itself_are_read_or_refused_as_the_page_say
     else:
         with pytest.raises(CheckpointError, match="missing"):
             load()
+
+
+def test_ids_that_end_a_sequence_may_stand_in_the_text_section(tmp_path):
+    def ids(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_eos_token_ids(tmp_path)
+
+    inner = {"text_config": {"eos_token_id": [5, 7]}}
+    assert ids(inner) == {5, 7} and ids(inner | {"eos_token_id": None}) == {5, 7}
+    assert ids(inner | {"eos_token_id": 3}) == {3} and ids({}) == frozenset()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert ids(inner) == {5, 7, 9}
+
+
+@pytest.mark.parametrize("key", ["-1", "x", "2", "01"])
+def test_layers_of_gemma_4_that_do_not_exist_are_refused(key):
+    values = json.loads(transformers.Gemma4TextConfig(**{**SIZES, **CASES["Gemma4"].config}).to_json_string())
+    layers = {str(index): {"head_dim": 16, "num_key_value_heads": 2} for index in range(2)}
+    values |= dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(CheckpointError, match=r"per_layer_config.*from 0 to 1"):
+        parse("Gemma4", values | dict(per_layer_config=layers | {key: {}}))

@@ -142,6 +142,11 @@ REFUSED = {
         dict(num_mtp_layers=1),
         ["num_nextn_predict_layers and num_mtp_layers differ: [0, 1]"],
     ),
+    "more further layers than any model has": (
+        "DeepseekV3",
+        dict(num_nextn_predict_layers=10**20),
+        [f"num_nextn_predict_layers={10**20}", "at most 64"],
+    ),
     "layers of LFM2": ("Lfm2Moe", dict(layer_types=["conv"] * 5), ["layer_types", "6 words"]),
     "LFM2 without attention": ("Lfm2Moe", dict(layer_types=["conv"] * 6), ["layer_types", "at least one"]),
     "taps of LFM2": ("Lfm2Moe", dict(conv_L_cache=1), ["conv_L_cache=1", "at least 2"]),

@@ -14,7 +14,7 @@ from routed_experts.core.routed_experts import expert_id_dtype
 from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.attention import ATTENTION_BACKENDS, causal_attention
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
@@ -24,6 +24,7 @@ from routed_experts.models.decoder.family_config import weight_sources
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.qwen3_moe import read_qwen3_moe
 from routed_experts.replay.forward import RoutedBatch, forward
+from support.model_steps import tiny_model
 from support.tiny_checkpoint import tiny_config
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -193,3 +194,21 @@ def test_a_tied_head_is_the_embedding(model):
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32)
     np.testing.assert_allclose(tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5)
     assert model.head is not None and model.lm_head().columns.shape == (64, 313)
+
+
+def test_streams_of_layers_come_in_the_order_and_as_often_as_they_are_named():
+    model = tiny_model()
+    tokens, positions = jnp.arange(6, dtype=jnp.int32), jnp.arange(6, dtype=jnp.int32)
+
+    def attend(queries, keys, values, cache, layer, features=None):
+        return causal_attention(queries[None], keys[None], values[None], None)[0], cache
+
+    def streams(*layers):
+        inputs = tokens, positions, jnp.ones(6, bool), attend, None, None
+        return model.run_tapped(*inputs, kernels=Kernels(moe=MOE_BACKENDS["reference"]), tapped=layers)[3]
+
+    single = {layer: streams(layer)[0] for layer in range(3)}
+    assert not np.array_equal(single[0], single[1]) and np.asarray(single[2]).any()
+    for layers in ((0, 1, 2), (2, 0), (1, 1, 2), (2, 0, 2)):
+        for stream, layer in zip(streams(*layers), layers, strict=True):
+            np.testing.assert_array_equal(stream, single[layer])

@@ -19,6 +19,7 @@ MAX_WINDOW = 64  # tokens
 MIN_STORE_BYTES, DEFAULT_STORE_BYTES = 1 << 20, 256 << 20
 DEFAULT_STEPS, MAX_STEPS = 3, 15  # drafts of a model
 _OF_TEXT = ("NGRAM", "SUFFIX")
+_SHOWN_LAYERS = 8  # of a wrong list, in its error
 _STANDALONE = ("STANDALONE", "DRAFT_MODEL")  # SGLang's name and vLLM's
 _OF_FOLDER = ("EAGLE3", *_STANDALONE)  # need a folder of their own; EAGLE may have one
 _OTHER_HEADS = ("MEDUSA", "P-EAGLE", "P_EAGLE", "DFLASH", "DSPARK", "LSTM", "MLP_SPECULATOR")
@@ -97,6 +98,10 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        for name in _FIELDS:
+            if not isinstance(value := _value(self, name), str | int | float | list | tuple | None):
+                text = f"speculative_{name}={short_repr(value)} has a type that no field has"
+                raise ConfigError(f"{text}; give text, a number, True or False, or for eagle_layers a list")
         self._check_algorithm()
         most = MAX_STEPS if self.has_draft_model else MAX_DRAFT_TOKENS - 1
         queries = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
@@ -261,8 +266,10 @@ class SpeculativeConfig:
         if name != "EAGLE3":
             text = f"speculative_eagle_layers={short_repr(layers)} is of EAGLE3, and this is {self.algorithm}"
             raise ConfigError(f"{text}; leave it out")
-        if not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
-            text = f"speculative_eagle_layers={short_repr(layers)} must be layers of the model, counted from 0"
+        is_list = isinstance(layers, list | tuple)
+        if not is_list or not layers or not all(type(layer) is int and layer >= 0 for layer in layers):
+            given = repr(list(layers)[:_SHOWN_LAYERS]) if is_list else short_repr(layers)
+            text = f"speculative_eagle_layers={given} must be layers of the model, counted from 0"
             raise ConfigError(f"{text}, such as 1 23 45")
 
     def _check_ngram(self) -> None:
@@ -308,7 +315,7 @@ class SpeculativeConfig:
     def _check_store(self) -> None:
         if self.has_draft_model:
             self._refuse_unless_default(["scope", "remember", "store_bytes"], *_OF_TEXT)
-        if self.scope not in SCOPES:
+        if not isinstance(self.scope, str) or self.scope not in SCOPES:
             text = f"speculative_scope={short_repr(self.scope)} must be one of {', '.join(SCOPES)}"
             raise ConfigError(f"{text}: whose text the drafts of a request may hold")
         if not isinstance(self.remember, bool):

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 from routed_experts.core.errors import CheckpointError
+from routed_experts.core.paths import is_folder, shown_path
 
 _SYNONYMS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # newer spellings of transformers; a file may hold either
     {
@@ -71,9 +72,10 @@ def read_config(
     """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`.
     `quantization`: methods that the caller reads."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise CheckpointError(
-            f"no checkpoint folder {folder}; expected a folder with config.json and safetensors; check the path"
+            f"no checkpoint folder {shown_path(folder)}; expected a folder with config.json and safetensors; check "
+            "the path"
         )
     file = folder / "config.json"
     config = read_json_object(file)
@@ -147,11 +149,14 @@ def parse_architecture(config: Mapping[str, object]) -> str:
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them."""
+    """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them; where the
+    latter names none, those of its text_config."""
     ids: set[int] = set()
     for file in (folder / "generation_config.json", folder / "config.json"):
         if file.exists():
-            ids.update(ConfigReader(read_json_object(file), file).ints("eos_token_id", default=()))
+            reader = ConfigReader(read_json_object(file), file)
+            named = reader if reader.has("eos_token_id") else reader.section("text_config")
+            ids.update(named.ints("eos_token_id", default=()))
     return frozenset(ids)
 
 

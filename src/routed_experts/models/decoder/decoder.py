@@ -101,8 +101,8 @@ class FamilyDecoder(nnx.Module):
         routed: TokenRouting | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None, tuple[Float[Array, "N D"], ...]]:
-        """The same, and the stream behind each of the layers `tapped`, in this order. A block that has such layers runs
-        layer by layer."""
+        """The same, and the stream behind each of the layers `tapped`, in this order; a layer may be named twice. A
+        block that has such layers runs layer by layer."""
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = LayerContext.create(positions, valid, ops, kernels, config.rotary)
@@ -131,7 +131,7 @@ class FamilyDecoder(nnx.Module):
                 carry, streams = (x, cache, capture), taken[0] if is_tapped else streams
             counts = counts.after(config, block)
         x, cache, capture = carry
-        taken = () if streams is None else tuple(streams[index] for index in range(len(tapped)))
+        taken = () if streams is None else tuple(streams[tapped.index(layer)] for layer in tapped)
         if normed is not None:  # by the last block's kernel
             return scale_logits(config, normed), cache, capture, taken
         bias = None if self.norm_bias is None else self.norm_bias[...]

@@ -77,6 +77,9 @@ class LayerSpec:
         return tuple(coded_specs((*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden)), self.coded))
 
 
+MOST_PREDICTING = 64  # layers that predict further tokens, as a config may count them
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSpec:
     """Layers that predict further tokens (DeepSeek-V3, section 2.2). Module i of `num_modules` computes from features

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from jaxtyping import Int32
 
 from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.core.paths import is_folder
 from routed_experts.models.base.config_reader import (
     AcceptedQuirks,
     ConfigReader,
@@ -132,7 +133,7 @@ def read_draft_config(path: str | Path) -> DraftConfig:
     """Read config.json of a draft folder. Raises CheckpointError for a missing folder, another kind of model, and heads
     that are not served, by name."""
     folder = Path(path)
-    if folder.is_dir():
+    if is_folder(folder):
         _refuse_others(folder, read_json_object(folder / "config.json"))
     accepted = dict.fromkeys(EAGLE3 | EAGLE, AcceptedQuirks()) | {"Eagle3Speculator": _CODE}
     values = read_config(folder, architectures=accepted)
@@ -159,7 +160,7 @@ def _refuse_others(folder: Path, values: Mapping[str, object]) -> None:
                 raise _third_party(folder, name, str(kind))
     if values.get("parallel_drafting"):
         raise _third_party(folder, "P-EAGLE", "parallel_drafting")
-    if len(words) != 1 or words[0] not in EAGLE3 | EAGLE:
+    if len(words) != 1 or not isinstance(words[0], str) or words[0] not in EAGLE3 | EAGLE:
         looks = "draft_vocab_size" in values
         hint = "LlamaForCausalLMEagle3: it has draft_vocab_size" if looks else ", ".join(sorted(EAGLE3 | EAGLE))
         raise CheckpointError(

@@ -32,6 +32,10 @@ def read_bailing_hybrid(reader: ConfigReader) -> FamilyConfig:
     positions = reader.section("rope_scaling").values or reader.section("rope_parameters").values
     if reader.has("partial_rotary_factor"):
         reader = dataclasses.replace(reader, values={**reader.values, "partial_rotary_factor": None})
+    if "partial_rotary_factor" in positions and positions.get("rope_type", positions.get("type")) in (None, "default"):
+        whole = {key: value for key, value in positions.items() if key != "partial_rotary_factor"}
+        replaced = {key: whole for key in ("rope_scaling", "rope_parameters") if reader.section(key).values}
+        reader = dataclasses.replace(reader, values={**reader.values, **replaced})
     if positions.get("rope_theta") not in (None, reader.values.get("rope_theta")):
         # transformers writes its default beside the one that counts
         reader = dataclasses.replace(reader, values={**reader.values, "rope_theta": None})

@@ -83,13 +83,22 @@ def read_gemma4(reader: ConfigReader) -> FamilyConfig:
     return dataclasses.replace(text, ignored_tensors=towers, tie_embeddings=tied)
 
 
+def _layer_section(reader: ConfigReader, layer: int, num_layers: int) -> ConfigReader:
+    """What per_layer_config says of one layer. transformers pads the numbers of layers with zeros to one width."""
+    section = reader.section("per_layer_config")
+    keys = {int(key) if key.isdecimal() else -1: key for key in section.values}
+    known = len(keys) == len(section.values) and all(0 <= index < num_layers for index in keys)
+    reader.require(known, "per_layer_config", f"keys that are layers, each once, from 0 to {num_layers - 1}")
+    return section.section(keys.get(layer, str(layer)))
+
+
 def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, ...]) -> GroupedAttention:
     """The attention of one kind of layers."""
     is_full = kind == "full_attention"
     shared = is_full and reader.bool("attention_k_eq_v", default=False)
     head_dim, kv_heads = sizes.head_dim, sizes.num_kv_heads
     if reader.has("per_layer_config"):
-        layers = [reader.section("per_layer_config").section(str(i)) for i in range(len(kinds)) if kinds[i] == kind]
+        layers = [_layer_section(reader, index, len(kinds)) for index, own in enumerate(kinds) if own == kind]
         alike = all(layer.values == layers[0].values and layer.values.keys() <= _OWN for layer in layers)
         reader.require(alike, "per_layer_config", f"for all {kind} layers the same {' and '.join(sorted(_OWN))}")
         head_dim = layers[0].int("head_dim", minimum=2, default=head_dim)
@@ -104,6 +113,8 @@ def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, 
         reader.require(False, "rope_parameters", f"positions of {kind} layers in a section of their own")
     positions = sections.section(kind).values or _ROTARY[kind]
     own = dataclasses.replace(reader, values={**reader.values, "rope_parameters": positions})
+    if not sections.values:  # transformers takes its own sections then, bases included
+        own.values["rope_theta"] = None
     is_proportional = "proportional" in (positions.get("rope_type"), positions.get("type"))
     part = 1.0 if is_proportional else None  # transformers cuts no other kind's heads
     rotary = read_rotary(own, head_dim, theta=_THETA[kind], part=part)

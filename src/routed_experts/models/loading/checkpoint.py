@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import CheckpointError
+from routed_experts.core.paths import is_folder, shown_path
 from routed_experts.models.base.config_reader import read_json_object
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.quantized_part import QuantizedPart
@@ -188,9 +189,10 @@ def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, n
 
 def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a folder, each with the tensors that the index lists for it."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise CheckpointError(
-            f"no checkpoint folder {folder}; expected a folder with config.json and safetensors; check the path"
+            f"no checkpoint folder {shown_path(folder)}; expected a folder with config.json and safetensors; check "
+            "the path"
         )
     if (folder / "model.safetensors").exists():
         return {folder / "model.safetensors": []}

@@ -13,6 +13,7 @@ from typing import Any
 
 from routed_experts.core.errors import CheckpointError, ConfigError, WriteError
 from routed_experts.core.installation import import_optional
+from routed_experts.core.paths import is_folder, shown_path
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.config_reader import read_json_object
 
@@ -36,31 +37,31 @@ def demo_head_path() -> Path:
 
 def draft_folder_path(path: str) -> Path:
     """The folder of a draft head: a path, or `demo`, the head of the demo model."""
-    return demo_head_path() if path == DEMO and not Path(path).is_dir() else Path(path)
+    return demo_head_path() if path == DEMO and not is_folder(path) else Path(path)
 
 
 def local_folder(model: str) -> Path | None:
     """The folder of a model on this machine; None for the id of a repository. Raises CheckpointError for neither."""
     folder = Path(model)
-    if folder.is_dir():
+    if is_folder(folder):
         return folder
     if model == DEMO:
         return demo_model_path()
     if not _is_repository(model):
         known = f"give a folder with config.json and safetensors, a Hugging Face id such as org/name, or {DEMO}"
-        raise CheckpointError(f"no checkpoint folder {model}; {known}")
+        raise CheckpointError(f"no checkpoint folder {shown_path(model)}; {known}")
     return None
 
 
 def model_name(model: str) -> str:
     """The name under which a model is served: the name of its folder, or the id of its repository."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if is_folder(model) else model
 
 
 def full_path(model: str) -> str:
     """The absolute path of a folder, also that of the demo model; the id of a repository as it is."""
-    folder = demo_model_path() if model == DEMO and not Path(DEMO).is_dir() else Path(model)
-    return str(folder.resolve()) if folder.is_dir() else model
+    folder = demo_model_path() if model == DEMO and not is_folder(DEMO) else Path(model)
+    return str(folder.resolve()) if is_folder(folder) else model
 
 
 def find_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -89,11 +90,11 @@ def with_local_model(args: ServerArgs, *, weights: bool = True) -> ServerArgs:
 
 
 def _is_demo(model: str) -> bool:
-    return model == DEMO and not Path(model).is_dir()
+    return model == DEMO and not is_folder(model)
 
 
 def _is_repository(model: str) -> bool:
-    return not Path(model).exists() and _REPOSITORY.fullmatch(model) is not None
+    return _REPOSITORY.fullmatch(model) is not None and not Path(model).exists()
 
 
 def _fetch(hub: Any, model: str, revision: str | None, *, weights: bool) -> Path:
