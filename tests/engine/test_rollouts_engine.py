@@ -207,7 +207,8 @@ def test_a_prediction_is_a_draft_of_its_request_alone(folder):
         with pytest.raises(InvalidRequestError, match="one prompt"):
             engine.generate(input_ids=PROMPTS, prediction=[1])
     with lazy_compilation(), open_engine(folder) as engine:
-        out = engine.generate(input_ids=PROMPTS[0], max_new_tokens=4, prediction=[1, 2])
+        ask = dict(input_ids=PROMPTS[0], max_new_tokens=4, sampling_params=greedy)
+        out = engine.generate(**ask, prediction=[1, 2])
         assert len(out["output_ids"]) == 4
 
 
