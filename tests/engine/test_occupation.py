@@ -191,8 +191,8 @@ def test_weights_may_come_by_an_update_and_the_rest_after_it(engine):
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(engine):
-    for tags in ((), ("kv",), "kv_cache", 3):
-        with pytest.raises(InvalidRequestError, match="must be a list of some of kv_cache, weights"):
+    for tags, named in (((), ""), (("kv",), "has 'kv'"), (["weights", {}], "has a dict"), ("kv_cache", ""), (3, "3")):
+        with pytest.raises(InvalidRequestError, match=f"{named}.*must be a list of some of kv_cache, weights"):
             engine.release_memory_occupation(tags)
     version = weight_version(engine)
     engine.resume_memory_occupation(served_at_first(), version=version + 1)

@@ -40,12 +40,13 @@ class MemoryControl:
                 "build one without it"
             )
             raise InvalidRequestError(text, param="experts")
-        chosen = frozenset(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else frozenset[str]()
-        if not chosen or not chosen <= frozenset(MEMORY_TAGS):
-            unknown = sorted(map(short_repr, chosen - frozenset(MEMORY_TAGS)))
-            given = f"tags={short_repr(tags)}" + (f" has {', '.join(unknown)}, but" if unknown else "")
+        named = list(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else []
+        unknown = next((short_repr(tag) for tag in named if not isinstance(tag, str) or tag not in MEMORY_TAGS), None)
+        if not named or unknown is not None:
+            given = f"tags={short_repr(tags)}" + ("" if unknown is None else f" has {unknown}, but")
             text = f"{given} must be a list of some of {', '.join(MEMORY_TAGS)}"
             raise InvalidRequestError(text, param="tags")
+        chosen = frozenset(named)
         if running not in RUNNING_MODES:
             text = f"running={short_repr(running)} is unknown; choose one of {', '.join(RUNNING_MODES)}"
             raise InvalidRequestError(text, param="running")
