@@ -112,9 +112,8 @@ def _attention(reader: ConfigReader, sizes: Sizes, kind: str, kinds: tuple[str, 
         read_rotary(reader, head_dim)  # refuses unknown kinds by name
         reader.require(False, "rope_parameters", f"positions of {kind} layers in a section of their own")
     positions = sections.section(kind).values or _ROTARY[kind]
-    own = dataclasses.replace(reader, values={**reader.values, "rope_parameters": positions})
-    if not sections.values:  # transformers takes its own sections then, bases included
-        own.values["rope_theta"] = None
+    base = {} if sections.values else {"rope_theta": None}  # without sections transformers takes its own, with bases
+    own = dataclasses.replace(reader, values={**reader.values, **base, "rope_parameters": positions})
     is_proportional = "proportional" in (positions.get("rope_type"), positions.get("type"))
     part = 1.0 if is_proportional else None  # transformers cuts no other kind's heads
     rotary = read_rotary(own, head_dim, theta=_THETA[kind], part=part)
