@@ -127,11 +127,12 @@ class GenerationHandler(ABC):
         record = sequence.rows_of_prompt() if self._prompt_only else sequence.rows
         if self._store_entry is not None:
             self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._options.owner))
-        size = payload_bytes(record, options)
+        parts = split_for_events(record, options)
+        size = sum(payload_bytes(part, options) for part in parts)
         self._server.metrics.sent_rows(options.format, size)
 
         def render_parts() -> list[_T]:
-            return [render(part) for part in split_for_events(record, options)]
+            return [render(part) for part in parts]
 
         return await asyncio.to_thread(render_parts) if size > 4 * INLINE_BYTES else render_parts()
 

@@ -32,6 +32,7 @@ from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import ScoreRequest
 from routed_experts.server.routing.response import (
     check_list_size,
+    payload_bytes,
     ref_url,
     routing_fields,
     sglang_defaults,
@@ -294,6 +295,6 @@ def _record_sent(
     for index, output in enumerate(outputs):
         assert output.routed_experts is not None, "rows are recorded where routing options are accepted"
         rows = output.routed_experts[options.start :]
-        server.metrics.sent_rows(options.format, rows.nbytes)
+        server.metrics.sent_rows(options.format, payload_bytes(rows, options))
         if entry is not None:
             server.store.fill(entry, index, StoredRows(record=rows, token_ids=output.token_ids, owner=owner))
