@@ -523,6 +523,40 @@ def test_unknown_routes_and_methods(server):
     assert set(server.client.post("/v1/routing/x").headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
 
 
+def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, engine):
+    body = {"prompt": "a", "max_tokens": 1, "user": "me"}
+    response = server.post("/v1/completions?beta=true&api-version=1", body)
+    assert response.headers["x-ignored-params"] == "user, beta, api-version"
+    with server.client.stream("POST", "/v1/completions?beta=true", json={**body, "stream": True}) as streamed:
+        assert streamed.headers["x-ignored-params"] == "user, beta"
+    for path, param in (
+        ("/v1/loads?dp_rnk=0", "dp_rnk"),
+        ("/v1/models?return_routed_experts=true", "return_routed_experts"),
+    ):
+        error = parse_error(server.client.get(path), 400)
+        assert (error["param"], error["code"]) == (param, "unknown_field")
+    with running(engine, strict_fields=True) as strict:
+        assert strict.client.get("/v1/loads?include=core").status_code == 200
+        assert parse_error(strict.client.get("/v1/models?beta=true"), 400)["param"] == "beta"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+        "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout",
+        "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key",
+    ],
+)
+def test_the_headers_of_browser_clients_pass_a_preflight(engine, headers):
+    origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    with running(engine, cors_origin="https://app.example") as other:
+        asked = {**origin, "access-control-request-headers": headers}
+        assert other.client.options("/v1/messages", headers=asked).status_code == 200
+        asked["access-control-request-headers"] = "x-unknown"
+        assert other.client.options("/v1/messages", headers=asked).status_code == 400
+
+
 def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):
     origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=origin).headers

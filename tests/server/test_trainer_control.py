@@ -295,6 +295,17 @@ def test_released_weights_come_back_by_an_update_alone(server, engine, root, dia
         ("/sleep?mode=nap", None, "mode"),
         ("/sleep?tags=gradients", None, "tags"),
         ("/wake_up?tags=gradients", None, "tags"),
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep", {"level": "deep"}, "level"),
+        ("/sleep", {"mode": "nap"}, "mode"),
+        ("/sleep", {"tags": ["gradients"]}, "tags"),
+        ("/sleep", {"levle": 1}, "levle"),
+        ("/sleep?level=1", {"level": 2}, "level"),
+        ("/sleep?tags=kv_cache", {"tags": ["weights"]}, "tags"),
+        ("/wake_up", {"tags": ["gradients"]}, "tags"),
+        ("/pause?mod=keep", None, "mod"),
+        ("/sleep?levle=2", None, "levle"),
+        ("/flush_cache?draft=true", None, "draft"),
         ("/release_memory_occupation", {"tags": []}, "tags"),
         ("/release_memory_occupation", {"tags": ["kv"]}, "tags"),
         ("/resume_memory_occupation", {"tags": ["kv"]}, "tags"),
@@ -310,9 +321,13 @@ def test_bad_options_change_nothing(server, engine, path, body, param):
     assert engine.released == () and engine.paused is None
 
 
-def test_sleep_may_end_what_runs(server, engine):
+@pytest.mark.parametrize("level", [1, "1", None])
+@pytest.mark.parametrize("query", ["", "?level=1&mode=abort&tags=kv_cache"])
+def test_sleep_may_end_what_runs(server, engine, query, level):
     calls = Started(server, engine, 2, **LONG)
-    assert server.client.post("/sleep?level=1&mode=abort&tags=kv_cache").json()["status"] == "sleeping"
+    body = {"json": {"level": level if not query else None, "mode": "abort", "tags": ["kv_cache"]}}
+    assert server.client.post(f"/sleep{query}", **body).json()["status"] == "sleeping"
+    assert server.post("/wake_up", {"tags": ["weights"]}).json() == {"status": "sleeping", "released": ["kv_cache"]}
     assert {choice["finish_reason"] for choice in calls.choices()} == {"abort"}
 
 

@@ -178,6 +178,19 @@ def check_fields(
     return values, list(others)
 
 
+def check_query(names: Collection[str], known: Collection[str], *, strict: bool) -> list[str]:
+    """Return the names of query parameters without effect. Raises ApiError (400) for a misspelled or reserved one; with
+    `strict` for every unknown one."""
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    if len(unknown) > MAX_UNKNOWN_NAMES:
+        text = f"{len(unknown)} query parameters are unknown, above the limit of {MAX_UNKNOWN_NAMES}; leave them out"
+        raise ApiError(text, status=400, code="too_many_fields")
+    for name in unknown:
+        if strict or name not in IGNORED:
+            _check_unknown(name, known, strict=strict)
+    return unknown
+
+
 def ignored_params_header(ignored: Collection[str]) -> dict[str, str]:
     """Build the response header that names the fields without effect."""
     names = [name for name in ignored if _NAME.fullmatch(name)][:MAX_NAMED_FIELDS]

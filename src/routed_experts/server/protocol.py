@@ -425,6 +425,21 @@ class MemoryRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tags: list[str] | None = None
 
 
+class SleepRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /sleep, whose fields may also be query parameters. `level`: 1 (the default) or 2; `mode`: keep (the
+    default), abort or wait; `tags`: kv_cache, weights or both, instead of those of the level."""
+
+    level: int | str | None = None
+    mode: str | None = None
+    tags: list[str] | None = None
+
+
+class WakeUpRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /wake_up, whose field may also be a query parameter."""
+
+    tags: list[str] | None = None
+
+
 class RememberRolloutsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /remember_rollouts: an answer to a prompt, as a draft of later ones. `seed` and `choice` (its index among n)
     are those of the requests that follow it from the start; without a seed those of temperature 0."""
