@@ -1,6 +1,7 @@
 """Access and refusals: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
 import contextlib
+import gzip
 import json
 import logging
 import random
@@ -281,6 +282,31 @@ def test_another_content_type_is_a_415(server, kind):
         parse_error(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"]
         == "unsupported_media_type"
     )
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/invocations"])
+def test_a_compressed_body_is_a_415(server, path):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"text": "a"}')
+    error = parse_error(server.client.post(path, content=body, headers=headers), 415)
+    assert error["code"] == "unsupported_media_type" and "gzip" in error["message"]
+    headers["content-encoding"] = "identity"
+    assert server.client.post("/generate", content=b'{"text": "a", "max_new_tokens": 1}', headers=headers).is_success
+
+
+def test_after_a_413_the_connection_is_closed(engine):
+    """A client that waits for `100 Continue` may send the body after all, or another request."""
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n"
+    with running(engine, max_body_bytes=2000) as small:
+        answer = raw(small, head + b"Expect: 100-continue\r\n\r\n", ends=False)
+        assert answer.startswith(b"HTTP/1.1 413") and b"\r\nconnection: close\r\n" in answer.lower()
+
+
+@pytest.mark.parametrize("value", [-1, 21, 10**20])
+def test_a_number_of_alternatives_is_within_its_limits(server, value):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True, "top_logprobs": value}
+    error = parse_error(server.post("/v1/chat/completions", body), 400)
+    assert error["param"] == "top_logprobs" and "0..20" in error["message"]
 
 
 def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):

@@ -243,7 +243,7 @@ def _read_text(request: Request, name: str) -> str | None:
 
 def _read_level(request: Request, name: str) -> int | str | None:
     text = request.query_params.get(name)
-    return int(text) if text in _LEVELS else text
+    return int(text) if text is not None and text in _LEVELS else text
 
 
 def _read_list(request: Request, name: str) -> list[str] | None:

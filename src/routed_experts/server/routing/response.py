@@ -98,9 +98,9 @@ def check_list_size(
         raise InvalidRequestError(text, param="routed_experts_format", code="list_unsuitable")
 
 
-def ref_url(request_id: str, choice: int) -> str:
-    """Return the path at which the rows of a choice are fetched."""
-    return f"/v1/routing/{quote(request_id)}?choice={choice}"
+def ref_url(settings: ServerSettings, request_id: str, choice: int) -> str:
+    """Return the path at which the rows of a choice are fetched, with the prefix of a proxy if there is one."""
+    return f"{settings.root_path}/v1/routing/{quote(request_id)}?choice={choice}"
 
 
 def routing_fields(
@@ -109,17 +109,18 @@ def routing_fields(
     *,
     aborted: bool,
     url: str,
-    weights: Mapping[str, object],
+    meta: Mapping[str, object],
     include_prompt_rows: bool,
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
-    of format list, which a response has once. `weights`: the fields that tell the weight versions."""
+    of format list, which a response has once. `meta`: further
+    fields of `meta_info`, such as the weight versions."""
     is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
-        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **weights}}, {})
+        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **meta}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
-    return ResponseRouting({**fields, "meta_info": {**weights}}, prompt_rows if include_prompt_rows else {})
+    return ResponseRouting({**fields, "meta_info": {**meta}}, prompt_rows if include_prompt_rows else {})
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:
