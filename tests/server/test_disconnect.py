@@ -321,8 +321,9 @@ def test_what_a_client_leaves_is_counted(engine, is_stream):
                 while b"data: " not in wire.recv(65536):
                     continue
         server.wait_idle()
+        deadline = time.monotonic() + 30
         while (now := counts(server))[2] == calls:  # the engine's last output comes after the connection has gone
-            continue
+            assert time.monotonic() < deadline
         assert now[0] == prompt + 3 and now[2] == calls + 1
         assert not is_stream or now[1] > generated
         assert_gone(server, engine)
