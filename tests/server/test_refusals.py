@@ -564,6 +564,10 @@ def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, en
     with running(engine, strict_fields=True) as strict:
         assert strict.client.get("/v1/loads?include=core").status_code == 200
         assert parse_error(strict.client.get("/v1/models?beta=true"), 400)["param"] == "beta"
+        ref = {"return_routed_experts": True, "routed_experts_format": "ref"}
+        answer = strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **ref}).json()
+        url = answer["choices"][0]["meta_info"]["routed_experts_ref"]
+        assert strict.client.get(url).status_code == 200 and strict.client.delete(url).status_code == 204
 
 
 @pytest.mark.parametrize(

@@ -224,12 +224,13 @@ def _methods(entries: list[Entry]) -> list[str]:
 
 def _endpoint(entries: list[Entry], server: ServerState) -> Callable[[Request], Awaitable[Response]]:
     by_method = {method: entry for entry in entries for method in entry.methods}
+    known = {name for entry in entries for name in entry.query}  # the URL of a ref is fetched and deleted
 
     async def endpoint(request: Request) -> Response:
         entry = by_method["GET" if request.method == "HEAD" else request.method]
         if entry.admin:
             check_admin(request)
-        ignored = check_query(request.query_params.keys(), entry.query, strict=server.settings.strict_fields)
+        ignored = check_query(request.query_params.keys(), known, strict=server.settings.strict_fields)
         response = await entry.handler(request, server)
         if ignored:
             server.metrics.ignored(ignored)
