@@ -120,6 +120,13 @@ def test_scores_are_those_of_an_undivided_engine(folder):
     assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
 
 
+def ask_first(engine, prompt):
+    """The logprob of the first token after a prompt, and whether it is told to be exact."""
+    options = {"max_new_tokens": 1, "return_logprob": True}
+    meta = engine.generate(input_ids=prompt, sampling_params=GREEDY, **options)["meta_info"]
+    return {"logprob": meta["output_token_logprobs"][0][0], "exact": meta.get("exact", True)}
+
+
 def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
     """What is deferred: tests/execution/test_offload_step.py. Scores defer nothing; steps that defer do not stream."""
     fields = {"kt_max_deferred_experts_per_token": 1, "kt_gpu_prefill_token_threshold": 1}
@@ -132,6 +139,9 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         assert {streams for tokens, streams in steps if tokens == 16} == {True}
         assert (4, False) in steps and (4, True) not in steps
         assert len({tuple(answer["output_ids"]) for answer in batch}) == 1
+        engine.flush_cache()
+        prompts = [PROMPTS[2], PROMPTS[0][:17]]  # the last chunk of each is one token, which a decode step runs
+        first = [ask_first(engine, prompt) for prompt in prompts]
         engine.residency()  # the counts of the last steps
         counts, before = engine.components.core.runner._slot_counts, read_metrics(engine)["deferred_slots_total"]
         assert before == counts[:, 2].sum() > 0 and counts[-1, 2] == 0  # none of the last MoE layer
@@ -139,6 +149,11 @@ def test_deferral_changes_decode_steps_alone_and_is_reported(folder, undivided):
         engine.flush_cache()
         assert [answer["output_ids"] for answer in ask(engine)] == [answer["output_ids"] for answer in answers]
         score = engine.score(PROMPTS[0])
+    with Engine(folder, **SIZES) as whole:
+        expected_first = [ask_first(whole, prompt) for prompt in prompts]
+    for actual, reference in zip(first, expected_first, strict=True):
+        np.testing.assert_allclose(actual.pop("logprob"), reference.pop("logprob"), atol=1e-5, rtol=0)
+        assert actual == reference == {"exact": True}
     for actual, reference in zip(answers, undivided, strict=True):
         assert actual["meta_info"]["exact"] is False and "exact" not in reference["meta_info"]
         info, plain = (answer["meta_info"]["routed_experts_info"] for answer in (actual, reference))

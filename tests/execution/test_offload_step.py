@@ -144,7 +144,7 @@ def build_model(name):
     return nnx.merge(graphdef, wide)
 
 
-def metadata(shape):
+def metadata(shape, prompt_len=0):
     """Two prompts, or one token of each of three requests."""
     if shape is EXTEND:
         tokens = {
@@ -163,7 +163,7 @@ def metadata(shape):
             "seq_lens": [6, 7, 3],
         }
     table = {"page_table": [[3, 5, 7], [2, 9, 4], [8, 1, 6]][: shape.num_requests], "request_slots": [1, 2]}
-    return packed(shape, num_tokens=REAL[shape], **tokens, **table)
+    return packed(shape, num_tokens=REAL[shape], prompt_len=prompt_len, **tokens, **table)
 
 
 def pool_spec(config):
@@ -220,15 +220,15 @@ class Offloaded:
         self.spec = OffloadSpec(program=self.program, config=config, num_deferred=num_deferred, **sizes)
         self.host, self.programs = HostExperts.open(self.model, num_threads=2), {}
 
-    def step(self, shape, *, streams=False):
+    def step(self, shape, *, streams=False, prompt_len=0):
         if (shape, streams) not in self.programs:
             program = functools.partial(offload_step, spec=self.spec, shape=shape, host=self.host, streams=streams)
             self.programs[shape, streams] = jax.jit(program)
-        return self.programs[shape, streams](*self.arguments(shape))
+        return self.programs[shape, streams](*self.arguments(shape, prompt_len=prompt_len))
 
-    def arguments(self, shape):
+    def arguments(self, shape, *, prompt_len=0):
         arrays, last_tokens = OffloadArrays.create(self.model, self.model.tables), jnp.zeros(4, jnp.int32)
-        return arrays, filled_pool(self.model.config), last_tokens, metadata(shape), self.slot_of
+        return arrays, filled_pool(self.model.config), last_tokens, metadata(shape, prompt_len), self.slot_of
 
     def layer_by_layer(self, shape):
         """The same step by array code alone, a layer at a time: hidden states, and the inputs of each layer's
@@ -350,6 +350,18 @@ def test_prompts_are_not_deferred():
     plain = plain_step(offloaded.plain, offloaded.program, EXTEND)[1]
     np.testing.assert_allclose(own.hidden[:real], plain.hidden[:real], atol=1e-5, rtol=1e-5)
     assert (np.asarray(counts)[:, 2] == 0).all()
+
+
+def test_the_last_token_of_a_prompt_is_not_deferred_in_a_decode_step():
+    """The rows of a decode step are of generated tokens, but for a prompt whose last chunk is one token."""
+    offloaded = Offloaded("GraniteMoeForCausalLM", num_deferred=1)
+    plain = plain_step(offloaded.plain, offloaded.program, DECODE)[1]
+    generated = offloaded.step(DECODE)[1]
+    _, own, counts = offloaded.step(DECODE, prompt_len=[0, 0, 3])  # the positions are 5, 6 and 2
+    for row, expected in enumerate([generated, generated, plain]):
+        np.testing.assert_allclose(own.hidden[row], expected.hidden[row], atol=1e-5, rtol=1e-5)
+    assert np.abs(plain.hidden[2] - generated.hidden[2]).max() > 1e-4
+    assert 0 < np.asarray(counts)[:, 2].sum() < np.asarray(offloaded.step(DECODE)[2])[:, 2].sum()
 
 
 def test_the_lightest_slots_are_those_that_a_sort_finds():

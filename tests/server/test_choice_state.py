@@ -9,8 +9,10 @@ from oracles.driver import request
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.core.weight_version import WeightVersion
 from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.server.anthropic.message_blocks import MessageWriter
 from routed_experts.server.openai.completions import TextFormat
 from routed_experts.server.openai.handler import ChoiceState, LogprobOptions
+from routed_experts.server.openai.response_items import ResponseWriter
 
 
 def output(num_tokens=1, *, finish_reason=None, exact=True):
@@ -43,6 +45,15 @@ def test_a_finish_reports_what_is_not_exact(exact):
     assert (delta.token_ids, choice.full().token_ids) == ((8,), (8,))
     fields = {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
     assert choice.finish_fields() == fields | ({} if exact else {"exact": False})
+    counts = {"rerouted_slots": 0, "dropped_slots": 0, "deferred_slots": None, "placement_epoch": None}
+    changes = {} if exact else {"exact": False, "mode": "defer", **counts}
+    assert choice.meta_info() == choice.weight_fields() | changes
+    response, message = ResponseWriter("r", "tiny", {}, len), MessageWriter("m", "tiny", 3)
+    for writer, in_last_event in ((response, "response.incomplete"), (message, "message_delta")):
+        events = b"".join(writer.finish(sequence)).decode()
+        assert writer.body().get("meta_info", {}) == changes
+        (event,) = (text for text in events.split("\n\n") if text.startswith(f"event: {in_last_event}"))
+        assert ('"exact":false' in event) is not exact
 
 
 def test_a_delta_takes_the_same_memory_at_any_position():

@@ -270,11 +270,63 @@ def test_a_full_queue_is_a_429_with_retry_after(engine):
     with running(engine) as server:
         scheduler = engine.components.core.ranks[0]
         limit = scheduler._args.max_queued_requests
-        bodies = {"prompt": [[5]] * 256, "n": limit // 256 + 1, "max_tokens": 1}
-        response = server.post("/v1/completions", bodies)
-        assert parse_error(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
-        assert parse_error(server.post("/v1/completions", {**bodies, "stream": True}), 429), "before the stream begins"
+        half = {"prompt": [[5]] * (limit // 8), "n": 4, "max_tokens": 1}
+        engine.pause(mode="in_place")
+        try:
+            with connect(server) as first:
+                before = accepted(engine)
+                send(first, "/v1/completions", half)
+                wait_accepted(engine, before + limit // 2)
+                more = {**half, "n": 5}
+                response = server.post("/v1/completions", more)
+                assert parse_error(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
+                response = server.post("/v1/completions", {**more, "stream": True})
+                assert parse_error(response, 429), "before the stream begins"
+        finally:
+            engine.resume()
+        server.wait_idle()
     assert_idle(engine)
+
+
+def test_a_call_that_no_queue_holds_is_a_400(engine):
+    with running(engine) as server:
+        limit = engine.components.core.ranks[0]._args.max_queued_requests
+        bodies = {"prompt": [[5]] * 256, "n": limit // 256 + 1, "max_tokens": 1}
+        for stream in (False, True):
+            error = parse_error(server.post("/v1/completions", {**bodies, "stream": stream}), 400)
+            assert error["param"] == "n" and f"max_queued_requests={limit}" in error["message"]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_what_a_client_leaves_is_counted(engine, is_stream):
+    names = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
+
+    def counts(server):
+        lines = server.client.get("/metrics").text.splitlines()
+        return [
+            float(line.rpartition(" ")[2])
+            for name in names
+            for line in lines
+            if line.startswith(f"routed_experts_{name}")
+        ]
+
+    with running(engine) as server:
+        prompt, generated, calls = counts(server)
+        before = accepted(engine)
+        with connect(server) as wire:
+            send(wire, "/v1/completions", {"prompt": [5, 6, 7], "stream": is_stream, **LONG})
+            wait_accepted(engine, before + 1)
+            if is_stream:
+                while b"data: " not in wire.recv(65536):
+                    continue
+        server.wait_idle()
+        deadline = time.monotonic() + 30
+        while (now := counts(server))[2] == calls:  # the engine's last output comes after the connection has gone
+            assert time.monotonic() < deadline
+        assert now[0] == prompt + 3 and now[2] == calls + 1
+        assert not is_stream or now[1] > generated
+        assert_gone(server, engine)
 
 
 def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(engine):

@@ -486,7 +486,7 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
-        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"x": {"y": 1}}}, "chat_template_kwargs"),
     ],
 )

@@ -27,6 +27,10 @@ def test_invocations_are_completions_or_chat(server, path, body):
 
 def test_an_invocation_of_no_kind_is_refused(server):
     assert parse_error(server.post("/invocations", {"model": "tiny"}), 400)["param"] == "messages"
+    assert parse_error(server.post("/invocations", {"prompt": None, "messages": None}), 400)["param"] == "messages"
+    null = {"messages": [{"role": "user", "content": "a"}], "prompt": None}
+    for body in ({"prompt": "a", "messages": None, "max_tokens": 1}, {**null, "max_tokens": 1}):
+        assert server.post("/invocations", body).status_code == 200
     response = server.client.post("/invocations", content=b"[1", headers={"content-type": "application/json"})
     assert parse_error(response, 400)
     assert parse_error(server.post("/invocations", {"prompt": "a", "temperature": -1}), 400)["param"] == "temperature"
@@ -102,6 +106,9 @@ def test_routes_answer_with_the_prefix_of_a_proxy_and_without(engine):
             assert server.client.get(f"{prefix}/health", headers={"authorization": ""}).status_code == 200
             refused = server.client.get(f"{prefix}/v1/models", headers={"authorization": "Bearer other"})
             assert parse_error(refused, 401)
+            body = {"prompt": "a", "max_tokens": 1, "return_routed_experts": True, "routed_experts_format": "ref"}
+            url = server.post(f"{prefix}/v1/completions", body).json()["choices"][0]["meta_info"]["routed_experts_ref"]
+            assert url.startswith("/llm/v1/routing/") and server.client.get(url).status_code == 200
         assert parse_error(server.client.get("/llm/llm/v1/models"), 404)
         assert parse_error(server.client.get("/llmv1/models"), 404)
     for wrong in ("llm", "/llm/", "/a b", "/a?b"):

@@ -1,6 +1,7 @@
 """Access and refusals: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
 import contextlib
+import gzip
 import json
 import logging
 import random
@@ -283,6 +284,31 @@ def test_another_content_type_is_a_415(server, kind):
     )
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/invocations"])
+def test_a_compressed_body_is_a_415(server, path):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"text": "a"}')
+    error = parse_error(server.client.post(path, content=body, headers=headers), 415)
+    assert error["code"] == "unsupported_media_type" and "gzip" in error["message"]
+    headers["content-encoding"] = "identity"
+    assert server.client.post("/generate", content=b'{"text": "a", "max_new_tokens": 1}', headers=headers).is_success
+
+
+def test_after_a_413_the_connection_is_closed(engine):
+    """A client that waits for `100 Continue` may send the body after all, or another request."""
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n"
+    with running(engine, max_body_bytes=2000) as small:
+        answer = raw(small, head + b"Expect: 100-continue\r\n\r\n", ends=False)
+        assert answer.startswith(b"HTTP/1.1 413") and b"\r\nconnection: close\r\n" in answer.lower()
+
+
+@pytest.mark.parametrize("value", [-1, 21, 10**20])
+def test_a_number_of_alternatives_is_within_its_limits(server, value):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True, "top_logprobs": value}
+    error = parse_error(server.post("/v1/chat/completions", body), 400)
+    assert error["param"] == "top_logprobs" and "0..20" in error["message"]
+
+
 def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):
     unused = {"user": "me", "store": True, "brand_new_field": 5, "seed": None, "tools": None, "tool_choice": "none"}
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **unused})
@@ -521,6 +547,44 @@ def test_unknown_routes_and_methods(server):
     assert error["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
     assert error["message"] == "this route does not support GET; use POST"
     assert set(server.client.post("/v1/routing/x").headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
+
+
+def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, engine):
+    body = {"prompt": "a", "max_tokens": 1, "user": "me"}
+    response = server.post("/v1/completions?beta=true&api-version=1", body)
+    assert response.headers["x-ignored-params"] == "user, beta, api-version"
+    with server.client.stream("POST", "/v1/completions?beta=true", json={**body, "stream": True}) as streamed:
+        assert streamed.headers["x-ignored-params"] == "user, beta"
+    for path, param in (
+        ("/v1/loads?dp_rnk=0", "dp_rnk"),
+        ("/v1/models?return_routed_experts=true", "return_routed_experts"),
+    ):
+        error = parse_error(server.client.get(path), 400)
+        assert (error["param"], error["code"]) == (param, "unknown_field")
+    with running(engine, strict_fields=True) as strict:
+        assert strict.client.get("/v1/loads?include=core").status_code == 200
+        assert parse_error(strict.client.get("/v1/models?beta=true"), 400)["param"] == "beta"
+        ref = {"return_routed_experts": True, "routed_experts_format": "ref"}
+        answer = strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **ref}).json()
+        url = answer["choices"][0]["meta_info"]["routed_experts_ref"]
+        assert strict.client.get(url).status_code == 200 and strict.client.delete(url).status_code == 204
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+        "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout",
+        "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key",
+    ],
+)
+def test_the_headers_of_browser_clients_pass_a_preflight(engine, headers):
+    origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    with running(engine, cors_origin="https://app.example") as other:
+        asked = {**origin, "access-control-request-headers": headers}
+        assert other.client.options("/v1/messages", headers=asked).status_code == 200
+        asked["access-control-request-headers"] = "x-unknown"
+        assert other.client.options("/v1/messages", headers=asked).status_code == 400
 
 
 def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):

@@ -336,7 +336,7 @@ def test_a_store_of_no_bytes_refuses_refs(engine):
         error = parse_error(
             server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400
         )
-        assert error["code"] == "ref_unavailable"
+        assert error["code"] == "ref_unavailable" and "--routing-store-bytes" in error["message"]
 
 
 def joined(pieces):

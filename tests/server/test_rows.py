@@ -2,9 +2,16 @@
 
 import json
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+from routed_experts.core.io_struct import RoutingOptions
+from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import record_from_npy, record_from_response
+from routed_experts.formats.wire import encode_rows
+from routed_experts.server.limits import MAX_EVENT_PAYLOAD
+from routed_experts.server.routing.response import payload_bytes, split_for_events
 from support.http_server import parse_error, stream
 
 PROMPT = "the router scores every expert"
@@ -111,3 +118,68 @@ def test_parts_of_a_ref_join_to_the_whole(server):
         )
     assert server.client.head(url, headers={"range": "bytes=0-1"}).headers["content-length"] == str(size)
     server.client.delete("/v1/routing/parts")
+
+
+def make_record(num_rows, *, num_experts, weights_dtype):
+    """Random rows of eight layers, of which two are dense; those of half the tokens are of the prompt."""
+    random = np.random.default_rng(num_experts)
+    ids = random.permuted(np.tile(np.arange(num_experts - 8, num_experts), (num_rows, 6, 1)), axis=-1)
+    weights = random.standard_normal(ids.shape) * 10.0 ** random.integers(-30, 30, ids.shape)
+    return RoutedExperts(
+        ids=ids.astype(np.uint8 if num_experts <= 256 else np.uint16),
+        start=0,
+        num_tokens=num_rows + 1,
+        num_prompt_tokens=num_rows // 2,
+        layer_ids=(1, 2, 3, 4, 5, 7),
+        num_hidden_layers=8,
+        num_experts=num_experts,
+        version_spans=((0, num_rows, 0),),
+        weights=None if weights_dtype is None else weights.astype(weights_dtype),
+    )
+
+
+@pytest.mark.parametrize("weights_dtype", [None, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("num_experts", [128, 300])
+@pytest.mark.parametrize("layers", ["all", "moe"])
+@pytest.mark.parametrize("form", ["int32", "npy", "packed", "list"])
+def test_no_event_of_streamed_rows_is_above_the_limit(form, layers, num_experts, weights_dtype):
+    """Sizes are those of the JSON; of lists, and of the keys of a packed payload, they are upper bounds."""
+    record = make_record(1200, num_experts=num_experts, weights_dtype=weights_dtype)
+    options = RoutingOptions(enabled=True, format=form, layers=layers, stream=True)
+    parts = split_for_events(record, options)
+    assert np.array_equal(np.concatenate([part.ids for part in parts]), record.ids)
+    for part in parts:
+        fields = encode_rows(part, options)
+        values = [value for name, value in fields.items() if name != "routed_experts_info"]
+        texts = [value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for value in values]
+        size = sum(map(len, texts))
+        assert size <= payload_bytes(part, options) <= MAX_EVENT_PAYLOAD
+        if form in ("int32", "npy"):
+            assert size == payload_bytes(part, options)
+    assert (
+        payload_bytes(record[: parts[0].num_rows + 1], options) > MAX_EVENT_PAYLOAD
+    )  # no part is smaller than it may be
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list"])
+def test_rows_are_counted_as_they_are_sent_by_every_route(server, form):
+    def count():
+        name = f'routed_experts_capture_payload_bytes_total{{format="{form}"}}'
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    options = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_layers": "all"}
+    for path, body in (
+        ("/v1/score", {"token_ids": list(range(3, 40))}),
+        ("/v1/completions", {"prompt": list(range(3, 40)), "max_tokens": 0}),
+    ):
+        before = count()
+        answer = server.post(path, {**body, **options}).json()
+        holder = answer["data"][0] if path == "/v1/score" else answer["choices"][0]
+        rows = holder["meta_info"]["routed_experts"] if form == "int32" else holder["routed_experts"]
+        size = len(rows) if isinstance(rows, str) else len(json.dumps(rows, separators=(",", ":")))
+        if form == "list":
+            prompt = holder.get("prompt_routed_experts") or answer.get("prompt_routed_experts")
+            assert size + len(json.dumps(prompt, separators=(",", ":"))) <= count() - before
+        else:
+            assert count() - before == size

@@ -135,6 +135,21 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
         ({}, "token_ids"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": TOKENS, "query": "a"}, "query"),
+        ({"token_ids": TOKENS, "items": ["b"]}, "items"),
+        ({"token_ids": TOKENS, "label_token_ids": [5]}, "label_token_ids"),
+        ({"token_ids": TOKENS, "apply_softmax": True}, "apply_softmax"),
+        ({"token_ids": TOKENS, "item_first": True}, "item_first"),
+        *(
+            ({"query": [5], "items": [[6]], "label_token_ids": [5], name: value}, name)
+            for name, value in {
+                "routed_experts_start_len": 1,
+                "routed_experts_prompt_start": 1,
+                "routed_experts_format": "npy",
+                "routed_experts_layers": "moe",
+                "routed_experts_stream": True,
+                "routed_experts_include_last": True,
+            }.items()
+        ),
         ({"query": "a", "items": ["b"]}, "label_token_ids"),
         ({"query": [1] * 20_000, "items": [[]] * 100, "label_token_ids": [0] * 1000}, "items"),
         ({"query": [1] * 20_000, "items": [[1]] * 100, "label_token_ids": [0]}, "items"),

@@ -116,6 +116,9 @@ def test_lists_of_another_length_and_repeated_ids_are_refused(server):
     zero = server.post("/generate", {**two, "sampling_params": [{"max_new_tokens": 0}] * 2}).json()
     assert [answer["output_ids"] for answer in zero] == [[], []]
     assert [answer["meta_info"]["finish_reason"] for answer in zero] == [{"type": "length", "length": 0}] * 2
+    for length in (0.0, 2.0, False):
+        error = parse_error(server.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": length}}), 400)
+        assert error["param"] == "max_new_tokens"
 
 
 def test_equal_prompts_of_one_seed_have_one_answer(server):

@@ -163,8 +163,9 @@ DIALECTS = {
     "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
     "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 16},
     "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}},
+    "/inference/v1/generate": {"token_ids": [5, 9, 3], "sampling_params": {"max_tokens": 2, "ignore_eos": True}},
 }
-ONE_NAME = {"/generate": "extra_key", "/inference/v1/generate": "cache_salt"}
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +212,13 @@ def test_two_salts_with_one_extra_key_share_nothing(remembering, path):
         assert error["param"] == param
 
 
-@pytest.mark.parametrize("path", ONE_NAME)
-def test_a_dialect_with_one_name_has_the_same_keys(remembering, path):
+def test_the_salt_of_a_call_is_of_all_its_prompts(remembering):
     engine, server = remembering
-    sampling, name = {"temperature": 0, "ignore_eos": True}, ONE_NAME[path]
-    length, ids = ("max_new_tokens", "input_ids") if path == "/generate" else ("max_tokens", "token_ids")
-    body = {ids: [1, 2, 3], "sampling_params": sampling | {length: 2}}
-    keys = [{}, {name: "a"}, {name: "1:abc"}, {name: "a"}]
-    assert num_namespaces(engine, server, path, [body | key for key in keys]) == 3
-    assert parse_error(server.post(path, body | {name: "x" * 4097}), 400)["param"] == name
+    body = {"text": ["hello"] * 2, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    keys = [{}, {"cache_salt": "ab"}, {"cache_salt": "ab", "extra_key": ["c", None]}, {"extra_key": ["2:abc", "ab"]}]
+    assert num_namespaces(engine, server, "/generate", [body | key for key in keys]) == 3
+    error = parse_error(server.post("/generate", body | {"cache_salt": "x" * 4097}), 400)
+    assert error["param"] == "cache_salt"
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,16 @@ def test_names_without_effect_are_named(server):
         ({}, {"max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
         ({}, {"temperature": "hot"}, "temperature", "invalid_request"),
         ({}, {"logprobs": 99}, "logprobs", "invalid_request"),
+        ({}, {"max_tokens": 2, "max_new_tokens": 3}, "max_new_tokens", "invalid_request"),
+        ({}, {"max_new_tokens": 100_000}, "max_new_tokens", "context_length_exceeded"),
+        ({}, {"max_new_tokens": 2.5}, "max_new_tokens", "invalid_request"),
+        ({}, {"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens", "invalid_request"),
+        ({}, {"sampling_seed": 1.5}, "sampling_seed", "invalid_request"),
+        ({"routed_experts_prompt_start": 99}, {}, "routed_experts_prompt_start", "invalid_start"),
+        ({}, {"routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "invalid_start"),
+        ({}, {"logit_bias": {"5": "x"}}, "logit_bias", "invalid_request"),
+        ({"stream_options": {"include_usage": True}}, {}, "stream_options", "stream_required"),
+        ({"extra_key": "x" * 4097}, {}, "extra_key", "invalid_request"),
         ({"stream": True}, {"prompt_logprobs": 1}, "prompt_logprobs", "conflicting_parameters"),
         ({"token_ids": []}, {}, "token_ids", "invalid_request"),
         ({"token_ids": [313]}, {}, "token_ids", "invalid_request"),
@@ -252,6 +262,33 @@ def test_what_cannot_be_is_refused_by_name(server, fields, sampling, param, code
     body = {"token_ids": IDS, "sampling_params": sampling, **fields}
     error = parse_error(server.post(ROUTE, body), 404 if code == "model_not_found" else 400)
     assert error["param"] == param and code in (None, error["code"])
+    assert param in error["message"] or "token ids" in error["message"] or "model" in error["message"]
+
+
+def test_two_lengths_that_differ_are_named_as_they_were_sent(server):
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 2, "max_new_tokens": 3}}
+    message = parse_error(server.post(ROUTE, body), 400)["message"]
+    assert message.startswith("max_new_tokens is 3, but must be the value of max_tokens, 2;")
+
+
+def test_texts_and_large_biases_are_read_as_on_v1(server):
+    expected = tokens(server, {**GREEDY, "logit_bias": {"5": 100}})["choices"][0]["token_ids"]
+    sampling = {**GREEDY, "temperature": "0.0", "logit_bias": {"5": 1000}}
+    assert tokens(server, sampling)["choices"][0]["token_ids"] == expected == [5] * 9
+
+
+@pytest.mark.parametrize("include", [True, False, None])
+def test_usage_in_every_chunk_needs_usage_in_the_stream(server, include):
+    body = {"token_ids": IDS, "sampling_params": GREEDY}
+    body["stream_options"] = {"include_usage": include, "continuous_usage_stats": True}
+    chunks = stream(server, ROUTE, body)
+    assert all(("usage" in chunk) is (include is True) for chunk in chunks)
+
+
+def test_usage_is_forced_here_too(engine):
+    with running(engine, enable_force_include_usage=True) as server:
+        chunks = stream(server, ROUTE, {"token_ids": IDS, "sampling_params": GREEDY})
+        assert all(chunk["usage"]["prompt_tokens"] == len(IDS) for chunk in chunks)
 
 
 def test_the_header_of_routers_names_the_data_rank(server):

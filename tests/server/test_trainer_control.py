@@ -12,7 +12,8 @@ import pytest
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.formats import record_from_response
 from routed_experts.server.admin.refused_routes import REFUSED
-from routed_experts.server.errors import to_response
+from routed_experts.server.app import TABLE
+from routed_experts.server.errors import OWN_PATHS, to_response
 from support.engines import assert_idle, on_engine_thread, open_engine
 from support.http_server import parse_error, running
 from support.tiny_checkpoint import write_tiny_checkpoint
@@ -210,7 +211,19 @@ def test_a_misspelt_folder_is_shown_as_it_was_sent_and_no_other_path_is(server, 
         assert message == f"{field}={' '.join(repr(sent).split())} is no folder under --weights-root"
     for sent in ("sed1", "x" * 2000):
         assert str(root) not in parse_error(server.post(path, {field: sent}), 400)["message"]
-    assert "<path>" in parse_error(server.post(path, {field: "empty"}), 400)["message"], "a path of the server"
+    for sent in ("empty", "", "."):
+        error = parse_error(server.post(path, {field: sent}), 400)
+        assert error["message"].startswith(f"{field}={sent!r}: <path>"), "a path of the server"
+        assert error["param"] == field
+
+
+def test_an_error_shows_the_routes_that_a_hint_names():
+    """Of more than one part, and without a parameter; all other paths are the machine's."""
+    assert {entry.path for entry in TABLE if entry.path.count("/") > 1 and "{" not in entry.path} == OWN_PATHS
+    text = "send it to POST /v1/score, /v1/models or /v1/chat/completions."
+    assert to_response(InvalidRequestError(text)).body["error"]["message"] == text
+    text = "/v1/score/secret and /srv/v1/score are files"
+    assert to_response(InvalidRequestError(text)).body["error"]["message"] == "<path> and <path> are files"
 
 
 def test_an_error_shows_only_the_path_that_is_said_to_be_the_clients():
@@ -295,6 +308,17 @@ def test_released_weights_come_back_by_an_update_alone(server, engine, root, dia
         ("/sleep?mode=nap", None, "mode"),
         ("/sleep?tags=gradients", None, "tags"),
         ("/wake_up?tags=gradients", None, "tags"),
+        ("/sleep", {"level": 3}, "level"),
+        ("/sleep", {"level": "deep"}, "level"),
+        ("/sleep", {"mode": "nap"}, "mode"),
+        ("/sleep", {"tags": ["gradients"]}, "tags"),
+        ("/sleep", {"levle": 1}, "levle"),
+        ("/sleep?level=1", {"level": 2}, "level"),
+        ("/sleep?tags=kv_cache", {"tags": ["weights"]}, "tags"),
+        ("/wake_up", {"tags": ["gradients"]}, "tags"),
+        ("/pause?mod=keep", None, "mod"),
+        ("/sleep?levle=2", None, "levle"),
+        ("/flush_cache?draft=true", None, "draft"),
         ("/release_memory_occupation", {"tags": []}, "tags"),
         ("/release_memory_occupation", {"tags": ["kv"]}, "tags"),
         ("/resume_memory_occupation", {"tags": ["kv"]}, "tags"),
@@ -310,9 +334,13 @@ def test_bad_options_change_nothing(server, engine, path, body, param):
     assert engine.released == () and engine.paused is None
 
 
-def test_sleep_may_end_what_runs(server, engine):
+@pytest.mark.parametrize("level", [1, "1", None])
+@pytest.mark.parametrize("query", ["", "?level=1&mode=abort&tags=kv_cache"])
+def test_sleep_may_end_what_runs(server, engine, query, level):
     calls = Started(server, engine, 2, **LONG)
-    assert server.client.post("/sleep?level=1&mode=abort&tags=kv_cache").json()["status"] == "sleeping"
+    body = {"json": {"level": level if not query else None, "mode": "abort", "tags": ["kv_cache"]}}
+    assert server.client.post(f"/sleep{query}", **body).json()["status"] == "sleeping"
+    assert server.post("/wake_up", {"tags": ["weights"]}).json() == {"status": "sleeping", "released": ["kv_cache"]}
     assert {choice["finish_reason"] for choice in calls.choices()} == {"abort"}
 
 

@@ -104,7 +104,11 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
     saver = "/server_info reports it, for trainers that ask; it has no other effect"
     add("--enable-memory-saver", action="store_true", text=saver)
-    add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
+    add(
+        "--strict-fields",
+        action="store_true",
+        text="refuse every unknown field of a body, and every unknown query parameter",
+    )
     by_id = "logprobs of /v1 name tokens by id: token_id:5"
     add("--return-tokens-as-token-ids", action="store_true", text=by_id)
     add("--enable-per-request-metrics", action="store_true", text="answers of /v1 tell their times, in metrics")

@@ -42,6 +42,7 @@ GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "guided_choice", "structured_o
 _TOKEN_FIELDS = ("allowed_token_ids", "bad_words")  # which tokens may follow, whatever the form
 _MAX_PARAM_CHARS = 60
 _MAX_NAMED_KEYS = 8  # of an error
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 
@@ -207,7 +208,13 @@ class SamplingParams:
             named[field], spelled[field] = value, key
         if "logit_bias" in named:
             named["logit_bias"] = _with_int_ids(named["logit_bias"])
-        return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
+        try:
+            return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
+        except InvalidRequestError as error:
+            spelling = spelled.get(error.param or "")
+            if spelling is None or spelling == error.param:
+                raise
+            raise error.renamed(spelling) from error
 
     def grammar_spec(self) -> GrammarSpec | None:
         """The form of the output that is asked for, or which tokens it may have; None: any. Raises InvalidRequestError
@@ -378,6 +385,16 @@ def _with_int_ids(value: object) -> object:
     if len(biases) < len(value):
         _refuse("logit_bias", value, "a dict that names each token id once", '"7" and 7 are the same id')
     return biases
+
+
+def clamp_biases(biases: Mapping[_K, float]) -> dict[_K, float]:
+    """Biases within their limits, as vLLM clamps those of a request. What is no number is left for the check."""
+    return {
+        token: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
+        if isinstance(bias, int | float) and bias == bias
+        else bias
+        for token, bias in biases.items()
+    }
 
 
 def field_name(key: object) -> str:

@@ -83,7 +83,7 @@ class ModelRunner:
         self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0
     ) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
-        self.exact = True  # the model's own numbers; False where some are added late
+        self.exact = True  # False: experts of generated tokens are added late
         self._owned = list[Array]()  # of the weights: those that were donated
         # leaves: dispatch time grows with leaves, and more with nodes of a tree
         self._weights, self._tree = jax.tree.flatten(state)

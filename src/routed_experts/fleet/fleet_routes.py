@@ -298,14 +298,14 @@ class FleetRoutes:
     async def sleep(self, request: Request, server: ServerState) -> Response:
         """Free device memory of all replicas: level 1 the KV pages, level 2 the weights too; requests wait until the
         fleet wakes up."""
-        tags, running = vllm_routes.parse_sleep(request)
+        tags, running = await vllm_routes.parse_sleep(request, server)
         timeout_s = server.settings.request_timeout if running == "wait" else ASK_S
         released = await self._release_memory(tags, running, timeout_s)
         return json_response({"status": "sleeping", "released": released})
 
     async def wake_up(self, request: Request, server: ServerState) -> Response:
         """Allocate what was freed on all replicas and continue; released weights come by an update before."""
-        tags = memory_routes.parse_tags(vllm_routes.query_tags(request))
+        tags = await vllm_routes.parse_wake_up(request, server)
         released = await self._resume_memory(tags)
         return json_response({"status": "sleeping" if released else "awake", "released": released})
 

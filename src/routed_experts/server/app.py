@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from routed_experts.server.admin import control_routes, info_routes, memory_routes, refused_routes, vllm_routes
 from routed_experts.server.anthropic import messages
-from routed_experts.server.body import json_response
+from routed_experts.server.body import check_query, ignored_params_header, json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin, random_id
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
@@ -37,12 +37,14 @@ from routed_experts.server.protocol import (
     ResetPrefixCacheRequest,
     ResponsesRequest,
     ScoreRequest,
+    SleepRequest,
     TokenizeRequest,
     TokensRequest,
     UpdateFromFolderRequest,
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
     VllmPauseRequest,
+    WakeUpRequest,
 )
 from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.routing.score import score
@@ -51,6 +53,13 @@ from routed_experts.server.state import ServerState
 from routed_experts.server.vllm import generate as tokens
 from routed_experts.server.vllm import tokenize
 
+_CLIENT_HEADERS = (  # of a browser's request: our own, and those that the clients of OpenAI and Anthropic add
+    "Authorization Content-Type X-Request-Id Range If-Range If-None-Match Idempotency-Key OpenAI-Organization "
+    "OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta Anthropic-Dangerous-Direct-Browser-Access "
+    "X-Stainless-Arch X-Stainless-Custom-Poll-Interval X-Stainless-Helper X-Stainless-Helper-Method X-Stainless-Lang "
+    "X-Stainless-OS X-Stainless-Package-Version X-Stainless-Poll-Helper X-Stainless-Read-Timeout "
+    "X-Stainless-Retry-Count X-Stainless-Runtime X-Stainless-Runtime-Version X-Stainless-Timeout"
+).split()
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
@@ -128,8 +137,8 @@ TABLE = (
     Entry(
         "/inference/v1/abort_requests", ("POST",), vllm_routes.abort_named_requests, AbortRequestsRequest, admin=True
     ),
-    Entry("/sleep", ("POST",), vllm_routes.sleep, query=("level", "tags", "mode"), admin=True),
-    Entry("/wake_up", ("POST",), vllm_routes.wake_up, query=("tags",), admin=True),
+    Entry("/sleep", ("POST",), vllm_routes.sleep, SleepRequest, query=("level", "tags", "mode"), admin=True),
+    Entry("/wake_up", ("POST",), vllm_routes.wake_up, WakeUpRequest, query=("tags",), admin=True),
     Entry(
         "/release_memory_occupation",
         ("POST",),
@@ -195,7 +204,7 @@ def make_app(
         middleware,
         allow_origins=[origin],
         allow_methods=["GET", "POST", "PUT", "DELETE"],
-        allow_headers=["Authorization", "Content-Type", "X-Request-Id", "Range", "If-Range"],
+        allow_headers=_CLIENT_HEADERS,
         expose_headers=["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"],
     )
     return app, middleware
@@ -215,11 +224,18 @@ def _methods(entries: list[Entry]) -> list[str]:
 
 def _endpoint(entries: list[Entry], server: ServerState) -> Callable[[Request], Awaitable[Response]]:
     by_method = {method: entry for entry in entries for method in entry.methods}
+    known = {name for entry in entries for name in entry.query}  # the URL of a ref is fetched and deleted
 
     async def endpoint(request: Request) -> Response:
         entry = by_method["GET" if request.method == "HEAD" else request.method]
         if entry.admin:
             check_admin(request)
-        return await entry.handler(request, server)
+        ignored = check_query(request.query_params.keys(), known, strict=server.settings.strict_fields)
+        response = await entry.handler(request, server)
+        if ignored:
+            server.metrics.ignored(ignored)
+            in_body = [name for name in response.headers.get("X-Ignored-Params", "").split(", ") if name]
+            response.headers.update(ignored_params_header([*in_body, *ignored]))
+        return response
 
     return endpoint

@@ -136,14 +136,20 @@ async def read_body(
 
 
 async def read_raw(request: Request, settings: ServerSettings) -> bytes:
-    """Read a body within its limits. Raises ApiError: 408 or 413."""
-    return await _read(request, settings.max_body_bytes)
+    """Read a body within its limits. Raises ApiError: 408, 413, or 415 for one that is compressed."""
+    raw = await _read(request, settings.max_body_bytes)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        text = f"content-encoding is {encoding[:60]!r}; send the body without compression"
+        raise ApiError(text, status=415, code="unsupported_media_type")
+    return raw
 
 
 def field_names_of(raw: bytes) -> frozenset[str]:
-    """The names at the top of a JSON object; none of anything else."""
+    """The names at the top of a JSON object but those of null, which count as absent; none of anything else."""
     try:
-        return frozenset(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return frozenset(name for name, value in fields.items() if bytes(value).strip() != b"null")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return frozenset()
 
@@ -176,6 +182,19 @@ def check_fields(
         elif strict or name not in IGNORED:
             _check_unknown(name, known, strict=strict)
     return values, list(others)
+
+
+def check_query(names: Collection[str], known: Collection[str], *, strict: bool) -> list[str]:
+    """Return the names of query parameters without effect. Raises ApiError (400) for a misspelled or reserved one; with
+    `strict` for every unknown one."""
+    unknown = [name for name in dict.fromkeys(names) if name not in known]
+    if len(unknown) > MAX_UNKNOWN_NAMES:
+        text = f"{len(unknown)} query parameters are unknown, above the limit of {MAX_UNKNOWN_NAMES}; leave them out"
+        raise ApiError(text, status=400, code="too_many_fields")
+    for name in unknown:
+        if strict or name not in IGNORED:
+            _check_unknown(name, known, strict=strict)
+    return unknown
 
 
 def ignored_params_header(ignored: Collection[str]) -> dict[str, str]:
@@ -242,10 +261,15 @@ def _decode(raw: bytes, kind: type[_Struct], *, strict: bool) -> ParsedBody[_Str
         text = f"the body is a JSON {type(decoded).__name__}; send an object"
         raise ApiError(text, status=400, code="invalid_json")
     values, ignored = check_fields(cast("dict[str, Any]", decoded), kind.__struct_fields__, strict=strict)
-    for name in _NUMBERS:
-        if isinstance(text := values.get(name), str) and _NUMBER.fullmatch(text):
-            values[name] = float(text)
-    return ParsedBody(_convert(values, kind), ignored, len(raw))
+    return ParsedBody(_convert(with_numbers(values), kind), ignored, len(raw))
+
+
+def with_numbers(values: Mapping[str, object]) -> dict[str, object]:
+    """Return fields with the numbers that some clients send as text."""
+    return {
+        name: float(value) if name in _NUMBERS and isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        for name, value in values.items()
+    }
 
 
 def _convert(values: dict[str, object], kind: type[_Struct]) -> _Struct:

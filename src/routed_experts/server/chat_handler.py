@@ -9,6 +9,7 @@ from typing import Protocol
 from starlette.responses import Response
 
 from routed_experts.core.io_struct import StrOut, TokenizedGenerateReqInput
+from routed_experts.engine.requests.placement_fields import exactness_fields
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.parsing import ContentDelta, Delta
 from routed_experts.server.body import json_response
@@ -76,6 +77,12 @@ class ChatHandler(GenerationHandler):
             return [ContentDelta(output.text)] if output.text else []
         deltas = self._parser.feed(output.text) if output.text else []
         return deltas + self._parser.finish() if output.out.finish_reason is not None else deltas
+
+
+def changes(sequence: SequenceState) -> dict[str, object]:
+    """Return `meta_info` with what the placement of experts changed, where it can change an answer."""
+    fields = exactness_fields(sequence.last) if sequence.has_output else {}
+    return {"meta_info": fields} if fields else {}
 
 
 def num_tokens(sequence: SequenceState) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import PARAM, InvalidRequestError
 from routed_experts.engine.requests.tokenizer import Scalar, Tokenizer
 from routed_experts.server.protocol import ChatMessage, ToolCall
 from routed_experts.server.tools import parse_arguments
@@ -57,7 +57,7 @@ def template_scalars(scalars: Mapping[str, Scalar] | None, effort: str | None) -
     if effort is None:
         return scalars
     if effort not in _EFFORTS:
-        text = f"reasoning_effort={short_repr(effort)} is unknown; choose one of {', '.join(_EFFORTS)}"
+        text = f"{PARAM}={short_repr(effort)} is unknown; choose one of {', '.join(_EFFORTS)}"
         raise InvalidRequestError(text, param="reasoning_effort")
     own: dict[str, Scalar] = {"reasoning_effort": effort}
     if effort == "none":

@@ -29,6 +29,14 @@ _STATUS_BY_CODE = {
     "weights_prepared": 409,
     "weights_released": 409,
 }
+# Routes of this server of more than one part, without those that have a parameter: hints name them.
+OWN_PATHS = frozenset(
+    (
+        "/v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/messages/count_tokens "
+        "/inference/v1/generate /skyrl/v1/generate /v1/score /v1/tokenize /v1/detokenize /v1/models /v1/routing/stats "
+        "/v1/routing/reset /v1/loads /health/live /inference/v1/abort_requests"
+    ).split()
+)
 _MAX_PARAM_CHARS = 64
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -98,6 +106,8 @@ def _response(status: int, message: str, code: str, param: str | None, *, sent: 
         line = line[: MAX_ERROR_CHARS - 3] + "..."
     kind = _TYPES.get(status, "invalid_request_error")
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    if status == 413:  # what is left of the body would be read as the next request
+        headers["Connection"] = "close"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     field = param[:_MAX_PARAM_CHARS].encode("utf-8", "replace").decode() if param else None
@@ -105,4 +115,8 @@ def _response(status: int, message: str, code: str, param: str | None, *, sent: 
 
 
 def _redact(text: str) -> str:
-    return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
+    return _ADDRESS.sub("<address>", _PATH.sub(_redact_path, text))
+
+
+def _redact_path(match: re.Match[str]) -> str:
+    return match[0] if match[0].rstrip("/.") in OWN_PATHS else "<path>"

@@ -4,6 +4,7 @@ It submits the requests, waits or streams, stores rows that will be fetched, cou
 client."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from abc import ABC, abstractmethod
@@ -14,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.admin.metrics import FinishedRequest
-from routed_experts.server.errors import field_names
-from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
+from routed_experts.server.errors import ApiError, field_names
+from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG, ServerSettings
+from routed_experts.server.protocol import StreamOptions
 from routed_experts.server.routing.response import check_list_format, payload_bytes, split_for_events, to_stored
 from routed_experts.server.routing.store import StoreEntry
 from routed_experts.server.sse import EventStream, RequestTimeout, StreamForm, run_until_disconnect
@@ -60,6 +62,7 @@ class GenerationHandler(ABC):
         self._start_time = time.monotonic()
         self._first_token_s: dict[int, float] = {}  # by index of the request
         self._store_entry: StoreEntry | None = None
+        self._is_submitted = self._is_closed = False
 
     @abstractmethod
     async def _full_response(self) -> Response:
@@ -99,10 +102,13 @@ class GenerationHandler(ABC):
         self.close()
 
     def close(self) -> None:
-        """Abort what has not finished. Idempotent."""
+        """Abort what has not finished, and count what it had. Idempotent."""
         self._generation.abort()
         if self._store_entry is not None:
             self._server.store.release(self._store_entry)
+        if self._is_submitted and not self._is_closed and self._generation.is_open:
+            self._server.run_in_background(self._observe_rest())
+        self._is_closed = True
 
     async def _submit_and_wait(self) -> Response:
         await self._submit()
@@ -112,6 +118,7 @@ class GenerationHandler(ABC):
         """Submit the requests; once they are accepted, reserve the rows that will be fetched in the store."""
         with field_names(self._options.fields):
             await self._generation.submit()
+        self._is_submitted = True
         options = [request.routed_experts for request in self._requests]
         choices = [index for index, option in enumerate(options) if option.enabled and option.format == "ref"]
         if choices:  # not earlier: a refused call may have the id of a running one
@@ -127,13 +134,20 @@ class GenerationHandler(ABC):
         record = sequence.rows_of_prompt() if self._prompt_only else sequence.rows
         if self._store_entry is not None:
             self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._options.owner))
-        size = payload_bytes(record, options)
+        parts = split_for_events(record, options)
+        size = sum(payload_bytes(part, options) for part in parts)
         self._server.metrics.sent_rows(options.format, size)
 
         def render_parts() -> list[_T]:
-            return [render(part) for part in split_for_events(record, options)]
+            return [render(part) for part in parts]
 
         return await asyncio.to_thread(render_parts) if size > 4 * INLINE_BYTES else render_parts()
+
+    async def _observe_rest(self) -> None:
+        """Measure the outputs that are left of a call without a client."""
+        with contextlib.suppress(RoutedExpertsError):  # of a request, or of an engine that has ended
+            async for index, output in self._generation.outputs():
+                self._observe(index, output)
 
     def _observe(self, index: int, output: StrOut) -> None:
         """Measure one output of a request; count the request when it has finished."""
@@ -153,6 +167,20 @@ class GenerationHandler(ABC):
             queue_s=out.queue_s,
         )
         self._server.metrics.finished(finished)
+
+
+def usage_in_stream(
+    settings: ServerSettings, options: StreamOptions | None, *, stream: bool | None
+) -> tuple[bool, bool]:
+    """Return whether a stream ends with the usage, and whether every chunk has it. Raises ApiError for options without
+    a stream."""
+    if options is not None and stream is not True:
+        text = "stream_options without stream; set stream to true"
+        raise ApiError(text, status=400, code="stream_required", param="stream_options")
+    is_forced = settings.enable_force_include_usage
+    include_usage = is_forced or (options is not None and options.include_usage is True)
+    is_continuous = options is not None and options.continuous_usage_stats is True
+    return include_usage, is_forced or (include_usage and is_continuous)
 
 
 def to_seed(seed: int | None) -> int | None:

@@ -322,6 +322,7 @@ class GenerateRequest(RoutingFields, kw_only=True):
     stream: bool | None = None
     rid: str | list[str] | None = None
     extra_key: str | list[str | None] | None = None
+    cache_salt: str | None = None
     data_parallel_rank: int | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -342,6 +343,7 @@ class TokensRequest(RoutingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     priority: int | None = None
     data_parallel_rank: int | None = None
     return_token_ids: bool | None = None
@@ -421,6 +423,21 @@ class AbortRequestsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 class MemoryRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /release_memory_occupation and /resume_memory_occupation. `tags`: kv_cache, weights or both; null: both, or
     all that is released."""
+
+    tags: list[str] | None = None
+
+
+class SleepRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /sleep, whose fields may also be query parameters. `level`: 1 (the default) or 2; `mode`: keep (the
+    default), abort or wait; `tags`: kv_cache, weights or both, instead of those of the level."""
+
+    level: int | str | None = None
+    mode: str | None = None
+    tags: list[str] | None = None
+
+
+class WakeUpRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /wake_up, whose field may also be a query parameter."""
 
     tags: list[str] | None = None
 

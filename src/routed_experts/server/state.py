@@ -6,7 +6,8 @@ Event loop only, except `set_phase`, which the loading thread calls."""
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
@@ -77,6 +78,13 @@ class ServerState:
         self._failure: BaseException | None = None
         self._probe: asyncio.Task[None] | None = None
         self._was_stalled = False
+        self._background = set[asyncio.Task[None]]()
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what no request waits for. Event loop only."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def set_phase(self, name: str) -> None:
         """Note the phase of start-up."""

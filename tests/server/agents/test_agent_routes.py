@@ -94,9 +94,37 @@ def test_a_response_that_is_to_be_stored_says_that_it_is_not(server):
     assert response.headers["x-ignored-params"] == "store"
 
 
+def test_an_error_in_the_stream_of_a_response_is_an_event_of_it(engine):
+    with running(engine, request_timeout=0.2) as server:
+        engine.pause(mode="in_place")
+        try:
+            with server.client.stream("POST", "/v1/responses", json={"input": "a", "stream": True}) as response:
+                lines = [line for line in response.iter_lines() if line]
+        finally:
+            engine.resume()
+        server.wait_idle()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    last = events[-1]
+    assert lines[-3:-1] == ["event: error", f"data: {json.dumps(last, separators=(',', ':'))}"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert (last["type"], last["code"], last["param"]) == ("error", "request_timeout", None)
+    assert last["error"]["message"] == last["message"] and "--request-timeout" in last["message"]
+
+
+def test_fields_of_messages_without_effect_are_named(server):
+    fields = {"metadata": {"user_id": "me"}, "service_tier": "auto", "max_tokens": 2}
+    response = server.post("/v1/messages", {"messages": messages(), **fields})
+    assert response.status_code == 200
+    assert response.headers["x-ignored-params"] == "metadata, service_tier"
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
+        ({"text": {"format": {"type": "zz"}}}, "text.format", "invalid_grammar"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "invalid_grammar"),
+        ({"reasoning": {"effort": "zz"}}, "reasoning.effort", "invalid_request"),
+        ({"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs", "invalid_request"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
@@ -119,6 +147,7 @@ def test_a_response_that_is_to_be_stored_says_that_it_is_not(server):
 def test_what_a_response_cannot_be_is_refused_by_name(server, body, param, code):
     error = parse_error(server.post("/v1/responses", {"input": "a", **body}), 400)
     assert (error["param"], error["code"]) == (param, code), error
+    assert param.rpartition(".")[2] in error["message"] or param == "chat_template_kwargs"
 
 
 def message(server, status=200, **body):

@@ -437,12 +437,17 @@ class EngineCore:
             record=record,
             error=error,
             weight_version=self.weight_version,
-            exact=self.runner.exact,
+            exact=not self._may_have_deferred(req),
             rerouting=rerouting,
             placement_epoch=self.runner.placement_epoch,
             speculative=None if self.speculation is None else self.speculation.counts_of(req),
             dp_rank=None if len(self.ranks) == 1 else req.dp_rank,
         )
+
+    def _may_have_deferred(self, req: Req) -> bool:
+        """Whether experts of a token that a request has fed may have been added late: of one that it generated, or of
+        one that came with pages of the prefix cache, which another request may have generated."""
+        return not self.runner.exact and (req.num_fed > req.prompt_len or req.cached_tokens > 0)
 
     def _collect_rows(self, req: Req, *, start: int) -> RoutedExperts | None:
         """The rows of a request from token `start` on: from the slots of its pages, and from the rows that it kept when

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.extra_key import check_extra_key
 from routed_experts.core.grammar_spec import TOKENS, GrammarSpec
 from routed_experts.core.grammar_state import CompiledGrammar
@@ -81,7 +81,7 @@ class InputProcessor:
         """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` replaces an unset
         length, and is cut to what fits, as a given one is with `cut_max_tokens`; `routing` replaces unset routing
         options; `stream_interval_s` is the least time between two outputs of a stream. Raises InvalidRequestError or a
-        subclass, and QueueFullError."""
+        subclass."""
         prompts = list(self._prompts(request))
         is_batch = not isinstance(request.text, str) and (request.text is not None or is_nested(request.input_ids))
         calls = split_by_prompt(request, len(prompts), is_batch=is_batch)
@@ -128,13 +128,14 @@ class InputProcessor:
         return requests
 
     def _check_num_requests(self, counts: Sequence[int]) -> None:
-        """Raise QueueFullError for a call that no queue would hold."""
+        """Raise InvalidRequestError for a call that no queue would hold."""
         if sum(counts) > self.limits.max_requests:
             many = f"n={counts[0]}" if len(set(counts)) == 1 else f"n={min(counts)} to {max(counts)}"
-            raise QueueFullError(
+            text = (
                 f"{len(counts)} prompts with {many} are {sum(counts)} requests, above "
-                f"max_queued_requests={self.limits.max_requests}; send fewer in one call"
+                f"max_queued_requests={self.limits.max_requests}; lower n, or send fewer prompts in one call"
             )
+            raise InvalidRequestError(text, param="n")
 
     def _prompts(self, request: GenerateReqInput) -> Iterator[Int32[np.ndarray, " S"]]:
         """Token ids of each prompt."""

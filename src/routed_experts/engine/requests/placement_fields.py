@@ -5,6 +5,12 @@ import dataclasses
 from routed_experts.core.io_struct import ReroutingCounts, TokenIDOut
 
 
+def exactness_fields(out: TokenIDOut) -> dict[str, object]:
+    """`exact` and `placement_fields`; nothing where nothing can change an answer."""
+    changes = placement_fields(out)
+    return {} if changes is None else {"exact": out.exact, **changes}
+
+
 def placement_fields(out: TokenIDOut) -> dict[str, object] | None:
     """`mode`, counts of expert slots so far and `placement_epoch`; None where nothing can change an answer. With
     `mode` "reroute" capacities move slots; with "defer" outputs of experts on the host are added one layer late, which

@@ -15,6 +15,7 @@ _UNUSED: Mapping[str, object] = MappingProxyType(
     {
         "return_routed_experts_weights": False,
         "routed_experts_start_len": 0,
+        "routed_experts_prompt_start": 0,
         "routed_experts_format": "int32",
         "routed_experts_layers": "all",
         "routed_experts_stream": False,
@@ -50,7 +51,8 @@ def resolve_routing_options(
     weights = _merge_field(
         "return_routed_experts_weights", request.return_routed_experts_weights, params.return_routed_experts_weights
     )
-    start = _merge_field("routed_experts_start_len", _start_len(request), params.routed_experts_start_len)
+    start_param, start = _start_len(request)
+    start = _merge_field(start_param, start, params.routed_experts_start_len)
     form = _merge_field("routed_experts_format", request.routed_experts_format, params.routed_experts_format)
     layers = _merge_field("routed_experts_layers", request.routed_experts_layers, params.routed_experts_layers)
     last = _merge_field(
@@ -62,7 +64,7 @@ def resolve_routing_options(
         _check_unused(
             {
                 "return_routed_experts_weights": weights,
-                "routed_experts_start_len": start,
+                start_param: start,
                 "routed_experts_format": form,
                 "routed_experts_layers": layers,
                 "routed_experts_stream": request.routed_experts_stream,
@@ -84,7 +86,7 @@ def resolve_routing_options(
             "enable_return_routed_experts_weights=True), or serve with --enable-return-routed-experts-weights",
             param="return_routed_experts_weights",
         )
-    start = _checked_start(start, prompt_len)
+    start = _checked_start(start_param, start, prompt_len)
     form = _checked_format(form, defaults)
     usual_layers = {"int32": "all", "packed": "all", "npy": defaults.npy_layers}.get(form, "moe")
     return RoutingOptions(
@@ -98,8 +100,8 @@ def resolve_routing_options(
     )
 
 
-def _start_len(request: GenerateReqInput) -> object:
-    """The start of the rows, under either name."""
+def _start_len(request: GenerateReqInput) -> tuple[str, object]:
+    """The name that a request has for the start of the rows, and the start."""
     start, alias = request.routed_experts_start_len, request.routed_experts_prompt_start
     if start is not None and alias is not None and start != alias:
         text = (
@@ -107,17 +109,19 @@ def _start_len(request: GenerateReqInput) -> object:
             f"routed_experts_start_len={short_repr(start)} differ; give one"
         )
         raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
-    return alias if start is None else start
+    if start is None and alias is not None:
+        return "routed_experts_prompt_start", alias
+    return "routed_experts_start_len", start
 
 
-def _checked_start(start: object, prompt_len: int) -> int:
+def _checked_start(param: str, start: object, prompt_len: int) -> int:
     start = 0 if start is None else start
     if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
         text = f"must be an integer in 0..{prompt_len}, the prompt's length"
         if isinstance(start, int) and start > prompt_len:
             text = f"is higher than the number of input tokens: it {text}"
-        text = f"routed_experts_start_len={short_repr(start)} {text}"
-        raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
+        text = f"{param}={short_repr(start)} {text}"
+        raise InvalidRequestError(text, param=param, code="invalid_start")
     return start
 
 
@@ -125,8 +129,8 @@ def _checked_format(form: object, defaults: RoutingDefaults) -> str:
     form = defaults.format if form is None else _checked_word("format", form, ROUTED_EXPERTS_FORMATS)
     if form == "ref" and not defaults.refs:
         text = (
-            "routed_experts_format='ref' is for servers that keep rows: here the array is already in "
-            "this process; choose int32, npy, packed or list"
+            "routed_experts_format='ref' is for servers that keep rows, and here none are kept; choose int32, npy, "
+            "packed or list, or serve with --routing-store-bytes above 0"
         )
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     return form

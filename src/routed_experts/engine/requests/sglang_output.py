@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.speculative_stats import SpeculativeCounts
-from routed_experts.engine.requests.placement_fields import placement_fields
+from routed_experts.engine.requests.placement_fields import exactness_fields
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import START_KEY, encode_rows
@@ -35,8 +35,7 @@ def sglang_output(
     }
     if out.dp_rank is not None:
         meta["dp_rank"] = out.dp_rank
-    if (changes := placement_fields(out)) is not None:
-        meta |= {"exact": out.exact, **changes}
+    meta |= exactness_fields(out)
     if out.speculative is not None and out.finish_reason is not None:
         meta |= _speculative_fields(out.speculative)
     if state.request.return_logprob:

@@ -220,7 +220,8 @@ class Tokenizer:
             ):
                 variable = f"{name!r}={value!r}"[:80]
                 raise InvalidRequestError(
-                    f"chat template variable {variable} is refused; expected a free name and a scalar", param=name[:64]
+                    f"chat template variable {variable} is refused; expected a free name and a scalar",
+                    param="chat_template_kwargs",
                 )
         variables = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
         template = self._tool_template if tools and self._tool_template is not None else self._template

@@ -2,8 +2,8 @@
 
     embed -> [ attention, router -> submit host experts -> device experts -> wait -> sums added ] a layer -> norm, head
 
-In most steps the host computes its experts; some may be deferred, and are added one MoE layer later. In a streaming
-step the host copies their weights to the device, chunk by chunk, and the device computes them.
+In most steps the host computes its experts; some of generated tokens may be deferred, and are added one MoE layer
+later. In a streaming step the host copies their weights to the device, chunk by chunk, and the device computes them.
 
 Layers of a block are scanned, so the program does not grow with depth. A pure function of arrays but for the queue.
 Dims: N padded tokens, R request slots, D hidden, M MoE layers, E experts, C experts of a chunk, K experts per token."""
@@ -51,7 +51,7 @@ _CHUNK_BYTES = 128 << 20  # of streamed weights: bounds the staging buffers on t
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSpec:
     """Static values of all steps of an offloaded model. `num_resident`: experts of a layer in the device tables;
-    `num_deferred`: slots of a token that a decode step may add one MoE layer late."""
+    `num_deferred`: slots of a generated token that a decode step may add one MoE layer late."""
 
     program: ProgramSpec
     config: FamilyConfig
@@ -71,7 +71,7 @@ class OffloadSpec:
         return jax.ShapeDtypeStruct((self.num_moe_layers, self.num_experts), jnp.int32)
 
     def deferred_in(self, shape: BatchShape) -> int:
-        """Slots of a token that a step of this shape may defer."""
+        """Slots of a generated token that a step of this shape may defer."""
         return self.num_deferred if self.has_host and shape.mode is ForwardMode.DECODE else 0
 
     def has_device_experts(self, group: LayerGroup) -> bool:
@@ -217,6 +217,7 @@ def offload_step(
         host=host,
         streams=streams,
         num_deferred=0 if streams else spec.deferred_in(shape),
+        generated=batch.generated,
     )
     x = embed(spec.config, arrays.embed_head.embed, tokens)
     residual, pool = layers.run(Residual(x, capture, slot_counts), pool, routed)
@@ -243,6 +244,7 @@ class _Layers:
     host: HostExperts | None
     streams: bool
     num_deferred: int
+    generated: Bool[Array, " N"]  # the last token of a prompt may be in a decode step: it defers nothing
 
     def run(self, residual: Residual, pool: Any, routed: TokenRouting | None) -> tuple[Residual, Any]:
         """Scan the layers of each block. A deferred job is always outstanding: of the MoE layer before, or an empty one
@@ -276,7 +278,9 @@ class _Layers:
     ) -> tuple[Residual, Any]:
         config, weights = self.spec.config, self.arrays.layers[group.block][group.position]
         args = (config, group, weights, layer, residual, self.context, pool, self.slot_of)
-        residual, inputs, pool = attention_and_router(*args, num_deferred=self.num_deferred, routed=routed)
+        residual, inputs, pool = attention_and_router(
+            *args, num_deferred=self.num_deferred, may_defer=self.generated, routed=routed
+        )
         if inputs is not None:
             partial_sums = self._run_experts(group, layer, inputs)
             residual = dataclasses.replace(residual, x=add_expert_outputs(config, residual.x, partial_sums))

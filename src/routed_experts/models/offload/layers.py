@@ -118,11 +118,13 @@ def attention_and_router(
     slot_of: Int32[Array, "M E"],
     *,
     num_deferred: int = 0,
+    may_defer: Bool[Array, " N"] | None = None,
     routed: LayerRouting | None = None,
 ) -> tuple[Residual, ExpertInputs | None, Any]:
     """Run a layer up to its experts (None: a dense layer, run to its end). `slot_of`: each expert's slot in the table,
     -1 outside it. Rows of `routed` that are valid are executed as they are. Of a token's `num_deferred` lightest
-    experts those outside the table are deferred, except in the last MoE layer."""
+    experts those outside the table are deferred, except in the last MoE layer, and only of tokens of `may_defer` (None:
+    of all)."""
     spec = group.spec(config)
     params = _layer_params(config, spec, arrays, layer.index, step.kernels)
     normed = apply_norm(config, residual.x, "input_norm", params)
@@ -140,6 +142,8 @@ def attention_and_router(
     counts = [jnp.sum(host_ids >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]]
     if num_deferred:
         deferred = lightest(routing.weights, num_deferred) & (layer.moe_layer < slot_of.shape[0] - 1)
+        if may_defer is not None:
+            deferred = deferred & may_defer[:, None]
         host_ids, deferred_ids = jnp.where(deferred, -1, host_ids), jnp.where(deferred, host_ids, -1)
         counts.append(jnp.sum(deferred_ids >= 0, dtype=jnp.int32))
     else:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import PARAM, InvalidRequestError
+from routed_experts.core.errors import PARAM, CheckpointError, InvalidRequestError, WeightsMismatchError
 from routed_experts.core.weight_version import WeightVersion, to_label
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.body import json_response, read_body
@@ -141,7 +141,12 @@ async def update_from_folder(
         if abort_first:
             engine.flush_submissions()
             await asyncio.to_thread(engine.engine.abort, abort_all=True)
-        return await asyncio.to_thread(engine.engine.update_weights_from_disk, folder, version=label, cache=cache)
+        try:
+            return await asyncio.to_thread(engine.engine.update_weights_from_disk, folder, version=label, cache=cache)
+        except (CheckpointError, WeightsMismatchError) as error:
+            sent = short_repr(path, max_chars=_MAX_SHOWN_CHARS)
+            text = f"{PARAM}={sent}: {error}"
+            raise InvalidRequestError(text, param="model_path", code=error.code, sent=sent) from error
 
 
 async def update_weight_version(request: Request, server: ServerState) -> Response:

@@ -25,8 +25,10 @@ from routed_experts.server.protocol import (
     AbortRequestsRequest,
     ContinueRequest,
     ResetPrefixCacheRequest,
+    SleepRequest,
     UpdateFromFolderRequest,
     VllmPauseRequest,
+    WakeUpRequest,
 )
 from routed_experts.server.state import ServerState
 
@@ -35,6 +37,7 @@ MAX_ABORT_IDS = 1024
 _MODES: Mapping[str, str] = MappingProxyType({"abort": "abort", "wait": "wait", "keep": "in_place"})
 _RUNNING: Mapping[str, str] = MappingProxyType({"abort": "abort", "wait": "wait", "keep": "retract"})
 _LEVELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"1": ("kv_cache",), "2": ("kv_cache", "weights")})
+_MAX_LEVEL_CHARS = 64
 _UNRESPONSIVE = ("stalled", "dead")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -182,35 +185,37 @@ async def liveness(request: Request, server: ServerState) -> Response:
 
 async def sleep(request: Request, server: ServerState) -> Response:
     """Free device memory: level 1 the KV pages, level 2 the weights too; requests wait until the server wakes up."""
-    tags, running = parse_sleep(request)
+    tags, running = await parse_sleep(request, server)
     released = await memory_routes.release(server, server.accepting_engine, tags, running=running)
     return json_response({"status": "sleeping", "released": list(released)})
 
 
-def parse_sleep(request: Request) -> tuple[list[str], str]:
+async def parse_sleep(request: Request, server: ServerState) -> tuple[list[str], str]:
     """Return the tags that are released, and what becomes of running requests, as `Engine.release_memory_occupation`
-    has it. Raises InvalidRequestError."""
-    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "keep")
+    has it. Raises ApiError and InvalidRequestError."""
+    options = await read_options(request, SleepRequest, server)
+    level = "1" if options.level is None else str(options.level)[:_MAX_LEVEL_CHARS]
+    mode = "keep" if options.mode is None else options.mode
     if level not in _LEVELS:
         text = f"level={short_repr(level)} must be 1 (KV pages) or 2 (weights too); to hold requests alone use /pause"
         raise InvalidRequestError(text, param="level")
     if mode not in _RUNNING:
         text = f"mode={short_repr(mode)} is unknown; choose one of {', '.join(_RUNNING)}"
         raise InvalidRequestError(text, param="mode")
-    tags = memory_routes.parse_tags(query_tags(request))
+    tags = memory_routes.parse_tags(options.tags)
     return list(_LEVELS[level]) if tags is None else tags, _RUNNING[mode]
-
-
-def query_tags(request: Request) -> list[str] | None:
-    """Return the tags of the query, or None."""
-    return request.query_params.getlist("tags") or None
 
 
 async def wake_up(request: Request, server: ServerState) -> Response:
     """Allocate what was freed and continue; released weights come by an update before."""
-    tags = memory_routes.parse_tags(query_tags(request))
+    tags = await parse_wake_up(request, server)
     released = await memory_routes.resume(server.accepting_engine, tags)
     return json_response({"status": "sleeping" if released else "awake", "released": list(released)})
+
+
+async def parse_wake_up(request: Request, server: ServerState) -> list[str] | None:
+    """Return the tags that are allocated again, or None for all. Raises ApiError and InvalidRequestError."""
+    return memory_routes.parse_tags((await read_options(request, WakeUpRequest, server)).tags)
 
 
 async def is_sleeping(request: Request, server: ServerState) -> Response:
@@ -222,15 +227,36 @@ async def is_sleeping(request: Request, server: ServerState) -> Response:
 async def read_options(request: Request, kind: type[_Body], server: ServerState) -> _Body:
     """Return the fields of a body and of the query, which must agree. Raises ApiError and InvalidRequestError."""
     body = (await read_body(request, kind, server.settings, allow_empty=True)).value
-    read: Mapping[str, Callable[[str, str | None], object]] = {"mode": lambda name, text: text}
     merged: dict[str, object] = {}
     for name, in_body in msgspec.structs.asdict(body).items():
-        in_query = read.get(name, _parse_bool)(name, request.query_params.get(name))
+        in_query = _QUERY_READERS.get(name, _read_bool)(request, name)
         if in_query is not None and in_body is not None and in_query != in_body:
             text = f"{name}={short_repr(in_query)} in the query, but {short_repr(in_body)} in the body; send it once"
             raise InvalidRequestError(text, param=name, code="conflicting_parameters")
         merged[name] = in_body if in_query is None else in_query
     return kind(**merged)
+
+
+def _read_text(request: Request, name: str) -> str | None:
+    return request.query_params.get(name)
+
+
+def _read_level(request: Request, name: str) -> int | str | None:
+    text = request.query_params.get(name)
+    return int(text) if text is not None and text in _LEVELS else text
+
+
+def _read_list(request: Request, name: str) -> list[str] | None:
+    return request.query_params.getlist(name) or None
+
+
+def _read_bool(request: Request, name: str) -> bool | None:
+    return _parse_bool(name, request.query_params.get(name))
+
+
+_QUERY_READERS: Mapping[str, Callable[[Request, str], object]] = MappingProxyType(
+    {"mode": _read_text, "level": _read_level, "tags": _read_list}
+)
 
 
 def _parse_bool(name: str, text: str | None) -> bool | None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.parsing import CallDelta, ContentDelta, Delta, ReasoningDelta
-from routed_experts.server.chat_handler import num_tokens
+from routed_experts.server.chat_handler import changes, num_tokens
 from routed_experts.server.chat_prompt import new_call_id
 from routed_experts.server.sse import event
 
@@ -58,9 +58,10 @@ class MessageWriter:
         name = {"length": "max_tokens", "stop": "end_turn"}.get(reason.type, reason.type)
         if name == "end_turn":
             name = "stop_sequence" if stop_sequence is not None else "tool_use" if has_calls else name
-        self._end = {"stop_reason": name, "stop_sequence": stop_sequence, "usage": _usage(*num_tokens(sequence))}
-        end = {"stop_reason": name, "stop_sequence": stop_sequence}
-        events.append(event({"type": "message_delta", "delta": end, "usage": self._end["usage"]}, "message_delta"))
+        end: Fields = {"stop_reason": name, "stop_sequence": stop_sequence}
+        fields: Fields = {"usage": _usage(*num_tokens(sequence)), **changes(sequence)}
+        self._end = {**end, **fields}
+        events.append(event({"type": "message_delta", "delta": end, **fields}, "message_delta"))
         return [*events, event({"type": "message_stop"}, "message_stop")]
 
     def _open(self, delta: Delta) -> list[bytes]:

@@ -45,6 +45,7 @@ _FIELDS = MappingProxyType(
     | {"max_new_tokens": "max_tokens", "stop": "stop_sequences", "rid": "request_id"}
 )
 _SAMPLING_FIELDS = "temperature top_p top_k min_p ignore_eos max_tokens".split()
+_UNUSED = ("metadata", "service_tier")  # fields without effect
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -70,12 +71,13 @@ async def messages(request: Request, server: ServerState) -> Response:
             text = f"{name} is not supported: this server runs no tools and stores nothing; leave it out"
             raise ApiError(text, status=400, code="unsupported_parameter", param=name)
     tools = _tools(call)
-    server.metrics.ignored(body.ignored)
+    ignored = [*body.ignored, *(name for name in _UNUSED if getattr(call, name) is not None)]
+    server.metrics.ignored(ignored)
     options = CallOptions(
         request_id=resolve_request_id(request, call.request_id, prefix="msg_"),
         owner=request_owner(request),
         fields=_FIELDS,
-        headers=ignored_params_header(body.ignored),
+        headers=ignored_params_header(ignored),
     )
     with field_names(_FIELDS):
         values: dict[str, object] = {name: getattr(call, name) for name in _SAMPLING_FIELDS}

@@ -21,6 +21,7 @@ from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.forced_calls import forced_call_grammar
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.openai.handler import (
+    MAX_LOGPROBS,
     ChoiceState,
     Delta,
     LogprobOptions,
@@ -256,6 +257,9 @@ def _tools(chat: ChatRequest) -> ToolOptions:
 
 def _num_alternatives(chat: ChatRequest) -> int | None:
     """Return the number of alternatives of a token; None without logprobs."""
+    if chat.top_logprobs is not None and not 0 <= chat.top_logprobs <= MAX_LOGPROBS:
+        text = f"top_logprobs={short_repr(chat.top_logprobs)} must be 0..{MAX_LOGPROBS}"
+        raise InvalidRequestError(text, param="top_logprobs")
     if chat.logprobs is True:
         return chat.top_logprobs or 0
     if chat.top_logprobs:
@@ -304,4 +308,5 @@ def _fields(chat: ChatRequest) -> dict[str, str]:
         "max_tokens": length,
         "rid": "request_id",
         "token_ids_logprob": "logprob_token_ids",
+        "top_logprobs_num": "top_logprobs",
     }

@@ -15,15 +15,16 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from routed_experts.core.sampling_params import SamplingParams, clamp_biases
 from routed_experts.core.speculative_stats import SpeculativeCounts
+from routed_experts.engine.requests.placement_fields import exactness_fields
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats.wire import PAYLOAD_KEY
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
 from routed_experts.server.errors import ApiError
-from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
+from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed, usage_in_stream
 from routed_experts.server.limits import MAX_OPENAI_STOPS
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.openai.structured import grammar_of
@@ -83,14 +84,8 @@ def parse_options(
 ) -> OpenAIOptions:
     """Read the options of a call. `logprobs`: alternatives of generated tokens; None without logprobs. Raises for
     options that need a stream, or forbid one."""
-    call, options = body.value, body.value.stream_options
-    is_forced = server.settings.enable_force_include_usage
-    include_usage = is_forced or (options is not None and options.include_usage is True)
-    is_continuous = options is not None and options.continuous_usage_stats is True
-    continuous_usage = is_forced or (include_usage and is_continuous)
-    if options is not None and call.stream is not True:
-        text = "stream_options without stream; set stream to true"
-        raise ApiError(text, status=400, code="stream_required", param="stream_options")
+    call = body.value
+    include_usage, continuous_usage = usage_in_stream(server.settings, call.stream_options, stream=call.stream)
     if call.rid is not None and call.request_id is not None and call.rid != call.request_id:
         text = "rid and request_id differ; send one"
         raise ApiError(text, status=400, code="conflicting_parameters", param="request_id")
@@ -157,9 +152,8 @@ def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingP
         raise InvalidRequestError(text, param="stop")
     values: dict[str, object] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     values |= {"seed": to_seed(body.seed), "max_tokens": max_tokens, "structured_outputs": grammar_of(body)}
-    if body.logit_bias is not None:  # clamped, as vLLM does
-        clamp = {token: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias)) for token, bias in body.logit_bias.items()}
-        values["logit_bias"] = clamp
+    if body.logit_bias is not None:
+        values["logit_bias"] = clamp_biases(body.logit_bias)
     if max_tokens == 0:
         values |= {"max_tokens": 1, "min_tokens": None}
     return SamplingParams.from_dict(values)
@@ -278,6 +272,11 @@ class ChoiceState:
         """Return the fields that tell which weights made the choice."""
         return weight_fields(self.sequence, num_tokens=self.num_tokens()[1], is_last=self.is_finished)
 
+    def meta_info(self) -> dict[str, object]:
+        """Return the fields of `meta_info` but rows: the weights, and what the placement of experts changed."""
+        changes = exactness_fields(self.sequence.last) if self.sequence.has_output else {}
+        return self.weight_fields() | changes
+
     def metadata(self) -> dict[str, object]:
         """Return SGLang's field of a response. Its values are texts, for OpenAI's clients have no others."""
         fields = self.weight_fields()
@@ -380,8 +379,8 @@ class OpenAIHandler(GenerationHandler):
         for choice in self._choices:
             (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
             self._note_rows(choice, routing)
-            weights = {"meta_info": choice.weight_fields()}  # in rows of form int32, too
-            bodies.append({**self._format.full(choice), **self._format.finish(choice), **weights, **routing.choice})
+            meta = {"meta_info": choice.meta_info()}  # in rows of form int32, too
+            bodies.append({**self._format.full(choice), **self._format.finish(choice), **meta, **routing.choice})
             response_fields |= routing.response
         head = self._head(self._format.object_name)
         body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields, **self._sglext()}
@@ -421,8 +420,8 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, body, routing.pop(0) if routing and not chunks else None))
         chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
         if ending is not None and last is not None:
-            weights = {"meta_info": choice.weight_fields()}
-            fields = ResponseRouting({**weights, **last.choice}, {**last.response, **choice.metadata()})
+            meta = {"meta_info": choice.meta_info()}
+            fields = ResponseRouting({**meta, **last.choice}, {**last.response, **choice.metadata()})
             chunks.append(self._chunk(choice, {**ending, **self._format.finish(choice)}, fields))
         return chunks
 
@@ -437,8 +436,8 @@ class OpenAIHandler(GenerationHandler):
                 rows,
                 options,
                 aborted=sequence.num_tokens == 0,
-                url=ref_url(self._options.request_id, choice.index),
-                weights=choice.weight_fields(),
+                url=ref_url(self._server.settings, self._options.request_id, choice.index),
+                meta=choice.meta_info(),
                 include_prompt_rows=include_prompt_rows,
             )
 

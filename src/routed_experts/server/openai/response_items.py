@@ -13,11 +13,13 @@ of the text.
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from routed_experts.engine.requests.sequence_state import SequenceState
 from routed_experts.parsing import CallDelta, ContentDelta, Delta, ReasoningDelta
-from routed_experts.server.chat_handler import num_tokens
+from routed_experts.server.chat_handler import changes, num_tokens
 from routed_experts.server.chat_prompt import new_call_id
+from routed_experts.server.errors import ErrorResponse
 from routed_experts.server.sse import event
 
 Fields = dict[str, object]
@@ -84,9 +86,16 @@ class ResponseWriter:
                 "output_tokens_details": {"reasoning_tokens": self._count_tokens("".join(self._reasoning))},
                 "total_tokens": prompt + generated,
             },
+            **changes(sequence),
         }
         name = "response.completed" if is_complete else "response.incomplete"
         return [*events, self._event(name, response=self.body())]
+
+    def error_event(self, response: ErrorResponse) -> bytes:
+        """Return the event that ends a stream which failed. `error` is where the clients of /v1 look for it."""
+        error = cast("Mapping[str, object]", response.body["error"])
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        return self._event("error", **fields, error=error)
 
     def _open(self, delta: Delta) -> list[bytes]:
         """Open the item of a delta, after the one before it is closed."""

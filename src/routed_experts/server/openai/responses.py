@@ -12,12 +12,12 @@ from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.grammar_spec import GrammarSpec
-from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.server.body import ignored_params_header, read_body
 from routed_experts.server.chat_handler import ChatHandler
-from routed_experts.server.chat_prompt import build_prompt
+from routed_experts.server.chat_prompt import ChatPrompt, build_prompt
 from routed_experts.server.chat_template import template_scalars
 from routed_experts.server.errors import ApiError, field_names
 from routed_experts.server.executors import run_in_thread_if_large
@@ -26,6 +26,7 @@ from routed_experts.server.generation_handler import CallOptions, to_seed
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.openai.response_items import ResponseWriter
 from routed_experts.server.protocol import ChatMessage, Function, FunctionCall, ResponsesRequest, Tool, ToolCall
+from routed_experts.server.sse import StreamForm
 from routed_experts.server.state import ServerState
 from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 
@@ -33,7 +34,7 @@ from routed_experts.server.tools import ToolChoice, ToolOptions, check_tools
 _FIELDS = MappingProxyType(
     dict.fromkeys(("prompt", "text", "input_ids", "messages"), "input")
     | dict.fromkeys(("max_new_tokens", "max_tokens"), "max_output_tokens")
-    | {"rid": "request_id"}
+    | {"rid": "request_id", "reasoning_effort": "reasoning.effort"}
 )
 _SAMPLING_FIELDS = (
     "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty ignore_eos"
@@ -52,6 +53,21 @@ _HARMLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 _INCLUDES = frozenset({"reasoning.encrypted_content"})  # there is none, so nothing is missing
+
+
+class ResponsesHandler(ChatHandler):
+    """A call of /v1/responses: an error is an event of its streams."""
+
+    def __init__(
+        self,
+        server: ServerState,
+        requests: Sequence[TokenizedGenerateReqInput],
+        prompt: ChatPrompt,
+        writer: ResponseWriter,
+        options: CallOptions,
+    ) -> None:
+        super().__init__(server, requests, prompt, writer, options)
+        self.stream_form = StreamForm(error=writer.error_event)
 
 
 async def responses(request: Request, server: ServerState) -> Response:
@@ -101,7 +117,7 @@ async def responses(request: Request, server: ServerState) -> Response:
         return len(tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
     writer = ResponseWriter(options.request_id, server.model_name, _head(call), count_tokens)
-    handler = ChatHandler(server, requests, prompt, writer, options)
+    handler = ResponsesHandler(server, requests, prompt, writer, options)
     return await handler.respond(request, stream=call.stream is True)
 
 
@@ -230,8 +246,8 @@ def _sampling_params(call: ResponsesRequest, tools: ToolOptions) -> SamplingPara
 def _grammar(call: ResponsesRequest) -> GrammarSpec | None:
     form = {} if call.text is None or call.text.format is None else call.text.format
     if form.get("type") != "json_schema":
-        return GrammarSpec.of_response_format(form or None, param="text")
-    return GrammarSpec.of_response_format({"type": "json_schema", "json_schema": form}, param="text")
+        return GrammarSpec.of_response_format(form or None, param="text.format")
+    return GrammarSpec.of_response_format({"type": "json_schema", "json_schema": form}, param="text.format")
 
 
 def _head(call: ResponsesRequest) -> dict[str, object]:

@@ -3,6 +3,7 @@
 In /v1 the weight versions are in choices[i].meta_info beside rows. Rows in int32 and ref are there too; in npy they are
 fields of the choice; in list the prompt's rows are fields of the response and the others of the choice."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ from routed_experts.server.routing.store import StoredRows
 _DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(  # enabled, format
     {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}
 )
+_NPY_HEADER_BYTES = 128  # of three dims
+_PACKED_KEYS_BYTES = 128  # of a packed payload without its data, at most
+_MAX_FLOAT_CHARS = 24  # of a float in JSON
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,9 +98,9 @@ def check_list_size(
         raise InvalidRequestError(text, param="routed_experts_format", code="list_unsuitable")
 
 
-def ref_url(request_id: str, choice: int) -> str:
-    """Return the path at which the rows of a choice are fetched."""
-    return f"/v1/routing/{quote(request_id)}?choice={choice}"
+def ref_url(settings: ServerSettings, request_id: str, choice: int) -> str:
+    """Return the path at which the rows of a choice are fetched, with the prefix of a proxy if there is one."""
+    return f"{settings.root_path}/v1/routing/{quote(request_id)}?choice={choice}"
 
 
 def routing_fields(
@@ -105,26 +109,32 @@ def routing_fields(
     *,
     aborted: bool,
     url: str,
-    weights: Mapping[str, object],
+    meta: Mapping[str, object],
     include_prompt_rows: bool,
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
-    of format list, which a response has once. `weights`: the fields that tell the weight versions."""
+    of format list, which a response has once. `meta`: further
+    fields of `meta_info`, such as the weight versions."""
     is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
-        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **weights}}, {})
+        return ResponseRouting({"meta_info": {START_KEY: record.start, **fields, **meta}}, {})
     prompt_rows = {PROMPT_KEY: fields.pop(PROMPT_KEY)} if options.format == "list" else {}
-    return ResponseRouting({**fields, "meta_info": {**weights}}, prompt_rows if include_prompt_rows else {})
+    return ResponseRouting({**fields, "meta_info": {**meta}}, prompt_rows if include_prompt_rows else {})
 
 
 def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:
-    """Split a record whose rows are streamed into parts of at most MAX_EVENT_PAYLOAD bytes."""
+    """Split a record whose rows are streamed into parts of at most MAX_EVENT_PAYLOAD bytes as they are sent, or of one
+    row."""
     if not options.stream or record.num_rows == 0:
         return [record]
-    row_bytes = max(1, payload_bytes(record, options) // record.num_rows)
-    step = max(1, MAX_EVENT_PAYLOAD // (row_bytes + 1))
-    end = record.start + record.num_rows
+    if options.format == "ref":  # its rows are in no event
+        return [record]
+    counts = range(1, record.num_rows + 1)
+    step = bisect.bisect_right(
+        counts, MAX_EVENT_PAYLOAD, key=lambda count: _encoded_bytes(record, options, num_rows=count)
+    )
+    step, end = max(1, step), record.start + record.num_rows
     return [record[low : min(low + step, end)] for low in range(record.start, end, step)]
 
 
@@ -135,11 +145,37 @@ def to_stored(sequence: SequenceState, record: RoutedExperts, *, owner: str) -> 
 
 
 def payload_bytes(record: RoutedExperts, options: RoutingOptions) -> int:
-    """Estimate the size of the rows in the response."""
-    weights = 0
-    if record.weights is not None:
-        weights = record.weights.size * 20 if options.format == "list" else record.weights.nbytes * 4 // 3
+    """Return the size of the rows and weights in the response as they are sent; of lists an upper bound. Of format ref,
+    what is kept for fetching."""
+    return record.nbytes if options.format == "ref" else _encoded_bytes(record, options, num_rows=record.num_rows)
+
+
+def _encoded_bytes(record: RoutedExperts, options: RoutingOptions, *, num_rows: int) -> int:
+    """Return the size of so many of the record's rows, with their weights, in JSON."""
+    num_columns = record.num_hidden_layers if options.layers == "all" else len(record.layer_ids)
+    weights_shape = (num_rows, len(record.layer_ids), record.top_k)
+    if options.format == "list":
+        id_chars = max(2, len(str(record.num_experts - 1)))  # -1 in a dense column
+        size = _list_bytes((num_rows, num_columns, record.top_k), id_chars)
+        return size if record.weights is None else size + _list_bytes(weights_shape, _MAX_FLOAT_CHARS)
+    size = math.prod((num_rows, num_columns, record.top_k))
     if options.format == "int32":
-        columns = record.num_hidden_layers if options.layers == "all" else len(record.layer_ids)
-        return weights + math.prod((record.num_rows, columns, record.top_k, 16)) // 3
-    return weights + record.ids.size * (4 if options.format == "list" else 2)
+        size = _base64_bytes(4 * size)
+    elif options.format == "packed":  # SkyRL's reader has signed ids
+        itemsize = record.ids.itemsize if record.num_experts <= 2**15 else 4
+        size = _PACKED_KEYS_BYTES + _base64_bytes(itemsize * size)
+    else:
+        size = _base64_bytes(_NPY_HEADER_BYTES + record.ids.itemsize * size)
+    if record.weights is not None:
+        size += _base64_bytes(_NPY_HEADER_BYTES + record.weights.itemsize * math.prod(weights_shape))
+    return size
+
+
+def _base64_bytes(num_bytes: int) -> int:
+    return 4 * math.ceil(num_bytes / 3)
+
+
+def _list_bytes(shape: tuple[int, int, int], number_chars: int) -> int:
+    """Return an upper bound: numbers of so many characters, each with a comma, and the brackets of three levels."""
+    num_rows, num_columns, num_slots = shape
+    return 2 + num_rows * (3 + num_columns * (3 + num_slots * (number_chars + 1)))

@@ -29,9 +29,10 @@ from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
 from routed_experts.server.middleware import request_owner, resolve_request_id
-from routed_experts.server.protocol import ScoreRequest
+from routed_experts.server.protocol import RoutingFields, ScoreRequest
 from routed_experts.server.routing.response import (
     check_list_size,
+    payload_bytes,
     ref_url,
     routing_fields,
     sglang_defaults,
@@ -42,6 +43,8 @@ from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
 _LOGPROB_BYTES = 24  # of one number in JSON
+_OF_LABELS = ("items", "label_token_ids", "apply_softmax", "item_first")  # fields of the form with a query
+_OF_ROWS = ("routed_experts", "replay_weights", "return_routed_experts", *RoutingFields.__struct_fields__)
 
 
 async def score(request: Request, server: ServerState) -> Response:
@@ -54,6 +57,10 @@ async def score(request: Request, server: ServerState) -> Response:
         raise InvalidRequestError(text, param="token_ids" if fields.query is None else "query")
     if fields.query is not None:
         return await _score_labels(request, server, body)
+    given = next((name for name in _OF_LABELS if getattr(fields, name)), None)
+    if given is not None:
+        text = f"{given} is of query, items and label_token_ids, and token_ids is given; leave one of them out"
+        raise InvalidRequestError(text, param=given)
     request_id = resolve_request_id(request, fields.request_id, prefix="score-")
     server.metrics.ignored(body.ignored)
     sequences = _sequences(fields)
@@ -69,7 +76,7 @@ async def score(request: Request, server: ServerState) -> Response:
         if not options[0].weights:
             outputs = [_without_weights(output) for output in outputs]
         return outputs, [
-            _render(index, output, option, ref_url(request_id, index))
+            _render(index, output, option, ref_url(server.settings, request_id, index))
             for index, (output, option) in enumerate(zip(outputs, options, strict=True))
         ]
 
@@ -146,10 +153,10 @@ def _check_label_fields(fields: ScoreRequest, labels: Sequence[int], vocab_size:
     if unknown is not None:
         text = f"label_token_ids holds {unknown}, which is out of vocabulary: ids are 0..{vocab_size - 1}"
         raise InvalidRequestError(text[:200], param="label_token_ids")
-    of_rows = ("routed_experts", "return_routed_experts", "return_routed_experts_weights", "replay_weights")
-    given = [name for name in of_rows if getattr(fields, name)]
-    if given:
-        raise InvalidRequestError(f"{given[0]} needs token_ids; query and items have no rows", param=given[0])
+    given = next((name for name in _OF_ROWS if getattr(fields, name)), None)
+    if given is not None:
+        text = f"{given} needs token_ids: query and items have no rows; leave it out"
+        raise InvalidRequestError(text, param=given)
 
 
 def _label_prompts(server: ServerState, fields: ScoreRequest) -> list[list[int]]:
@@ -273,7 +280,7 @@ def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) 
         options,
         aborted=False,
         url=url,
-        weights=weights,
+        meta=weights,
         include_prompt_rows=True,
     )
     routing_meta = cast("dict[str, object]", routing.choice["meta_info"])
@@ -294,6 +301,6 @@ def _record_sent(
     for index, output in enumerate(outputs):
         assert output.routed_experts is not None, "rows are recorded where routing options are accepted"
         rows = output.routed_experts[options.start :]
-        server.metrics.sent_rows(options.format, rows.nbytes)
+        server.metrics.sent_rows(options.format, payload_bytes(rows, options))
         if entry is not None:
             server.store.fill(entry, index, StoredRows(record=rows, token_ids=output.token_ids, owner=owner))

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.sglang_output import OUTPUT_LOGPROBS, sglang_output
@@ -51,7 +52,7 @@ async def generate(request: Request, server: ServerState) -> Response:
             sampling_params=sampling if isinstance(call.sampling_params, list) else sampling[0],
             max_new_tokens=None if prompt_only else call.max_new_tokens,
             rid=call.rid if isinstance(call.rid, list) else request_id,
-            extra_key=call.extra_key,
+            extra_key=_extra_key(call),
             data_parallel_rank=call.data_parallel_rank,
             stream=call.stream is True,
             return_logprob=call.return_logprob,
@@ -137,7 +138,7 @@ class SGLangHandler(GenerationHandler):
         )
         if rows is not None and self._requests[index].routed_experts.format == "ref":
             meta_info = cast("dict[str, object]", fields["meta_info"])
-            meta_info |= encode_ref(rows, url=ref_url(self._options.request_id, index))
+            meta_info |= encode_ref(rows, url=ref_url(self._server.settings, self._options.request_id, index))
         return fields
 
 
@@ -163,6 +164,13 @@ def _with_routing(call: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(
         call, sampling_params=rest if isinstance(call.sampling_params, list) else rest[0], **moved
     )
+
+
+def _extra_key(call: GenerateRequest) -> str | list[str | None] | None:
+    """The key of all prompts, or of each: vLLM's cache_salt is of all of them."""
+    if isinstance(call.extra_key, list):
+        return [combine_keys(key, call.cache_salt) for key in call.extra_key]
+    return combine_keys(call.extra_key, call.cache_salt)
 
 
 def _as_list(params: Mapping[str, object] | Sequence[Mapping[str, object]] | None) -> list[Mapping[str, object]]:
@@ -205,7 +213,7 @@ def prefill_only(call: GenerateRequest, sampling: dict[str, object]) -> bool:
     """Whether 0 new tokens are requested; then `sampling` is changed to one token, which the response leaves out."""
     fields = [call.max_new_tokens, *(sampling.get(name) for name in _LENGTHS)]
     lengths = [value for value in fields if value is not None]
-    if not lengths or any(value != 0 or isinstance(value, bool) for value in lengths):
+    if not lengths or any(value != 0 or type(value) is not int for value in lengths):
         return False
     for name in (*_LENGTHS, "min_new_tokens", "min_tokens"):
         sampling.pop(name, None)

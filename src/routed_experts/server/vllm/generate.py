@@ -15,17 +15,26 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.extra_key import combine_keys
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import ALIASES, FIELDS
+from routed_experts.core.sampling_params import ALIASES, FIELDS, clamp_biases
+from routed_experts.engine.requests.placement_fields import exactness_fields
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
 from routed_experts.engine.requests.weight_fields import weight_fields
 from routed_experts.formats import packed
 from routed_experts.formats.wire import INFO_KEY, PAYLOAD_KEY
-from routed_experts.server.body import ParsedBody, check_fields, ignored_params_header, json_response, read_body
+from routed_experts.server.body import (
+    ParsedBody,
+    check_fields,
+    ignored_params_header,
+    json_response,
+    read_body,
+    with_numbers,
+)
 from routed_experts.server.errors import ApiError, field_names
-from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed
+from routed_experts.server.generation_handler import CallOptions, GenerationHandler, to_seed, usage_in_stream
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import TokensRequest
@@ -47,8 +56,6 @@ _FIELDS = MappingProxyType(
     {
         "input_ids": "token_ids",
         "rid": "request_id",
-        "extra_key": "cache_salt",
-        "max_new_tokens": "max_tokens",
         "top_logprobs_num": "logprobs",
     }
 )
@@ -89,14 +96,16 @@ async def _respond(
     sampling, ignored_sampling = _sampling(call, server.settings)
     ignored = [*body.ignored, *ignored_sampling]
     server.metrics.ignored(ignored)
-    options = call.stream_options
+    include_usage, continuous_usage = usage_in_stream(server.settings, call.stream_options, stream=call.stream)
+    length = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"
+    fields = {**_FIELDS, "max_new_tokens": length}
     request_id = resolve_request_id(request, call.request_id, prefix="generate-")
-    with field_names(_FIELDS):
+    with field_names(fields):
         inputs = GenerateReqInput(
             input_ids=call.token_ids,
             sampling_params=sampling,
             rid=request_id,
-            extra_key=call.cache_salt,
+            extra_key=combine_keys(call.extra_key, call.cache_salt),
             data_parallel_rank=_data_parallel_rank(request, call),
             stream=call.stream is True,
             **to_routing_params(call, enabled=call.return_routed_experts),
@@ -116,13 +125,13 @@ async def _respond(
         TokensOptions(
             request_id=request_id,
             owner=request_owner(request),
-            fields=_FIELDS,
+            fields=fields,
             headers=ignored_params_header(ignored),
             logprobs=resolved.logprobs,
             prompt_logprobs=resolved.prompt_logprobs,
             token_ids=call.return_token_ids is True,
-            include_usage=options is not None and options.include_usage is True,
-            continuous_usage=options is not None and options.continuous_usage_stats is True,
+            include_usage=include_usage,
+            continuous_usage=continuous_usage,
             narrow=narrow,
         ),
     )
@@ -206,19 +215,21 @@ class TokensHandler(GenerationHandler):
 
     async def _routing(self, index: int, *, include_prompt_rows: bool) -> list[ResponseRouting]:
         """Return the routing fields of a choice: one part, or several where streamed rows are large. Every choice has
-        its weight versions in `meta_info`."""
+        its weight versions, and what the placement of experts changed, in `meta_info`."""
         options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
-        weights = weight_fields(sequence, num_tokens=sequence.num_tokens, is_last=sequence.finish_reason is not None)
+        meta = weight_fields(sequence, num_tokens=sequence.num_tokens, is_last=sequence.finish_reason is not None)
+        if sequence.has_output:
+            meta |= exactness_fields(sequence.last)
         if not options.enabled:
-            return [ResponseRouting({"meta_info": weights}, {})]
+            return [ResponseRouting({"meta_info": meta}, {})]
 
         def render(rows: RoutedExperts) -> ResponseRouting:
             fields = routing_fields(
                 rows,
                 options,
                 aborted=sequence.num_tokens == 0,
-                url=ref_url(self._options.request_id, index),
-                weights=weights,
+                url=ref_url(self._server.settings, self._options.request_id, index),
+                meta=meta,
                 include_prompt_rows=include_prompt_rows,
             )
             return _narrowed(fields) if self._tokens_options.narrow else fields
@@ -284,6 +295,9 @@ def _sampling(call: TokensRequest, settings: ServerSettings) -> tuple[dict[str, 
             raise ApiError(text, status=400, code="unsupported_parameter", param=name)
     offered = {name: value for name, value in given.items() if name not in _REFUSED or name in _PARAMS}
     values, ignored = check_fields(offered, _PARAMS, strict=settings.strict_fields)
+    values = with_numbers(values)
+    if isinstance(biases := values.get("logit_bias"), Mapping):
+        values["logit_bias"] = clamp_biases(cast("Mapping[str, float]", biases))
     seed = values.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool):
         values["seed"] = to_seed(seed)
