@@ -564,6 +564,8 @@ def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, en
     with running(engine, strict_fields=True) as strict:
         assert strict.client.get("/v1/loads?include=core").status_code == 200
         assert parse_error(strict.client.get("/v1/models?beta=true"), 400)["param"] == "beta"
+        message = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert strict.post("/v1/messages?beta=true", message).status_code == 200, "as Anthropic's client asks"
         ref = {"return_routed_experts": True, "routed_experts_format": "ref"}
         answer = strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **ref}).json()
         url = answer["choices"][0]["meta_info"]["routed_experts_ref"]

@@ -60,6 +60,7 @@ _CLIENT_HEADERS = (  # of a browser's request: our own, and those that the clien
     "X-Stainless-OS X-Stainless-Package-Version X-Stainless-Poll-Helper X-Stainless-Read-Timeout "
     "X-Stainless-Retry-Count X-Stainless-Runtime X-Stainless-Runtime-Version X-Stainless-Timeout"
 ).split()
+_BETA = ("beta",)  # of Anthropic's own client, for its newer fields; it changes nothing here
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
@@ -82,8 +83,8 @@ TABLE = (
     Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
     Entry("/invocations", ("POST",), invocations, InvocationRequest),
     Entry("/v1/responses", ("POST",), responses, ResponsesRequest),
-    Entry("/v1/messages", ("POST",), messages.messages, MessagesRequest),
-    Entry("/v1/messages/count_tokens", ("POST",), messages.count_tokens, CountTokensRequest),
+    Entry("/v1/messages", ("POST",), messages.messages, MessagesRequest, query=_BETA),
+    Entry("/v1/messages/count_tokens", ("POST",), messages.count_tokens, CountTokensRequest, query=_BETA),
     Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
     Entry("/inference/v1/generate", ("POST",), tokens.generate, TokensRequest),
     Entry("/skyrl/v1/generate", ("POST",), tokens.skyrl_generate, TokensRequest),
