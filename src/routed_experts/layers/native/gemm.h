@@ -134,10 +134,14 @@ inline int64_t group_end(const Scales<Factor>& scales, int64_t begin, int64_t de
 inline vf first_sum(NoScales, bool fresh, const float* out) { return fresh ? vf{} : load(out); }
 template <int Factor>
 inline vf first_sum(const Scales<Factor>&, bool, const float*) { return vf{}; }
-inline vf total(NoScales, int64_t, int, bool, const float*, vf sum) { return sum; }
+// From the group of `begin` on: divided once, and not for each vector.
+inline NoScales from_group(NoScales, int64_t) { return {}; }
 template <int Factor>
-inline vf total(const Scales<Factor>& scales, int64_t begin, int v, bool fresh, const float* out, vf sum) {
-  return add_products(fresh && begin == 0 ? vf{} : load(out), scales.rows.at(begin / scales.group, v * kLanes) * float(Factor), sum);
+inline Scales<Factor> from_group(const Scales<Factor>& scales, int64_t begin) { return {scales.rows.below(begin / scales.group), scales.group}; }
+inline vf total(NoScales, int, bool, const float*, vf sum) { return sum; }
+template <int Factor>
+inline vf total(Scales<Factor> scales, int v, bool fresh, const float* out, vf sum) {
+  return add_products(fresh ? vf{} : load(out), scales.rows.at(0, v * kLanes) * float(Factor), sum);
 }
 
 // A tile reads its columns from a panel, and prefetches rows that are read next.
@@ -193,6 +197,28 @@ struct Direct {
   }
 };
 
+// Sources of which a line is multiplied by halves.
+template <class Source>
+constexpr bool kByHalves = false;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+inline constexpr bool kByHalves<Direct<floats, e2m1>> = true;
+// A line of codes times two neighbours of a row, for each four vectors: those of the first input, then those of the second.
+template <int Vectors>
+[[gnu::always_inline]] inline void add_halves(const floats* x, const e2m1* line, vf (&sums)[Vectors]) {
+#pragma GCC unroll 2
+  for (int first = 0; first < Vectors; first += 4) {
+    vf numbers[4];
+    load_half<0>(line + first * kLanes, numbers);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) sums[first + v] = add_product(sums[first + v], &x->first, numbers[v]);
+    load_half<1>(line + first * kLanes, numbers);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) sums[first + v] = add_product(sums[first + v], &x->second, numbers[v]);
+  }
+}
+#endif
+
 // A tile of plain weights. U: float or pair; `depth` and `ldx` count them. It is much like `tile_of_codes`, and loops over groups, of which it
 // has one: of what was tried to share code between the two, GCC 12 made slower code, up to twice.
 template <int Rows, int Vectors, class U, class Source, class ScalesOf>
@@ -211,12 +237,13 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, cons
           for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, line[v]);
       }
     }
+    const ScalesOf own = from_group(scales, first);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {
         float* to = out + r * ldo + v * kLanes;
-        store(to, total(scales, first, v, fresh, to, sums[r][v]));
+        store(to, total(own, v, fresh && first == 0, to, sums[r][v]));
       }
   }
 }
@@ -237,6 +264,10 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
       source.prefetch_next();
       for (int64_t d = begin, end = std::min(last, begin + kPrefetchEvery); d < end; d++) {
         source.template prefetch_line<Vectors>(d);
+        if constexpr (Rows == 1 && Vectors % 4 == 0 && kByHalves<Source>) {
+          add_halves(x + d, source.w + d * source.ldw, sums[0]);
+          continue;
+        }
 #pragma GCC unroll 8
         for (int first = 0; first < Vectors; first += kAtOnce) {
           Line<U> line[kAtOnce];
@@ -248,12 +279,13 @@ template <int Rows, int Vectors, class U, class Source, class ScalesOf>
         }
       }
     }
+    const ScalesOf own = from_group(scales, start);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < Vectors; v++) {
         float* to = out + r * ldo + v * kLanes;
-        store(to, total(scales, start, v, fresh, to, sums[r][v]));
+        store(to, total(own, v, fresh && start == 0, to, sums[r][v]));
       }
   }
 }
@@ -522,7 +554,7 @@ void streamed(int64_t rows, const U* x, int64_t ldx, CodesOf<W> w, int64_t ldw, 
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < width; i += kLanes) {
           float* to = out + r * ldo + c + i;
-          store(to, total(scales + i, 0, 0, false, to, load(sums + r * step + i)));
+          store(to, total(scales + i, 0, false, to, load(sums + r * step + i)));
         }
     }
   }

@@ -138,11 +138,12 @@ void add_groups(const Scales<1>& scales, int64_t rows, int64_t blocks, const pai
   for (int64_t b = 0, count = 0; b < blocks; b += count) {
     count = std::min(blocks - b, scales.group / kTileSide);
     add_tiles<Down, Across>(count, x + b * x_step, x_step, w + b * Across * kTileSize, true, sums, kWidth, prefetcher, prefetched);
+    const Scales<1> own = from_group(scales, b * kTileSide);
     for (int64_t r = 0; r < rows; r++)
 #pragma GCC unroll 4
       for (int64_t c = 0; c < kWidth; c += kLanes) {
         float* const to = out + r * ldo + c;
-        store(to, total(scales + c, b * kTileSide, 0, fresh, to, load(sums + r * kWidth + c)));
+        store(to, total(own + c, 0, fresh && b == 0, to, load(sums + r * kWidth + c)));
       }
   }
 }
@@ -249,7 +250,7 @@ template <int Rows, int Vectors, class W, class ScalesOf>
         store(to, load(to) + whole);
       } else {
         const vf grown = (bounds.begins_group ? vf{} : load(sum)) + whole;
-        if (bounds.ends_group) store(to, total(scales, 0, v, false, to, grown));
+        if (bounds.ends_group) store(to, total(scales, v, false, to, grown));
         else store(sum, grown);
       }
     }

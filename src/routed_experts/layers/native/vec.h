@@ -175,6 +175,23 @@ inline vf values(const e2m1*, __m256i codes) {  // looks three bits of each up
   const __m256 sizes = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), codes);
   return (vf)((vu)sizes | ((vu)codes << 28 & 0x80000000));
 }
+// The numbers of the first (0) or of the second inputs (1) of four neighbouring vectors. Both bytes of 32 bfloat16 are looked up at once; they
+// become words, and words become floats, within the halves of a register, so that each half begins with a half of every vector.
+template <int Input>
+[[gnu::always_inline]] inline void load_half(const e2m1* p, vf (&line)[4]) {
+  const __m256i lower = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
+  const __m256i upper = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
+  const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), zero = _mm256_setzero_si256();
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), order);
+  const __m256i codes = _mm256_and_si256(Input == 0 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+  const __m256i low = _mm256_shuffle_epi8(lower, codes), high = _mm256_shuffle_epi8(upper, codes);
+  const __m256i words[] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+#pragma GCC unroll 2
+  for (int v = 0; v < 2; v++) {
+    line[2 * v] = (vf)_mm256_unpacklo_epi16(zero, words[v]);
+    line[2 * v + 1] = (vf)_mm256_unpackhi_epi16(zero, words[v]);
+  }
+}
 template <class W>
 inline vff decode(const W* p) {
   const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
