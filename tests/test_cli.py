@@ -292,3 +292,33 @@ def test_the_engine_reports_loading_progress():
         pass
     assert calls[-1][0] == calls[-1][1] > 5_000_000  # bytes of the demo model's tensors
     assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len({total for _, total in calls}) == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_error(closed, tmp_path):
+    """The shell gives the command no such descriptor, and Python has None for the stream."""
+    file = tmp_path / "a.json"
+    file.write_text("{}")
+    command = [sys.executable, "-W", "error", "-m", "routed_experts"]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    for argv, code in ((["analyze", "stats", str(file)], 2), (["doctor", "--help"], 0)):
+        shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command, *argv]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=600, check=False, env=env)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        if "2>" not in closed:
+            assert ("holds no routed experts" in done.stderr) == (code == 2)
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback():
+    script = """
+import runpy, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "routed_experts.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("routed_experts", run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=env)
+    assert (done.returncode, done.stderr) == (130, "")
