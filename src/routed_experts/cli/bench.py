@@ -8,6 +8,7 @@ startup: the phases of a start with an empty and with a full compilation cache.
 buckets: padded sizes of steps (cli/bench_buckets.py)."""
 
 import argparse
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -23,7 +24,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         value = getattr(options, name, 1)
         if not 1 <= value <= 100_000:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be in 1..100000")
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         part = None if options.output is None else stack.enter_context(atomic_write(options.output))
         rows = options.measure(options)
         print_table(rows)
@@ -193,20 +193,24 @@ def _one_round(
     return speed, [first for first, _ in streams], [gap for _, gap in streams]
 
 
+def _split_url(base_url: str) -> tuple[urllib.parse.SplitResult, int | None]:
+    """The parts of a URL of HTTP, and its port. Raises ConfigError for another."""
+    with contextlib.suppress(ValueError):  # of a port that is no number, or half an IPv6 address
+        url = urllib.parse.urlsplit(base_url)
+        port = url.port
+        if url.scheme in ("http", "https") and url.hostname:
+            return url, port
+    raise ConfigError(f"--base-url {base_url!r} must be such as http://127.0.0.1:30000")
+
+
 def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
     """A response of the server. Raises ConfigError for any status but 200."""
-    try:
-        url = urllib.parse.urlsplit(options.base_url)
-        port, is_url = url.port, url.scheme in ("http", "https") and bool(url.hostname)
-    except ValueError:  # of a port that is no number, or half an IPv6 address
-        is_url = False
-    if not is_url:
-        raise ConfigError(f"--base-url {options.base_url!r} must be such as http://127.0.0.1:30000")
+    url, port = _split_url(options.base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    connection = kind(url.hostname, port, timeout=600)
+    connection = kind(url.hostname or "", port, timeout=600)
     try:
         connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()

@@ -166,13 +166,12 @@ def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[n
     """A new array with a row for every token, -1 where there is no known row. Raises for an id that is no expert."""
     check_ids(record)
     check_num_tokens(record, "routed_experts")
-    shape, dtype = (record.num_tokens, *record.ids.shape[1:]), check_fits(record.num_experts, dtype)
+    shape, id_dtype = (record.num_tokens, *record.ids.shape[1:]), check_fits(record.num_experts, dtype)
     try:
-        rows = np.full(shape, -1, dtype)
+        rows = np.full(shape, -1, id_dtype)
     except MemoryError as error:
-        raise RoutingFormatError(
-            f"an array {list(shape)} of {dtype} does not fit the memory; cut the record"
-        ) from error
+        text = f"an array {list(shape)} of {id_dtype} does not fit the memory"
+        raise RoutingFormatError(f"{text}; convert the record where there is more") from error
     known = record.known
     rows[record.start : record.start + record.num_rows][known] = record.ids[known]
     return rows
