@@ -390,10 +390,22 @@ class _TerminatedStderr(io.StringIO):
         return super().write(text)
 
 
-def test_sigterm_keeps_the_answers_so_far_as_ctrl_c_does(tmp_path, monkeypatch):
+@pytest.fixture
+def unhandled_sigterm():
+    """A handler that fails the test, where the default one would end the run."""
+
+    def fail(number, frame):
+        raise AssertionError("the command does not handle SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, fail)
+    yield fail
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_keeps_the_answers_so_far_as_ctrl_c_does(tmp_path, monkeypatch, unhandled_sigterm):
     folder = write_tiny_checkpoint(tmp_path / "model")
     monkeypatch.setattr(generate, "BATCH_SIZE", 1)
-    stderr, before = _TerminatedStderr(), signal.getsignal(signal.SIGTERM)
+    stderr = _TerminatedStderr()
     monkeypatch.setattr("sys.stderr", stderr)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 3, encoding="utf-8")
     flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2, *SIZES]
@@ -401,7 +413,7 @@ def test_sigterm_keeps_the_answers_so_far_as_ctrl_c_does(tmp_path, monkeypatch):
     (partial,) = tmp_path.glob(".*.part.jsonl")
     assert f"1 answers so far are kept, a line each, in {partial}" in stderr.getvalue()
     assert partial.read_text(encoding="utf-8").count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is unhandled_sigterm
 
 
 # --- flags and files that are wrong
