@@ -37,7 +37,7 @@ from routed_experts.cli.flags import (
 from routed_experts.cli.follow import abandon_group, drain_with, follow_group, join_processes
 from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.installation import missing_library
 from routed_experts.core.keywords import own_value
 from routed_experts.core.server_args import ServerArgs
@@ -276,7 +276,7 @@ def _key(options: argparse.Namespace, name: str) -> str | None:
     try:
         key = file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
     except OSError as error:
-        raise ConfigError(
+        raise MachineError(
             f"{flag} cannot be read ({error.strerror}); name a file whose first line is the key"
         ) from error
     except UnicodeDecodeError as error:
