@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import routed_experts
+from replay.records import random_record
 from routed_experts import ConfigError, Engine, ExpertOffloadConfig, SpeculativeConfig
 from routed_experts.cli import (
     LoadBar,
@@ -27,6 +29,7 @@ from routed_experts.cli import (
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
+from routed_experts.formats.archive import encode_record
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -292,3 +295,38 @@ def test_the_engine_reports_loading_progress():
         pass
     assert calls[-1][0] == calls[-1][1] > 5_000_000  # bytes of the demo model's tensors
     assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len({total for _, total in calls}) == 1
+
+
+@pytest.mark.parametrize(
+    ("closed", "argv", "code", "words"),
+    [
+        (">&-", ["convert", "a.safetensors", "b.safetensors"], 0, ""),
+        ("<&-", ["generate", "nosuch", "--input", "-"], 2, "no checkpoint folder"),
+        ("2>&-", ["analyze", "stats", "nosuch.jsonl"], 2, ""),
+        ("<&- >&- 2>&-", ["convert", "a.safetensors", "b.safetensors"], 0, ""),
+    ],
+)
+def test_closed_standard_streams_are_no_error(closed, argv, code, words, tmp_path):
+    """The shell gives the command no such descriptor, and Python has None for the stream."""
+    (tmp_path / "a.safetensors").write_bytes(encode_record(random_record(np.random.default_rng(0), 8)))
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-W", "error", "-m", "routed_experts", *argv]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert words in done.stderr and bool(words) == bool(done.stderr) and "Traceback" not in done.stderr
+    assert (tmp_path / "b.safetensors").exists() == (code == 0)
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback():
+    script = """
+import runpy, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "routed_experts.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module("routed_experts", run_name="__main__")
+"""
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=env)
+    assert (done.returncode, done.stderr) == (130, "")

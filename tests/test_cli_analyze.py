@@ -177,3 +177,9 @@ def test_errors_name_what_is_wrong(files, capsys, tmp_path):
         assert code == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err, err
     code, _, err = run(capsys, "report", out, "--output", tmp_path / "no" / "a.html")
     assert code == 1 and "a.html" in err
+
+
+def test_two_forms_of_one_output_are_refused(files, capsys):
+    for kind, names in (("stats", ["out.jsonl"]), ("diff", ["out.jsonl", "out.jsonl"])):
+        code, out, err = run(capsys, kind, *(files / name for name in names), "--json", "--csv")
+        assert (code, out) == (2, "") and "--json and --csv are two forms" in err

@@ -1,6 +1,8 @@
 """`bench`: its tables are complete and consistent. No figure is judged: tests measure no speed."""
 
+import http.server
 import json
+import threading
 
 import jax
 import pytest
@@ -75,7 +77,9 @@ def test_a_start_reports_its_phases(tmp_path):
         (["throughput", "/no/such/model"], "/no/such/model"),
         (["serve", "--base-url", "file:///etc/passwd"], "--base-url"),
         (["throughput", ".", "--num-prompts", "0"], "--num-prompts 0"),
-        (["serve", "--base-url", "http://127.0.0.1:1"], "refused"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], "--base-url http://127.0.0.1:1: GET /get_model_info failed ("),
+        (["serve", "--base-url", "http://h:notaport"], "--base-url 'http://h:notaport' must be such as"),
+        (["serve", "--base-url", "http://[::1"], "--base-url 'http://[::1' must be such as"),
     ],
 )
 def test_what_cannot_be_measured_ends_with_a_sentence(argv, message, capsys):
@@ -123,3 +127,33 @@ def test_a_file_that_holds_no_load_is_refused_with_what_one_is(text, tmp_path, c
     (tmp_path / "load.json").write_text(text)
     code, _, err = run(capsys, "buckets", "/no/such/model", *SIZES, "--load", tmp_path / "load.json")
     assert code == 2 and "holds no load" in err and '{"decode": {"SIZE": COUNT, ...}' in err
+
+
+@pytest.mark.parametrize("content", [b"{}", b"no json", b"[]", b'{"vocab_size": null}'])
+def test_another_server_is_refused_by_its_url(content, capsys):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            """Write nothing on standard error."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            code, out, err = run(capsys, "serve", "--base-url", url, *SMALL)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"--base-url {url}: /get_model_info names no vocab_size" in err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    code, out, err = run(capsys, "throughput", "/no/such/model", "--output", tmp_path / "no" / "x.json")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "x.json" in err and "/no/such/model" not in err

@@ -1,9 +1,11 @@
 """Commands that read, check, copy and convert: run in this process, against the library's results for the same
 model."""
 
+import dataclasses
 import io
 import json
 import re
+import signal
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
-from routed_experts.formats.archive import decode_record
+from routed_experts.formats.archive import decode_record, encode_record
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
@@ -313,3 +315,178 @@ def test_help_names_files_and_their_forms(capsys, command, texts):
         main([*command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(" ".join(text.split()) in shown for text in texts), shown
+
+
+# --- lines of --input
+
+
+def test_a_field_named_choices_is_a_field_and_no_response(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    line = {"prompt": "The cat", "choices": ["1", "2"]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    flags = ["--input", tmp_path / "in.jsonl", "--output", out, "--max-new-tokens", 3, "--return-routed-experts"]
+    assert run(capsys, "generate", folder, *flags, *SIZES)[0] == 0
+    (entry,) = read_answers([out])
+    assert entry.answer["choices"] == ["1", "2"] and entry.record == record_from_meta_info(entry.answer)
+    assert run(capsys, "convert", out, tmp_path / "a.safetensors")[0] == 0
+    assert decode_record((tmp_path / "a.safetensors").read_bytes()) == entry.record
+    code, text, err = run(capsys, "analyze", "stats", out)
+    assert code == 0 and "1 records" in text, err
+    code, _, err = run(capsys, "convert", out, tmp_path / "a.safetensors", "--choice", 1)
+    assert code == 2 and "index 1" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"prompt": "a", "meta_info": 1}', "has a field meta_info, which is one of its answer; rename it"),
+        (b'{"input_ids": [1], "output_ids": []}', "has a field output_ids"),
+        (b'{"prompt": "a", "score": NaN}', "holds NaN, Infinity or a value too deep"),
+        (b'{"prompt": "a", "score": [1e999]}', "holds NaN, Infinity"),
+        (b'{"prompt": ""}', "holds an empty prompt"),
+        (b'{"input_ids": []}', "holds an empty prompt"),
+        (b'{"prompt": "\xff"}', "is no JSON ('utf-8' codec"),
+    ],
+)
+def test_a_line_that_cannot_be_answered_is_refused_before_the_model_is_loaded(tmp_path, capsys, line, words):
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
+    code, out, err = run(capsys, "generate", tmp_path / "no-model", "--input", tmp_path / "in.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"in.jsonl, line 2 {words}" in err
+
+
+def test_standard_input_that_is_no_utf8_is_refused(tmp_path, capsys, monkeypatch):
+    encoded = io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xff"}\n'), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", encoded)
+    code, _, err = run(capsys, "generate", tmp_path / "no-model", "--input", "-")
+    assert code == 2 and "-, line 1 is no JSON ('utf-8' codec" in err and err.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    code, _, err = run(capsys, "chat", write_tiny_checkpoint(tmp_path / "model"), *SIZES)
+    assert code == 2 and "standard input is no UTF-8" in err and err.count("\n") == 1
+
+
+def test_a_prompt_that_the_model_refuses_is_named_by_its_line(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    lines = [{"prompt": "a"}, {"prompt": "word " * 2000}, {"input_ids": [10**6]}]
+    (tmp_path / "in.jsonl").write_text("\n" + "\n".join(map(json.dumps, lines)), encoding="utf-8")
+    code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "in.jsonl", *SIZES)
+    assert code == 2 and "in.jsonl, line 3: prompt of " in err and "is longer than" in err
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines[::2])), encoding="utf-8")
+    code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "in.jsonl", *SIZES)
+    assert code == 2 and "in.jsonl, line 2: input_ids holds the token id 1000000" in err
+    code, _, err = run(capsys, "generate", folder, "--prompt", "a", "--prompt", "word " * 2000, *SIZES)
+    assert code == 2 and "--prompt 2 of 2: prompt of " in err
+    code, _, err = run(capsys, "generate", tmp_path / "no-model", "--prompt", "")
+    assert code == 2 and "--prompt holds an empty prompt" in err
+
+
+class _TerminatedStderr(io.StringIO):
+    """Standard error of a process that gets SIGTERM when it reports the first batch."""
+
+    def write(self, text):
+        if text.startswith("1 of 3"):
+            signal.raise_signal(signal.SIGTERM)
+        return super().write(text)
+
+
+@pytest.fixture
+def unhandled_sigterm():
+    """A handler that fails the test, where the default one would end the run."""
+
+    def fail(number, frame):
+        raise AssertionError("the command does not handle SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, fail)
+    yield fail
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_keeps_the_answers_so_far_as_ctrl_c_does(tmp_path, monkeypatch, unhandled_sigterm):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(generate, "BATCH_SIZE", 1)
+    stderr = _TerminatedStderr()
+    monkeypatch.setattr("sys.stderr", stderr)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 3, encoding="utf-8")
+    flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2, *SIZES]
+    assert main(["generate", str(folder), *map(str, flags)]) == 130
+    (partial,) = tmp_path.glob(".*.part.jsonl")
+    assert f"1 answers so far are kept, a line each, in {partial}" in stderr.getvalue()
+    assert partial.read_text(encoding="utf-8").count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+    assert signal.getsignal(signal.SIGTERM) is unhandled_sigterm
+
+
+# --- flags and files that are wrong
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--max-new-tokens", "-5"), "--max-new-tokens is -5"),
+        (("--max-new-tokens", "0"), "--max-new-tokens is 0"),
+        (("--temperature", "-1"), "--temperature is -1"),
+        (("--temperature", "nan"), "--temperature is nan"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_wrong_sampling_flags_are_refused_at_the_start(tmp_path, capsys, command, flags, words):
+    prompt = ["--prompt", "a"] if command == "generate" else []
+    code, out, err = run(capsys, command, tmp_path / "no-model", *prompt, *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_chat_advises_a_new_conversation_only_for_one_that_is_too_long(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ud800\n" + "a " * 2000 + "\n"))
+    code, out, err = run(capsys, "chat", write_tiny_checkpoint(tmp_path), *SIZES)
+    surrogate, long = (line for line in err.splitlines() if line.startswith("("))
+    assert code == 0 and out == ""
+    assert "surrogate" in surrogate and "/new" not in surrogate and "/new starts a new conversation" in long
+
+
+def test_convert_names_a_source_that_is_no_text_or_too_deep_or_empty(tmp_path, capsys):
+    for name, content, words in (
+        ("a.json", b"\xff", "a.json is no UTF-8"),
+        ("b.jsonl", b"\xff\n", "b.jsonl is no UTF-8"),
+        ("c.json", b"[" * 200_000, "c.json is no JSON"),
+        ("d.jsonl", b"", "d.jsonl holds no answer"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        code, _, err = run(capsys, "convert", tmp_path / name, tmp_path / "out.safetensors")
+        assert code == 2 and words in err and err.count("\n") == 1, err
+
+
+def test_a_sequence_of_a_length_that_no_model_has_is_refused(answers, capsys, tmp_path):
+    _, record = answers
+    long = dataclasses.replace(record, num_tokens=10**13)
+    (tmp_path / "long.safetensors").write_bytes(encode_record(long))
+    for argv in (
+        ("analyze", "tokens", tmp_path / "long.safetensors"),
+        ("convert", tmp_path / "long.safetensors", tmp_path / "a.npy", "--to", "maxtext"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and "num_tokens=10000000000000" in err and err.count("\n") == 1
+
+
+def test_a_key_file_that_cannot_be_read_is_named_with_its_flag(tmp_path, capsys):
+    (tmp_path / "key").write_bytes(b"\xff\n")
+    for name, status, words in (
+        ("key", 2, "is no UTF-8"),
+        ("nosuch", 1, "cannot be read (No such file or directory)"),
+    ):
+        for flag in ("--api-key-file", "--admin-api-key-file"):
+            code, _, err = run(capsys, "serve", "demo", flag, tmp_path / name)
+            assert code == status and f"{flag} {tmp_path / name} {words}" in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("value", ["12XB", "GiB", "-1", "1.5GiB", ""])
+def test_a_number_of_bytes_that_is_none_is_refused_with_its_form(capsys, value):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "demo", f"--routing-store-bytes={value}"])
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and f"{value!r} is no number of bytes; write it as 4096, 16KiB" in err
+
+
+def test_demo_refuses_an_output_that_is_a_file_before_it_starts(tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    code, out, err = run(capsys, "demo", "--output", tmp_path / "taken")
+    assert (code, out, err.count("\n")) == (1, "", 1) and f"--output {tmp_path / 'taken'}" in err

@@ -2,7 +2,16 @@
 
 import sys
 
-from routed_experts.cli import main
+
+def run() -> int:
+    """Run one command and return its exit code; 130 after Ctrl-C, also while modules are imported."""
+    try:
+        from routed_experts.cli import main
+
+        return main()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,6 +1,8 @@
 """The record: its invariants, its slicing by token, its checks and its bytes."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -248,3 +250,14 @@ def test_reading_a_record_imports_no_jax():
     script = f"import sys, {modules}; print([name for name in ('jax', 'flax', 'torch') if name in sys.modules])"
     program = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}"]
     assert subprocess.run(program, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("weights", [None, jnp.bfloat16, np.float32])
+def test_a_record_that_was_pickled_or_copied_is_read_only_too(weights):
+    record = example(valid=np.array([True, False]))
+    if weights is not None:
+        record = replace(record, weights=np.ones(record.ids.shape, weights))
+    for other in (pickle.loads(pickle.dumps(record)), copy.deepcopy(record), copy.copy(record)):
+        assert other == record and other.version_spans == record.version_spans
+        for array in (other.ids, other.valid, other.weights):
+            assert array is None or not array.flags.writeable

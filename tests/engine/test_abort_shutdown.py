@@ -4,14 +4,19 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import gc
+import os
 import queue
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import io_callback
 
+import routed_experts
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.errors import PeerLostError
 from routed_experts.core.io_struct import GenerateReqInput
@@ -502,3 +507,36 @@ def test_a_kill_ends_the_command_that_runs_and_those_that_wait(folder):
             leave.set()
         with pytest.raises(PeerLostError):
             engine.thread.run_between_steps(lambda: None)
+
+
+FORKED = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")  # JAX's own, of a fork
+from routed_experts import Engine, EngineDeadError
+engine = Engine(
+    sys.argv[1], precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512, context_length=128
+)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    num_refused = 0
+    for call in (lambda: engine.generate("a"), lambda: engine.abort("x"), lambda: [*engine.generate("a", stream=True)]):
+        try:
+            call()
+        except EngineDeadError as error:
+            num_refused += "forked after the engine was built; build the Engine in the child" in str(error)
+    engine.shutdown()
+    os._exit(num_refused)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+engine.generate("a", {"temperature": 0}, max_new_tokens=1)
+engine.shutdown()
+print("refused", status)
+"""
+
+
+def test_a_forked_process_is_told_that_it_has_no_engine(folder):
+    """The engine thread does not exist there: a command would wait for ever, and a lock may be held."""
+    env = {**os.environ, "PYTHONPATH": str(Path(routed_experts.__file__).parents[1])}
+    command = [sys.executable, "-c", FORKED, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert (done.returncode, done.stdout) == (0, "refused 3\n"), done.stderr

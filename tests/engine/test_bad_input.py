@@ -635,3 +635,20 @@ def assert_a_full_queue_takes_nothing(engine):
     refused(engine, prompt=["a"] * 4, param="prompt")
     refused(engine, prompt="a", sampling_params={"n": 4}, param="n")
     assert len(list(stream)[-1]["output_ids"]) == 8
+
+
+def test_a_refused_prompt_of_a_list_is_named_by_its_index(engine):
+    for kwargs, words, param in (
+        ({"prompt": ["a", "", "b"]}, "prompt[1]='' must be text", "prompt"),
+        ({"input_ids": [[1], [2], [3], [10**6]]}, "input_ids[3] holds the token id 1000000", "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids[1] is empty", "input_ids"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            engine.generate(**kwargs)
+        assert str(caught.value).startswith(words) and caught.value.param == param
+    with pytest.raises(PromptTooLongError) as caught:
+        engine.generate(input_ids=[[1], [1] * 20], max_new_tokens=engine.components.context_length - 10)
+    assert str(caught.value).startswith("prompt[1]: max_new_tokens=") and caught.value.index == 1
+    with pytest.raises(InvalidRequestError, match=r"^prompt='' must be text") as caught:
+        engine.generate([""])
+    assert caught.value.index is None and str(caught.value.renamed("text")).startswith("text=''")

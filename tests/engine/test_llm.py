@@ -154,3 +154,54 @@ def test_what_are_no_parameters_is_named(llm, params):
     with pytest.raises(InvalidRequestError, match="must be SamplingParams") as caught:
         llm.generate(["a"], params)
     assert caught.value.param == "sampling_params"
+
+
+def test_a_prompt_of_several_that_is_refused_is_named(llm):
+    for prompts, index, words in (
+        (["a", "", "b"], 1, r"prompt\[1\]='' must be text"),
+        ([[1], [2], [10**6]], 2, r"prompt\[2\] holds the token id"),
+        (["a", "word " * 2000], 1, r"prompt\[1\] of \d+ tokens is longer"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{words}") as caught:
+            llm.generate(prompts, GREEDY)
+        assert (caught.value.param, caught.value.index) == ("prompt", index)
+    with pytest.raises(InvalidRequestError, match=r"^prompt='' must be text"):
+        llm.generate([""], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=4"),
+        ({"max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is below max_num_seqs=32"),
+        ({"gpu_memory_utilization": 2}, "gpu_memory_utilization of LLM is refused: mem_fraction_static=2"),
+        ({"max_model_len": 1}, "max_model_len of LLM is refused: context_length=1"),
+        ({"seed": -1}, "seed of LLM is refused: random_seed=-1"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_by_the_name_it_was_given(wrong, words, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        LLM(str(tmp_path), **wrong)
+
+
+def test_a_length_above_the_models_is_refused_by_the_name_it_was_given(tmp_path):
+    with pytest.raises(ConfigError, match=r"^max_model_len of LLM is refused: context_length=99999 is above"):
+        LLM(str(write_tiny_checkpoint(tmp_path)), max_model_len=99_999)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([[]], r"messages is a list of 0; expected a list of at least one message"),
+        ([[{"role": "user", "content": "hi"}], []], r"messages\[1\] is a list of 0; expected"),
+        ([{"role": "user"}], r"messages\[0\]=.* has no role or no content"),
+        ([{"content": "hi"}], r"messages\[0\]=.* has no role or no content"),
+        ([[{"role": "user", "content": None}]], r"messages\[0\]=.* has no role or no content"),
+        ("hi", r"messages is text, 'hi'; give a list"),
+    ],
+)
+def test_a_conversation_without_a_message_is_refused(llm, messages, words):
+    with pytest.raises(InvalidRequestError, match=f"^{words}") as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.param == "messages"

@@ -571,3 +571,61 @@ def test_what_a_form_cannot_hold_is_refused():
         with pytest.raises(RoutingFormatError, match="int16"):
             layout_module(name).encode(wide)
     assert formats.vllm.encode(wide).dtype == np.uint16
+
+
+@pytest.mark.parametrize("name", ["slime", "nemo_rl"])
+def test_a_record_with_a_row_for_the_last_token_is_decoded_without_it(name):
+    """`Engine.score` returns S rows; these layouts hold S - 1."""
+    to, back = PAIRS[name]
+    record = random_record(np.random.default_rng(3), LENGTH, prompt_len=PROMPT, last=True)
+    spans = ((0, 4, 1), (4, LENGTH - 1, 2), (LENGTH - 1, LENGTH, 3))
+    record = dataclasses.replace(record, version_spans=spans)
+    decoded = back(to(record), SequenceInfo.from_record(record))
+    assert decoded == record[: LENGTH - 1] and decoded.version_spans == spans[:2]
+
+
+RAGGED = [[[1, 2, 3, 4]], [[1]]]
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lambda info: formats.slime.decode(RAGGED, info),
+        lambda info: formats.verl.decode_batch(RAGGED, [[True]], SPEC),
+        lambda info: formats.tunix.decode_batch(RAGGED, [[True]], SPEC),
+        lambda info: formats.maxtext.decode_batch(RAGGED, [[True]], SPEC),
+        lambda info: formats.tunix.decode_batch(np.zeros((1, 1, 3, 4), int), [[True], []], SPEC),
+        lambda info: formats.verl.decode_batch(np.zeros((1, 1, 3, 4), int), [[True], []], SPEC),
+        lambda info: formats.megatron.decode((1, 2), info),
+        lambda info: formats.megatron.decode((np.zeros((3, 11, 4), int), [[1], []]), info),
+        lambda info: formats.vllm.decode(base64.b64encode(b"PK\x03\x04broken"), info),
+        lambda info: formats.vllm.decode(base64.b64encode(b"\x93NUMPY\x01\x00\x04\x00{'a'"), info),
+        lambda info: formats.vllm.decode(base64.b64encode(npy_header((10**13, 4, 4)) + b"1"), info),
+        lambda info: formats.wire.read_npy(b"\x93NUMPY\x01\x00\x04\x00{'a'", dtype="uint8", shape=(1, 1, 1)),
+        lambda info: formats.archive.decode_record(None),
+        lambda info: formats.archive.decode_answers("text"),
+    ],
+)
+def test_what_holds_no_rows_is_refused_with_the_error_of_formats(decode):
+    with pytest.raises(RoutingFormatError):
+        decode(routing_info(build_record()))
+
+
+def npy_header(shape):
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+def test_an_npz_is_no_npy_of_vllm():
+    stream = io.BytesIO()
+    np.savez(stream, a=np.zeros(3))
+    with pytest.raises(RoutingFormatError, match=r"expected a \.npy, which begins with"):
+        formats.vllm.decode(base64.b64encode(stream.getvalue()), routing_info(build_record()))
+
+
+@pytest.mark.parametrize("name", ["maxtext", "tunix", "megatron"])
+def test_a_sequence_of_a_length_that_no_model_has_is_not_laid_out(name):
+    record = dataclasses.replace(build_record(), num_tokens=10**13)
+    with pytest.raises(RoutingFormatError, match="num_tokens=10000000000000 of a record with 11 rows"):
+        PAIRS[name][0](record)

@@ -20,6 +20,7 @@ from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.layout import check_num_tokens
 from routed_experts.models.loading.model_source import find_model
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
 def run_stats(options: argparse.Namespace) -> None:
     """Balance of each layer over all records."""
+    _check_form(options)
     records = read_records(options.files)
     balance, rows = analysis.balance(*records), len(analysis.known_rows(*records))
     columns: Table = {
@@ -92,6 +94,7 @@ def run_stats(options: argparse.Namespace) -> None:
 
 def run_diff(options: argparse.Namespace) -> None:
     """Differences of two files, record by record."""
+    _check_form(options)
     ours, theirs = (read_records([file]) for file in options.files)
     if len(ours) != len(theirs):
         a, b = options.files
@@ -116,6 +119,12 @@ def run_diff(options: argparse.Namespace) -> None:
     differing = (overlap < 1).any(axis=1)
     totals = {"records": len(ours), "tokens": len(overlap), "tokens that differ": int(differing.sum())}
     _show(totals, ours[0].layer_ids, columns, options)
+
+
+def _check_form(options: argparse.Namespace) -> None:
+    """Raise ConfigError for two forms of one output."""
+    if options.json and options.csv:
+        raise ConfigError("--json and --csv are two forms of one output; give one of them")
 
 
 def run_plot(options: argparse.Namespace) -> None:
@@ -163,6 +172,7 @@ def _texts(options: argparse.Namespace) -> list[RoutedText]:
 def _pieces(recorded: RecordFile, tokenizer: "Tokenizer | None") -> tuple[str, ...]:
     """Text of each token in files of `generate --output`; squares in other files."""
     answer = recorded.answer
+    check_num_tokens(recorded.record, "analyze")
     if tokenizer is None or "output_ids" not in answer or not ("prompt" in answer or "input_ids" in answer):
         return (_UNKNOWN,) * recorded.record.num_tokens
     prompt = (

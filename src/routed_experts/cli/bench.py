@@ -8,6 +8,7 @@ startup: the phases of a start with an empty and with a full compilation cache.
 buckets: padded sizes of steps (cli/bench_buckets.py)."""
 
 import argparse
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -30,7 +31,7 @@ from routed_experts.cli import bench_buckets
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args, load_format, log_ignored_flags
 from routed_experts.core.atomic_write import atomic_write
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 
 Row = dict[str, object]
@@ -88,13 +89,14 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         value = getattr(options, name, 1)
         if not 1 <= value <= 100_000:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be in 1..100000")
-    rows = options.measure(options)
-    print_table(rows)
-    if options.output is not None:
-        command = {
-            name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")
-        }
-        with atomic_write(options.output) as part:
+    with contextlib.ExitStack() as stack:
+        part = None if options.output is None else stack.enter_context(atomic_write(options.output))
+        rows = options.measure(options)
+        print_table(rows)
+        if part is not None:
+            command = {
+                name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")
+            }
             part.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -138,10 +140,10 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
 
 def run_serve(options: argparse.Namespace) -> list[Row]:
     """Latencies and tokens a second over HTTP, without and with rows."""
-    model = json.loads(_request(options, "GET", "/get_model_info").read())
+    model, vocab = _model_info(options)
     rng, rows = random.Random(0), list[Row]()
     for with_rows in (False, True) if model.get("moe") else (False,):
-        prompts = [_prompts(rng, int(model["vocab_size"]), options) for _ in range(options.rounds + 1)]
+        prompts = [_prompts(rng, vocab, options) for _ in range(options.rounds + 1)]
         rounds = [_one_round(options, some, with_rows=with_rows) for some in prompts][1:]
         first = sorted(seconds for _, firsts, _ in rounds for seconds in firsts)
         between = [seconds for _, _, gaps in rounds for seconds in gaps]
@@ -149,6 +151,16 @@ def run_serve(options: argparse.Namespace) -> list[Row]:
         latency = {"first token p50 ms": 1e3 * first[len(first) // 2], "p99 ms": 1e3 * first[len(first) * 99 // 100]}
         rows.append({"rows asked": with_rows, **speed, **latency, "between tokens ms": 1e3 * statistics.mean(between)})
     return rows
+
+
+def _model_info(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """What the server serves, and the size of its vocabulary. Raises ConfigError for another server."""
+    try:
+        model: Any = json.loads(_request(options, "GET", "/get_model_info").read())
+        return model, int(model["vocab_size"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        text = f"--base-url {options.base_url}: /get_model_info names no vocab_size ({error!r})"
+        raise ConfigError(f"{text}; name a server of routed-experts serve") from error
 
 
 def _one_round(
@@ -181,18 +193,31 @@ def _one_round(
     return speed, [first for first, _ in streams], [gap for _, gap in streams]
 
 
+def _split_url(base_url: str) -> tuple[urllib.parse.SplitResult, int | None]:
+    """The parts of a URL of HTTP, and its port. Raises ConfigError for another."""
+    with contextlib.suppress(ValueError):  # of a port that is no number, or half an IPv6 address
+        url = urllib.parse.urlsplit(base_url)
+        port = url.port
+        if url.scheme in ("http", "https") and url.hostname:
+            return url, port
+    raise ConfigError(f"--base-url {base_url!r} must be such as http://127.0.0.1:30000")
+
+
 def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
     """A response of the server. Raises ConfigError for any status but 200."""
-    url = urllib.parse.urlsplit(options.base_url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"--base-url {options.base_url!r} must be such as http://127.0.0.1:30000")
+    url, port = _split_url(options.base_url)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    connection = kind(url.hostname, url.port, timeout=600)
-    connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
-    response = connection.getresponse()
+    connection = kind(url.hostname or "", port, timeout=600)
+    try:
+        connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        text = f"--base-url {options.base_url}: {method} {path} failed ({reason})"
+        raise MachineError(f"{text}; name a server that runs") from error
     if response.status != 200:
         raise ConfigError(f"{method} {path}: {response.status} {response.read(500).decode(errors='replace')}")
     return response

@@ -2,10 +2,16 @@
 
 JAX is imported by the commands that compute, not by --help."""
 
+import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
+import threading
+import types
+from collections.abc import Generator
 from pathlib import Path
+from typing import NoReturn
 
 from routed_experts.core.errors import MachineError
 from routed_experts.core.server_args import ServerArgs
@@ -58,6 +64,23 @@ def start_jax(*, default_platform: str | None, find_devices: bool = True) -> Pat
             f"JAX finds no device ({error}); set JAX_PLATFORMS to a platform of this machine, such as cpu"
         ) from error
     return cache
+
+
+@contextlib.contextmanager
+def interrupt_on_sigterm() -> Generator[None]:
+    """Let SIGTERM end the command as Ctrl-C does. Only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def announce_compilation(args: ServerArgs, *, offloads: bool = False) -> None:

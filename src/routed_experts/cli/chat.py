@@ -10,12 +10,13 @@ from routed_experts.cli.flags import (
     MODEL_HELP,
     add_engine_flags,
     add_speculative_flags,
+    check_sampling_flags,
     engine_args,
     load_format,
     log_ignored_flags,
     speculative_args,
 )
-from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.server_args import ServerArgs
 
 _HINT = "/new starts a new conversation, Ctrl-C ends an answer, /quit or Ctrl-D ends the chat"
@@ -34,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, start_time: float) -> int:
     """Answer each line of standard input."""
     log_ignored_flags(options)
+    check_sampling_flags(options)
     args, speculative = ServerArgs(**engine_args(options)), speculative_args(options)
     start_jax(default_platform=None)
     announce_compilation(args)
@@ -59,8 +61,9 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             text = tokenizer.apply_chat_template(messages)
             try:
                 answer = _answer(engine, tokenizer.encode(text, add_special_tokens=False), options)
-            except InvalidRequestError as error:  # mostly a conversation that has grown beyond the context
-                print(f"({error}; /new starts a new conversation)", file=sys.stderr)
+            except InvalidRequestError as error:
+                is_too_long = isinstance(error, PromptTooLongError)  # the conversation has grown beyond the context
+                print(f"({error}{'; /new starts a new conversation' if is_too_long else ''})", file=sys.stderr)
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
@@ -71,7 +74,10 @@ def _read_line() -> str | None:
     """The next line; None at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
-    line = sys.stdin.readline() or None
+    try:
+        line = sys.stdin.readline() or None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no UTF-8 ({error}); convert it to UTF-8") from error
     if line is None and sys.stdin.isatty():
         print()  # the shell's prompt begins a line of its own
     return line

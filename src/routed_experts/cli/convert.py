@@ -87,12 +87,16 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
             return decode_record(encoded)
         return _require_record(_entry(decode_answers(encoded), source, line).record, source)
     with readable(source):
-        text = source.read_text(encoding="utf-8")
+        encoded = source.read_bytes()
+    try:
+        text = encoded.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RoutingFormatError(f"{source} is no UTF-8 ({error}); give an answer of a server") from error
     if source.suffix == ".jsonl":
         text = _entry([entry for entry in split_lines(text) if entry.strip()], source, line)
     try:
         response = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RoutingFormatError(f"{source} is no JSON ({error}); give an answer of a server") from error
     if isinstance(response, list):  # several prompts or choices of /generate
         answers = cast("list[Any]", response)
@@ -103,6 +107,8 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
 
 
 def _entry(answers: Sequence[_T], source: Path, line: int) -> _T:
+    if not answers:
+        raise RoutingFormatError(f"{source} holds no answer; give what generate --output wrote")
     if not 1 <= line <= len(answers):
         raise ConfigError(f"--line {line}, but {source} has {len(answers)}; choose 1 to {len(answers)}")
     return answers[line - 1]

@@ -15,12 +15,13 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 from routed_experts.cli.flag_help import describe
 from routed_experts.core.dist_config import DistConfig
 from routed_experts.core.error_text import nearest_name, short_repr
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
 from routed_experts.core.keywords import FLAG_NAMES, log_without_effect, own_value
 from routed_experts.core.peer_names import INVERSES, OTHER_NAMES, OTHER_UNITS, OTHER_VALUES, SHORT_FLAGS, Arity
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
+from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.core.speculative_config import SpeculativeConfig
 from routed_experts.fleet.settings import FleetSettings
@@ -220,6 +221,16 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     return {
         name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()
     }
+
+
+def check_sampling_flags(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a wrong --max-new-tokens or --temperature, before a model is loaded."""
+    fields = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
+    try:
+        SamplingParams(**{name: value for name, value in fields.items() if value is not None})
+    except InvalidRequestError as error:
+        flag = "--max-new-tokens" if error.param == "max_tokens" else f"--{error.param}"
+        raise ConfigError(str(error.renamed(flag))) from error
 
 
 def load_format(options: argparse.Namespace) -> str:

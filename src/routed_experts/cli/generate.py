@@ -1,7 +1,8 @@
 """`routed-experts generate MODEL`: prompts in, text or JSON lines out.
 
 A line of --input is a JSON object with `prompt` (or `text`, as in /generate) or `input_ids`. Its other fields are
-copied to its line of --output, before those of the answer:
+copied to its line of --output, before those of the answer. `meta_info` and `output_ids` are fields of the answer, and
+refused here:
 
     {"prompt": "Once upon a time", "id": 7}
     {"input_ids": [12, 7, 256]}"""
@@ -13,20 +14,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from routed_experts.cli.bootstrap import LoadBar, announce_compilation, start_jax
+from routed_experts.cli.bootstrap import LoadBar, announce_compilation, interrupt_on_sigterm, start_jax
 from routed_experts.cli.flags import (
     MODEL_HELP,
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
     add_speculative_flags,
+    check_sampling_flags,
     engine_args,
     expert_args,
     load_format,
@@ -36,7 +38,7 @@ from routed_experts.cli.flags import (
 )
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.error_text import nearest_name, short_repr
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.formats.archive import ArchivedAnswer, encode_answers
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -46,8 +48,17 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 256  # prompts of one call
 _PROMPT_KEYS = ("prompt", "text", "input_ids")
+_ANSWER_KEYS = ("output_ids", "meta_info")  # text is a prompt
 _INPUT_HELP = """a JSON object a line, - for standard input: {"prompt": "text"} (or "text", as in /generate) or
-{"input_ids": [1, 2, 3]}; other fields are copied to the line of the answer"""
+{"input_ids": [1, 2, 3]}; other fields but output_ids and meta_info are copied to the line of the answer"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """The fields of one line, and where it is."""
+
+    fields: dict[str, Any]
+    location: str
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,14 +92,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         "placement": placement_args(options),
         "speculative": speculative_args(options),
     }
-    prompts = (
-        [_checked({"prompt": text}, "--prompt") for text in options.prompt]
-        if options.prompt
-        else list(_read(options.input))
-    )
+    check_sampling_flags(options)
+    prompts = list(_read(options.input) if options.prompt is None else _from_flags(options.prompt))
     output: Path | None = options.output
     as_archive = output is not None and output.suffix == ".safetensors"
     with ExitStack() as stack:
+        stack.enter_context(interrupt_on_sigterm())
         part: Path | None = None
         if output is not None:
             part = stack.enter_context(atomic_write(output) if as_archive else _new_lines(output))
@@ -113,7 +122,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
 @contextlib.contextmanager
 def _new_lines(path: Path) -> Generator[Path, None, None]:
-    """A new file. After an error or Ctrl-C its complete lines are kept, in the file that standard error names."""
+    """A new file. After an error, Ctrl-C or SIGTERM its whole lines are kept, in a file that standard error names."""
     part: Path | None = None
     try:
         with atomic_write(path, keep=True) as part:
@@ -146,42 +155,60 @@ def _archived(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
 
 
 def _answers(
-    engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, args: ServerArgs
+    engine: "Engine", prompts: list[_Prompt], options: argparse.Namespace, args: ServerArgs
 ) -> Iterator[dict[str, Any]]:
     """Each prompt's fields with those of its answer, and what the engine records. Consecutive prompts of one kind share
     a call."""
     first, wants_rows = 0, args.enable_return_routed_experts
     while first < len(prompts):
-        kind = "prompt" if "prompt" in prompts[first] else "input_ids"
+        kind = "prompt" if "prompt" in prompts[first].fields else "input_ids"
         batch = [prompts[first]]
         for prompt in prompts[first + 1 : first + BATCH_SIZE]:
-            if kind not in prompt:
+            if kind not in prompt.fields:
                 break
             batch.append(prompt)
-        values = [prompt[kind] for prompt in batch]
-        answers = engine.generate(
-            values if kind == "prompt" else None,
-            None if options.temperature is None else {"temperature": options.temperature},
-            values if kind == "input_ids" else None,
-            max_new_tokens=options.max_new_tokens,
-            return_routed_experts=wants_rows,
-            return_routed_experts_weights=args.enable_return_routed_experts_weights,
-        )
+        values = [prompt.fields[kind] for prompt in batch]
+        with _named_line(batch):
+            answers = engine.generate(
+                values if kind == "prompt" else None,
+                None if options.temperature is None else {"temperature": options.temperature},
+                values if kind == "input_ids" else None,
+                max_new_tokens=options.max_new_tokens,
+                return_routed_experts=wants_rows,
+                return_routed_experts_weights=args.enable_return_routed_experts_weights,
+            )
         for prompt, answer in zip(batch, cast("list[dict[str, Any]]", answers), strict=True):
             if wants_rows:
                 info = answer["meta_info"]["routed_experts_info"]
                 print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
-            yield {**prompt, **answer}
+            yield {**prompt.fields, **answer}
         first += len(batch)
         if len(prompts) > BATCH_SIZE:
             print(f"{first} of {len(prompts)} prompts", file=sys.stderr)
 
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def _named_line(batch: list[_Prompt]) -> Generator[None, None, None]:
+    """Name the prompt of a call that is refused."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        index = 0 if len(batch) == 1 else error.index
+        if index is None:  # of every prompt
+            raise
+        raise ConfigError(f"{batch[index].location}: {error.at_prompt(None)}") from error
+
+
+def _from_flags(texts: list[str]) -> Iterator[_Prompt]:
+    for number, text in enumerate(texts, start=1):
+        yield _checked({"prompt": text}, "--prompt" if len(texts) == 1 else f"--prompt {number} of {len(texts)}")
+
+
+def _read(file: Path) -> Iterator[_Prompt]:
     """The prompts of a file, or of standard input."""
     with ExitStack() as stack:
         try:
-            source = sys.stdin if str(file) == "-" else stack.enter_context(file.open(encoding="utf-8"))
+            source = _standard_input() if str(file) == "-" else stack.enter_context(file.open("rb"))
         except OSError as error:
             text = f"--input {file} cannot be read ({error.strerror})"
             raise ConfigError(f"{text}; name a file of JSON lines, or - for standard input") from error
@@ -190,9 +217,14 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
                 yield _prompt(line, f"{file}, line {number}")
 
 
-def _prompt(line: str, location: str) -> dict[str, Any]:
+def _standard_input() -> Iterable[str | bytes]:
+    """Lines of standard input, as bytes where it has them."""
+    return getattr(sys.stdin, "buffer", sys.stdin)
+
+
+def _prompt(line: str | bytes, location: str) -> _Prompt:
     try:
-        fields: Any = json.loads(line)
+        fields: Any = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f'{location} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
     if not isinstance(fields, dict) or sum(name in fields for name in _PROMPT_KEYS) != 1:
@@ -214,17 +246,24 @@ def _keys_found(fields: object) -> str:
     return f"; it has {found}" + ("" if nearest is None else f": did you mean {nearest}?")
 
 
-def _checked(prompt: dict[str, Any], location: str) -> dict[str, Any]:
+def _checked(prompt: dict[str, Any], location: str) -> _Prompt:
     """A prompt that the engine accepts, whose fields can be written next to its output."""
     ids: object = prompt.get("input_ids")
     if not isinstance(prompt.get("prompt", ""), str) or not ("prompt" in prompt or _are_ids(ids)):
         raise ConfigError(f"{location} must hold prompt as text or input_ids as a list of token ids; correct the line")
+    if not prompt.get("prompt", ids):
+        raise ConfigError(f"{location} holds an empty prompt; give at least one character, or one token id")
+    if taken := next((name for name in _ANSWER_KEYS if name in prompt), None):
+        raise ConfigError(f"{location} has a field {taken}, which is one of its answer; rename it")
     try:
-        json.dumps(prompt, ensure_ascii=False).encode()
+        json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         text = f"{location} holds {error.object[error.start]!a}, half a character, which no file can hold"
         raise ConfigError(f"{text}; remove it") from error
-    return prompt
+    except (ValueError, RecursionError) as error:
+        text = f"{location} holds NaN, Infinity or a value too deep to be written as JSON ({error})"
+        raise ConfigError(f"{text}; write null or text instead") from error
+    return _Prompt(fields=prompt, location=location)
 
 
 def _are_ids(ids: object) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
-from routed_experts.core.errors import MachineError, PeerLostError, RoutedExpertsError
+from routed_experts.core.errors import MachineError, PeerLostError, RoutedExpertsError, WriteError
 from routed_experts.models.loading.model_source import DEMO, find_model
 
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
@@ -24,6 +24,7 @@ _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     start_time = time.perf_counter()
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Δ shows ? instead
@@ -85,11 +86,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace, start_time: float) -> int:
+    model = find_model(options.model)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"--output {options.output} cannot be made a folder ({error.strerror})"
+        raise WriteError(f"{text}; name a folder, or one that does not exist") from error
     cache = start_jax(default_platform="cpu")
     from routed_experts.demo.run import DemoOptions, run_demo
 
     demo = DemoOptions(
-        model=find_model(options.model),
+        model=model,
         output=options.output,
         start_time=start_time,
         imported=time.perf_counter(),
@@ -97,6 +104,22 @@ def _demo(options: argparse.Namespace, start_time: float) -> int:
         version=version(),
     )
     return run_demo(demo, sys.stdout)
+
+
+def _open_missing_streams() -> None:
+    """Open the null device for each standard stream that the shell has closed (`>&-`): Python has None for it. Its
+    descriptor is taken too, so that no other file gets its number."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                try:
+                    os.fstat(number)
+                except OSError:  # still closed
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                    descriptor = number
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def _close_stdout() -> None:

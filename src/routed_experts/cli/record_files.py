@@ -10,7 +10,7 @@ from typing import cast
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.archive import decode_answers, decode_record, holds_answers
-from routed_experts.formats.meta_info import record_from_response
+from routed_experts.formats.meta_info import choices_of, record_from_response
 
 SUFFIXES = (".jsonl", ".json", ".safetensors")
 
@@ -105,7 +105,7 @@ def _choices(answer: object, where: str) -> Iterator[RecordFile]:
             f"{where} holds no answer but a {type(answer).__name__}; expected the answer of a server as an object"
         )
     response = cast("Mapping[str, object]", answer)
-    choices = response.get("choices")
+    choices = choices_of(response)
     for choice in range(len(cast("list[object]", choices)) if isinstance(choices, list) else 1):
         record = record_from_response(response, choice)
         if record is None:

@@ -37,7 +37,7 @@ from routed_experts.cli.flags import (
 from routed_experts.cli.follow import abandon_group, drain_with, follow_group, join_processes
 from routed_experts.cli.serve_fleet import check_ray, serve_fleet
 from routed_experts.core.dist_config import DistConfig
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.installation import missing_library
 from routed_experts.core.keywords import own_value
 from routed_experts.core.server_args import ServerArgs
@@ -272,9 +272,17 @@ def _key(options: argparse.Namespace, name: str) -> str | None:
     file: Path | None = getattr(options, f"{name}_file", None)
     if file is None:
         return os.environ.get(f"ROUTED_EXPERTS_{name.upper()}")
-    key = file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    flag = f"--{name.replace('_', '-')}-file {file}"
+    try:
+        key = file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    except OSError as error:
+        raise MachineError(
+            f"{flag} cannot be read ({error.strerror}); name a file whose first line is the key"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} is no UTF-8 ({error}); write the key as text into its first line") from error
     if not key:
-        raise ConfigError(f"--{name.replace('_', '-')}-file {file} is empty; write the key into its first line")
+        raise ConfigError(f"{flag} is empty; write the key into its first line")
     return key
 
 
@@ -287,8 +295,14 @@ def _size(text: str) -> int:
     """Parse a number of bytes, with or without a unit: 16MiB, 1GiB, 4096."""
     for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
         if text.endswith(unit):
-            return int(text.removesuffix(unit)) * factor
-    return int(text)
+            return _count(text.removesuffix(unit), text) * factor
+    return _count(text, text)
+
+
+def _count(digits: str, text: str) -> int:
+    if not (digits.isascii() and digits.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write it as 4096, 16KiB, 16MiB or 1GiB")
+    return int(digits)
 
 
 class _JsonLines(logging.Formatter):

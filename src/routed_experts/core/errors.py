@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 # The slot for the field's name in the message of an InvalidRequestError; the repr() of a value never holds it.
 PARAM = "\0param\0"
+_PROMPT_PARAMS = ("prompt", "input_ids", "text")
 
 
 class RoutedExpertsError(Exception):
@@ -68,22 +69,38 @@ class InvalidRequestError(RoutedExpertsError, ValueError):
     """A request holds a value that cannot be served; `param` names the field.
 
     A message that writes the field's name as `PARAM` can be shown under another surface's name for it: `renamed`.
+    `index`: the prompt that is refused, of a call with several; the message names it as `prompt[index]`.
     `sent`: the part of the message that renders a path of the client's own. HTTP shows it, and hides other paths."""
 
     status = 400
     code = "invalid_request"
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, sent: str | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        sent: str | None = None,
+        index: int | None = None,
     ) -> None:
-        super().__init__(message.replace(PARAM, param or ""))
-        self.param, self.sent, self._template = param, sent, message
+        field, prefix = param or "", ""
+        if index is not None:
+            is_prompt = param in _PROMPT_PARAMS
+            named = f"{param if is_prompt else 'prompt'}[{index}]"
+            field, prefix = (named, "") if is_prompt and PARAM in message else (field, f"{named}: ")
+        super().__init__(prefix + message.replace(PARAM, field))
+        self.param, self.sent, self.index, self._template = param, sent, index, message
         if code is not None:
             self.code = code
 
     def renamed(self, param: str) -> "InvalidRequestError":
         """Return this error about the same field under the name `param`."""
-        return type(self)(self._template, param=param, code=self.code, sent=self.sent)
+        return type(self)(self._template, param=param, code=self.code, sent=self.sent, index=self.index)
+
+    def at_prompt(self, index: int | None) -> "InvalidRequestError":
+        """Return this error about the prompt `index` of several; None: of a call with one."""
+        return type(self)(self._template, param=self.param, code=self.code, sent=self.sent, index=index)
 
 
 class CaptureDisabledError(InvalidRequestError):

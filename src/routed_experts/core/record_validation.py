@@ -32,6 +32,13 @@ def to_version_spans(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpan
     return tuple((start + a, start + b, int(versions[a])) for a, b in pairwise(cuts))
 
 
+def cut_version_spans(spans: VersionSpans, start: int, end: int) -> VersionSpans:
+    """The parts of the spans in tokens [start, end). What is no span stays, for `check_version_spans`."""
+    if not all(_is_span(span) for span in spans):
+        return spans
+    return tuple((max(low, start), min(high, end), v) for low, high, v in spans if max(low, start) < min(high, end))
+
+
 def check_version_spans(spans: VersionSpans, start: int, end: int) -> None:
     """Raise RoutingFormatError unless the spans cover tokens [start, end), ascending and disjoint."""
     if not isinstance(spans, Sequence) or not all(_is_span(span) for span in spans):

@@ -6,8 +6,9 @@ row. Invariants: ids are C-order, read-only, of the smallest dtype, and hold no 
 experts per token, E experts, S tokens of the sequence."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from routed_experts.core.record_validation import (
     VersionSpans,
     check_id_range,
     check_version_spans,
+    cut_version_spans,
     is_integer,
     repeated_rows,
 )
@@ -151,9 +153,7 @@ class RoutedExperts:
             self,
             ids=self.ids[rows],
             start=low,
-            version_spans=tuple(
-                (max(a, low), min(b, high), v) for a, b, v in self.version_spans if max(a, low) < min(b, high)
-            ),
+            version_spans=cut_version_spans(self.version_spans, low, high),
             valid=None if self.valid is None else self.valid[rows],
             weights=None if self.weights is None else self.weights[rows],
         )
@@ -187,6 +187,10 @@ class RoutedExperts:
             same_dtype = self.weights.dtype == other.weights.dtype
             weights = same_dtype and np.array_equal(self.weights[known], other.weights[known])
         return weights and np.array_equal(self.ids[known], other.ids[known])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle and copy the fields: the new record is built as any other, so that its arrays are read-only too."""
+        return _from_fields, ({field.name: getattr(self, field.name) for field in fields(self)},)
 
     def _check_types(self) -> None:
         for name, array in (("ids", self.ids), ("valid", self.valid), ("weights", self.weights)):
@@ -250,3 +254,8 @@ class RoutedExperts:
             self.version_spans,
             self.router,
         )
+
+
+def _from_fields(values: dict[str, Any]) -> RoutedExperts:
+    """The record of these fields; for pickle."""
+    return RoutedExperts(**values)

@@ -819,7 +819,10 @@ class Engine:
         )
 
     def shutdown(self) -> None:
-        """Abort all requests and end the engine thread. Idempotent."""
+        """Abort all requests and end the engine thread. Idempotent. Does nothing in a process that was forked from the
+        engine's."""
+        if self.thread.is_forked:
+            return
         self.thread.stop()
         if self.components.rebalancer is not None:
             self.components.rebalancer.close()

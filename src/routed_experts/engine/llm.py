@@ -4,15 +4,16 @@ llm = LLM("path/to/model", enable_return_routed_experts=True)
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text, output.prompt_routed_experts.shape, output.outputs[0].routed_experts.shape)"""
 
+import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 from routed_experts.core.capture_spec import WeightsDType
 from routed_experts.core.editable_sampling_params import EditableSamplingParams
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.keywords import ENGINE_NAMES, REQUEST_NAMES, check_keywords, request_error
 from routed_experts.core.routed_experts import RoutedExperts
@@ -27,6 +28,16 @@ from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
 
 DEFAULT_MAX_TOKENS = 16
+_VLLM_NAMES: Mapping[str, str] = MappingProxyType(  # by the engine's name
+    {
+        "context_length": "max_model_len",
+        "max_queued_requests": "max_num_queued_reqs",
+        "mem_fraction_static": "gpu_memory_utilization",
+        "page_size": "block_size",
+        "random_seed": "seed",
+        "tokenizer_path": "tokenizer",
+    }
+)
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 Params = SamplingParams | Mapping[str, object] | Sequence[SamplingParams | Mapping[str, object]] | None
 Messages = Sequence[Mapping[str, object]]
@@ -84,41 +95,45 @@ class LLM:
         docs/flags.md. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             _check_count(name, size)
+        if not isinstance(enable_prefix_caching, bool):
+            text = f"enable_prefix_caching={short_repr(enable_prefix_caching)} must be True or False"
+            raise ConfigError(f"{text}; False turns the cache off")
         num_devices = tensor_parallel_size * data_parallel_size
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.from_vllm(speculative_config, tp_size=num_devices)
         usual = ServerArgs()
-        self.engine = Engine(
-            model,
-            revision=revision,
-            tokenizer_path=tokenizer,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            device=device,
-            load_format=load_format,
-            random_seed=seed,
-            tp_size=num_devices,
-            dp_size=data_parallel_size,
-            ep_size=num_devices if enable_expert_parallel else 1,
-            context_length=max_model_len,
-            page_size=block_size,
-            max_queued_requests=max_num_queued_reqs,
-            mem_fraction_static=gpu_memory_utilization,
-            disable_radix_cache=not enable_prefix_caching,
-            attention_backend=attention_backend,
-            moe_backend=moe_backend,
-            logprobs_mode=logprobs_mode,
-            deterministic=deterministic,
-            enable_return_routed_experts=enable_return_routed_experts,
-            enable_return_routed_experts_weights=enable_return_routed_experts_weights,
-            routed_experts_weights_dtype=routed_experts_weights_dtype,
-            skip_tokenizer_init=skip_tokenizer_init,
-            speculative=speculative,
-            precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),
-            precompile_token_paddings=_token_paddings(max_num_batched_tokens, max_num_seqs, usual),
-        )
+        with _named_as_given():
+            self.engine = Engine(
+                model,
+                revision=revision,
+                tokenizer_path=tokenizer,
+                dtype=dtype,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                device=device,
+                load_format=load_format,
+                random_seed=seed,
+                tp_size=num_devices,
+                dp_size=data_parallel_size,
+                ep_size=num_devices if enable_expert_parallel else 1,
+                context_length=max_model_len,
+                page_size=block_size,
+                max_queued_requests=max_num_queued_reqs,
+                mem_fraction_static=gpu_memory_utilization,
+                disable_radix_cache=not enable_prefix_caching,
+                attention_backend=attention_backend,
+                moe_backend=moe_backend,
+                logprobs_mode=logprobs_mode,
+                deterministic=deterministic,
+                enable_return_routed_experts=enable_return_routed_experts,
+                enable_return_routed_experts_weights=enable_return_routed_experts_weights,
+                routed_experts_weights_dtype=routed_experts_weights_dtype,
+                skip_tokenizer_init=skip_tokenizer_init,
+                speculative=speculative,
+                precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),
+                precompile_token_paddings=_token_paddings(max_num_batched_tokens, max_num_seqs, usual),
+            )
         # Rows of format ref are not encoded: they are returned as arrays of this process.
         self._routing = RoutingDefaults(enabled=True, format="ref", refs=True)
 
@@ -131,7 +146,16 @@ class LLM:
         InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
         prompt_list = _as_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
-        groups = [self._process(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
+        groups: list[list[TokenizedGenerateReqInput]] = []
+        for index, (prompt, own) in enumerate(zip(prompt_list, params_list, strict=True)):
+            try:
+                groups.append(self._process(prompt, own))
+            except InvalidRequestError as error:
+                is_of_prompt = error.param in ("prompt", "input_ids", "text") or isinstance(error, PromptTooLongError)
+                if len(prompt_list) == 1 or not is_of_prompt:
+                    raise
+                named = error.renamed("prompt") if error.param == "input_ids" else error
+                raise named.at_prompt(index) from error
         sequences = [sequence for batch in self._submissions(groups) for sequence in self._run(batch)]
         outputs: list[RequestOutput] = []
         for prompt, group in zip(prompt_list, groups, strict=True):
@@ -152,6 +176,7 @@ class LLM:
             raise InvalidRequestError("messages is empty; give at least one", param="messages")
         if isinstance(conversations[0], Mapping):
             conversations = [conversations]
+        _check_conversations(conversations)
         texts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
         prompts = [
             {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
@@ -240,6 +265,12 @@ def _token_paddings(tokens: int | None, requests: int | None, usual: ServerArgs)
     if tokens is None and (requests or 0) <= usual_largest:
         return None
     _check_count("max_num_batched_tokens", usual_largest if tokens is None else tokens)
+    limit = requests or usual.running_limit
+    if tokens is not None and limit > tokens:
+        text = (
+            f"max_num_batched_tokens={tokens} is below max_num_seqs={limit}, and a step feeds a token of each request"
+        )
+        raise ConfigError(f"{text}; give max_num_batched_tokens of at least {limit}, or lower max_num_seqs")
     return _paddings("max_num_batched_tokens", max(tokens or usual_largest, requests or 0), usual.token_paddings)
 
 
@@ -247,6 +278,35 @@ def _check_count(param: str, value: object) -> None:
     """Raise ConfigError unless the value counts something."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{param}={short_repr(value)} must be an integer of at least 1")
+
+
+@contextlib.contextmanager
+def _named_as_given() -> Generator[None]:
+    """Add the keyword of LLM to the error of a field of the engine."""
+    try:
+        yield
+    except ConfigError as error:
+        word = _VLLM_NAMES.get(str(error).partition("=")[0])
+        if word is None or type(error) is not ConfigError:
+            raise
+        raise ConfigError(f"{word} of LLM is refused: {error}") from error
+
+
+def _check_conversations(conversations: Sequence[Sequence[Mapping[str, object]]]) -> None:
+    """Raise InvalidRequestError for a conversation without messages, and for a message that has nothing to say."""
+    if isinstance(conversations, str):
+        text = f"{PARAM} is text, {short_repr(conversations)}; give a list of messages, or send the text to generate"
+        raise InvalidRequestError(text, param="messages")
+    for index, conversation in enumerate(conversations):
+        name = PARAM if len(conversations) == 1 else f"{PARAM}[{index}]"
+        if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence) or not conversation:
+            text = f"{name} is {short_repr(conversation)}; expected a list of at least one message"
+            raise InvalidRequestError(f'{text}, such as {{"role": "user", "content": "text"}}', param="messages")
+        for number, message in enumerate(conversation):
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not is_message or all(value is None for key, value in message.items() if key != "role"):
+                text = f"{name}[{number}]={short_repr(message)} has no role or no content"
+                raise InvalidRequestError(f'{text}; give {{"role": "user", "content": "text"}}', param="messages")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

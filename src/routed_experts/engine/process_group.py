@@ -108,7 +108,8 @@ class ProcessGroup(abc.ABC):
         self._values: dict[str, dict[int, Any]] = {}
         self._error: BaseException | None = None
         self._stopping = self._closed = self._owns_jax = False
-        atexit.register(self._at_exit)
+        self._pid = os.getpid()
+        atexit.register(self._at_exit_of_owner)
 
     @property
     def rank(self) -> int:
@@ -239,6 +240,11 @@ class ProcessGroup(abc.ABC):
             jax.distributed.shutdown()
         self._closed = True
         self._channel.close()
+
+    def _at_exit_of_owner(self) -> None:
+        """`_at_exit`, but not in a process that was forked from this one."""
+        if os.getpid() == self._pid:
+            self._at_exit()
 
     def _at_exit(self) -> None:
         """Before JAX's own exit handler, which would wait for processes that are gone."""

@@ -22,6 +22,7 @@ from jaxtyping import Int, Int32, Int64
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.metadata import (
@@ -70,6 +71,7 @@ def decode_record(encoded: bytes) -> RoutedExperts:
 
 def decode_record_and_tokens(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
     """Decode the record and the token ids that travel with it, or None."""
+    _check_bytes(encoded)
     try:
         tensors = load(encoded)
         header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
@@ -116,6 +118,7 @@ def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
 
 def decode_answers(encoded: bytes) -> list[ArchivedAnswer]:
     """Decode what encode_answers made; raises RoutingFormatError on anything else."""
+    _check_bytes(encoded)
     try:
         tensors = load(encoded)
         lines = [cast("dict[str, Any]", json.loads(line)) for line in tensors["answers"].tobytes().splitlines()]
@@ -140,6 +143,13 @@ def decode_answers(encoded: bytes) -> list[ArchivedAnswer]:
 def holds_answers(encoded: bytes) -> bool:
     """Whether this safetensors file holds answers, and not one record."""
     return _MARK in encoded[8 : 8 + int.from_bytes(encoded[:8], "little")]
+
+
+def _check_bytes(encoded: object) -> None:
+    if not isinstance(encoded, bytes | bytearray | memoryview):
+        raise RoutingFormatError(
+            f"received {short_repr(encoded)}, which are no bytes; give the content of a .safetensors file"
+        )
 
 
 def _line(archived: ArchivedAnswer) -> dict[str, object]:

@@ -18,6 +18,7 @@ from routed_experts.core.record_validation import (
     VersionLabels,
     VersionSpans,
     check_id_range,
+    cut_version_spans,
     is_integer,
     repeated_rows,
 )
@@ -25,6 +26,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 
 Missing = Literal["error", "gate"]
 Columns = Literal["all", "moe", "either"]  # hidden layers, MoE layers
+_MAX_TOKENS = 1 << 26  # of a sequence that is laid out with a row a token; above any context
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,13 @@ def check_record(record: RoutedExperts, layout: str) -> None:
         )
 
 
+def check_num_tokens(record: RoutedExperts, layout: str) -> None:
+    """Raise RoutingFormatError for a sequence that is too long for a row a token."""
+    if record.num_tokens > _MAX_TOKENS:
+        received = f"num_tokens={record.num_tokens} of a record with {record.num_rows} rows"
+        refuse(layout, received, f"at most {_MAX_TOKENS}: correct the metadata")
+
+
 def check_missing(record: RoutedExperts, layout: str, missing: Missing) -> None:
     """Raise for rows that are not known, unless `missing` is "gate": the layout's mark then leaves them to the live
     router."""
@@ -156,7 +165,13 @@ def scatter_to_all_layers(
 def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[np.ndarray, "S M K"]:
     """A new array with a row for every token, -1 where there is no known row. Raises for an id that is no expert."""
     check_ids(record)
-    rows = np.full((record.num_tokens, *record.ids.shape[1:]), -1, check_fits(record.num_experts, dtype))
+    check_num_tokens(record, "routed_experts")
+    shape, id_dtype = (record.num_tokens, *record.ids.shape[1:]), check_fits(record.num_experts, dtype)
+    try:
+        rows = np.full(shape, -1, id_dtype)
+    except MemoryError as error:
+        text = f"an array {list(shape)} of {id_dtype} does not fit the memory"
+        raise RoutingFormatError(f"{text}; convert the record where there is more") from error
     known = record.known
     rows[record.start : record.start + record.num_rows][known] = record.ids[known]
     return rows
@@ -176,11 +191,20 @@ def to_int_array(payload: Any, layout: str) -> Int[np.ndarray, "..."]:
     return array
 
 
+def to_mask(payload: Any, layout: str) -> Bool[np.ndarray, "..."]:
+    """An array of booleans from an array or nested lists."""
+    try:
+        return np.asarray(payload, np.bool_)
+    except (ValueError, TypeError) as cause:
+        raise RoutingFormatError(f"{layout}: the mask is no array ({cause})") from cause
+
+
 def to_record(
     payload: Any, info: SequenceInfo, *, layout: str, columns: Columns, strict: bool = False
 ) -> RoutedExperts:
     """A record of S - 1 - start or S - start rows. `columns`: the layers that the array has; dense ones are dropped,
-    regardless of their values. With `strict`, a row that is no choice of K experts raises."""
+    regardless of their values. With `strict`, a row that is no choice of K experts raises. Version spans are cut to
+    the rows."""
     rows, spec = to_int_array(payload, layout), info.spec
     widths = {"all": (spec.num_hidden_layers,), "moe": (spec.num_moe_layers,)}.get(
         columns, (spec.num_hidden_layers, spec.num_moe_layers)
@@ -207,6 +231,7 @@ def to_record(
     spans = info.version
     if not isinstance(spans, tuple):
         spans = ((info.start, info.start + ids.shape[0], int(spans)),) if ids.shape[0] else ()
+    spans = cut_version_spans(spans, info.start, info.start + ids.shape[0])
     return RoutedExperts.from_spec(
         spec,
         ids=np.ascontiguousarray(ids),

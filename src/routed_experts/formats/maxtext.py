@@ -15,6 +15,8 @@ from routed_experts.formats.layout import (
     refuse,
     require_complete,
     require_whole,
+    to_int_array,
+    to_mask,
     to_record,
 )
 
@@ -56,4 +58,4 @@ def encode_batch(
 
 def decode_batch(array: Int[np.ndarray, "B S M K"], pad: Bool[np.ndarray, "B S"], spec: CaptureSpec) -> BatchRows:
     """Decode a batch; rows of -1 are not valid."""
-    return to_batch_rows(np.asarray(array), np.asarray(pad, np.bool_), spec, "maxtext")
+    return to_batch_rows(to_int_array(array, "maxtext"), to_mask(pad, "maxtext"), spec, "maxtext")

@@ -18,6 +18,7 @@ from routed_experts.formats.layout import (
     refuse,
     require_whole,
     to_int_array,
+    to_mask,
     to_record,
 )
 
@@ -43,7 +44,10 @@ def decode(payload: tuple[Sequence[Int[Any, "T K"]], Bool[Any, " T"] | None], in
     if not isinstance(payload, tuple) or len(payload) != 2:
         refuse("megatron", short_repr(payload), "the pair (layers, mask)")
     routed, mask = payload
-    layers = [to_int_array(layer, "megatron") for layer in routed]
+    try:
+        layers = [to_int_array(layer, "megatron") for layer in routed]
+    except TypeError:  # a number, or an array without dims
+        refuse("megatron", f"layers are {short_repr(routed)}", f"{info.spec.num_moe_layers}, one [T, K] a MoE layer")
     shapes = {layer.shape for layer in layers}
     if len(layers) != info.spec.num_moe_layers or len(shapes) != 1 or layers[0].ndim != 2:
         received = f"{len(layers)} layers of shapes {[layer.shape for layer in layers][:4]}"
@@ -52,7 +56,7 @@ def decode(payload: tuple[Sequence[Int[Any, "T K"]], Bool[Any, " T"] | None], in
         refuse("megatron", f"rows begin at token {info.start}", "0")
     rows = np.stack(layers, axis=1).astype(np.int64)
     if mask is not None:
-        known = np.asarray(mask, np.bool_)
+        known = to_mask(mask, "megatron")
         if known.shape != rows.shape[:1]:
             refuse("megatron", f"a mask of shape {known.shape}", f"({rows.shape[0]},)")
         rows[~known] = -1

@@ -16,6 +16,7 @@ from routed_experts.formats import packed
 from routed_experts.formats.layout import scatter_to_all_layers
 from routed_experts.formats.wire import (
     INFO_KEY,
+    NPY_MAGIC,
     PAYLOAD_KEY,
     PROMPT_KEY,
     REF_KEY,
@@ -23,8 +24,6 @@ from routed_experts.formats.wire import (
     decode_base64,
     decode_routed_experts,
 )
-
-_NPY_MAGIC = b"\x93NUMPY"
 
 
 def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[np.ndarray, " R*L*K"] | None:
@@ -54,8 +53,7 @@ def record_from_meta_info(data: Mapping[str, object]) -> RoutedExperts | None:
 
 def record_from_response(response: Mapping[str, object], choice: int = 0) -> RoutedExperts | None:
     """Return the record of choice `choice` of an OpenAI response, or of a /generate result (choice 0)."""
-    _require_mapping(response)
-    choices = response.get("choices")
+    choices = choices_of(response)
     if choices is None and choice == 0:
         return record_from_meta_info(response)
     choice_list = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
@@ -67,6 +65,14 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
             f"response has {len(choice_list)} choices, {len(chosen)} of index {choice}; expected exactly one"
         )
     return record_from_meta_info({PROMPT_KEY: response.get(PROMPT_KEY), **chosen[0]})
+
+
+def choices_of(response: Mapping[str, object]) -> object:
+    """Return `choices` of an OpenAI response. None for a /generate result, also for one that was written beside a field
+    of that name of its prompt."""
+    _require_mapping(response)
+    is_result = isinstance(response.get("meta_info"), Mapping) and "output_ids" in response
+    return None if is_result else response.get("choices")
 
 
 def _holder(data: Mapping[str, object]) -> Mapping[str, object]:
@@ -106,7 +112,7 @@ def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedE
 
 def _bare_int32(payload: object) -> Int32[np.ndarray, " R*L*K"]:
     encoded = decode_base64(payload)
-    if encoded.startswith(_NPY_MAGIC):
+    if encoded.startswith(NPY_MAGIC):
         raise RoutingFormatError(f"{PAYLOAD_KEY} is a .npy without {INFO_KEY}; expected raw int32, or that metadata")
     if len(encoded) % 4:
         raise RoutingFormatError(f"int32 payload holds {len(encoded)} bytes; expected a multiple of 4")

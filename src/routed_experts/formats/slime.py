@@ -12,6 +12,7 @@ from routed_experts.formats.layout import (
     require_complete,
     require_whole,
     scatter_to_all_layers,
+    to_int_array,
     to_record,
 )
 
@@ -26,7 +27,7 @@ def encode(record: RoutedExperts) -> Int32[np.ndarray, "S-1 L K"]:
 
 def decode(array: Int[np.ndarray, "S-1 L K"], info: SequenceInfo) -> RoutedExperts:
     """Decode exactly S - 1 rows; a row of zeros raises RoutingFormatError, as slime rejects it."""
-    array = np.asarray(array)
+    array = to_int_array(array, "slime")
     if array.shape[:1] != (info.num_tokens - 1,) or info.start != 0:
         received = f"{list(array.shape)} rows from token {info.start} on"
         refuse("slime", received, f"{info.num_tokens - 1} from 0 on")

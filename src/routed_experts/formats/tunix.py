@@ -16,6 +16,8 @@ from routed_experts.formats.layout import (
     check_missing,
     pad_to_tokens,
     require_whole,
+    to_int_array,
+    to_mask,
     to_record,
 )
 
@@ -49,4 +51,4 @@ def encode_batch(batch: Batch, spec: CaptureSpec) -> Int16[np.ndarray, "B S M K"
 
 def decode_batch(array: Int[np.ndarray, "B S M K"], pad: Bool[np.ndarray, "B S"], spec: CaptureSpec) -> BatchRows:
     """Decode a batch; rows of -1 are not valid."""
-    return to_batch_rows(np.asarray(array), np.asarray(pad, np.bool_), spec, "tunix")
+    return to_batch_rows(to_int_array(array, "tunix"), to_mask(pad, "tunix"), spec, "tunix")

@@ -16,6 +16,8 @@ from routed_experts.formats.layout import (
     check_fits,
     require_complete,
     scatter_to_all_layers,
+    to_int_array,
+    to_mask,
     to_record,
 )
 
@@ -54,4 +56,4 @@ def decode_batch(
     spec: CaptureSpec,
 ) -> BatchRows:
     """Decode a batch; rows of zeros, and positions outside the mask, are not valid."""
-    return to_batch_rows(np.asarray(array), np.asarray(attention_mask) == 0, spec, "verl")
+    return to_batch_rows(to_int_array(array, "verl"), ~to_mask(attention_mask, "verl"), spec, "verl")

@@ -7,6 +7,7 @@ payload: L or M, K experts per token."""
 import dataclasses
 import io
 import math
+import tokenize
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, cast
@@ -38,6 +39,12 @@ WEIGHTS_KEY = "routed_experts_weights"
 START_KEY = "routed_experts_start_len"
 PROMPT_KEY = "prompt_routed_experts"
 REF_KEY = "routed_experts_ref"
+NPY_MAGIC = b"\x93NUMPY"
+# What NumPy raises for damaged files: its header is the text of a Python literal.
+NPY_ERRORS = (
+    *(ValueError, TypeError, KeyError, EOFError, OverflowError, MemoryError, RecursionError),
+    *(SyntaxError, tokenize.TokenError),
+)
 EncodedFormat = Literal["int32", "npy", "packed"]
 _ENCODED: Mapping[str, EncodedFormat] = MappingProxyType({"int32": "int32", "npy": "npy", "packed": "packed"})
 
@@ -164,7 +171,7 @@ def read_npy(encoded: bytes, *, dtype: str, shape: tuple[int, ...]) -> np.ndarra
         if version != (1, 0):
             raise RoutingFormatError(f".npy of version {version}; expected (1, 0)")
         stored_shape, fortran_order, stored_dtype = np.lib.format.read_array_header_1_0(stream)
-    except ValueError as cause:
+    except NPY_ERRORS as cause:
         raise RoutingFormatError(
             f"{len(encoded)} bytes are no .npy: {cause}; expected version 1.0 of {dtype}{list(shape)}"
         ) from cause

@@ -1,12 +1,14 @@
 """EngineThread: the thread that steps the core, and its inbox of commands.
 
 Callers submit requests and functions, which run between two steps; outputs go to the queue of each call. The thread
-blocks on its inbox when it has no work. An exception in a step ends every live request with its cause."""
+blocks on its inbox when it has no work. An exception in a step ends every live request with its cause. A process that
+is forked has no engine thread: there commands fail at once, and `stop` and `kill` do nothing."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +77,7 @@ class EngineThread:
         self._pause_waiters: list[concurrent.futures.Future[None]] = []
         self._ended = threading.Event()  # no request and no command waits any more
         self._killed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -82,6 +85,11 @@ class EngineThread:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from that of the engine thread. Locks may then be held for ever."""
+        return os.getpid() != self._pid
 
     @property
     def is_idle(self) -> bool:
@@ -152,6 +160,8 @@ class EngineThread:
 
     def stop(self) -> None:
         """Abort all live requests and end the thread. Idempotent."""
+        if self.is_forked:
+            return
 
         def end() -> None:
             reason = FinishReason(type="abort", message="the engine was shut down")
@@ -164,6 +174,8 @@ class EngineThread:
 
     def join(self) -> BaseException | None:
         """Wait until the thread has ended; returns the exception that ended it, or None after `stop`."""
+        if self.is_forked:
+            return _forked_error()
         self._ended.wait()
         if not self._killed:
             self._thread.join()
@@ -172,6 +184,8 @@ class EngineThread:
     def kill(self, cause: BaseException) -> None:
         """End every request and every command with `cause` now, from another thread: this one may be in a program that
         never ends. Idempotent."""
+        if self.is_forked:
+            return
         with self._lock:
             if self._ended.is_set():
                 return
@@ -224,6 +238,10 @@ class EngineThread:
         return future
 
     def _send(self, command: Command) -> None:
+        if self.is_forked:
+            self._cause = _forked_error()
+            command.fail()
+            return
         with self._lock:
             alive = self._cause is None and not self._stopping
             if alive:
@@ -309,6 +327,10 @@ def _end_with(end: Callable[[_T], None], value: _T) -> None:
     """End a future, unless `kill` or the command itself has ended it."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         end(value)
+
+
+def _forked_error() -> EngineDeadError:
+    return EngineDeadError("the process was forked after the engine was built; build the Engine in the child")
 
 
 def _dead_error(cause: BaseException | None) -> EngineDeadError:

@@ -92,7 +92,9 @@ class InputProcessor:
         prediction, rank = self._prediction(request, len(prompts)), self._data_parallel_rank(request)
         default = self.limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         requests: list[TokenizedGenerateReqInput] = []
-        for ids, call, own, (call_id, group, rids) in zip(prompts, calls, params, all_ids, strict=True):
+        for index, (ids, call, own, (call_id, group, rids)) in enumerate(
+            zip(prompts, calls, params, all_ids, strict=True)
+        ):
             _check_flags(call)
             extra_key = check_extra_key(call.extra_key)
             options = resolve_routing_options(
@@ -100,7 +102,10 @@ class InputProcessor:
             )
             return_logprob, start, top = _logprob_options(call, own, ids.size)
             given_ids = self._given_ids(call) if return_logprob else ()
-            sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
+            try:
+                sampling, stop_token_ids = self._sampling(own, ids.size, default, cut=cut_max_tokens)
+            except PromptTooLongError as error:
+                raise error.at_prompt(index if len(prompts) > 1 else None) from error
             grammar = None if sampling.grammar is None else self._compile(sampling.grammar)
             requests += [
                 TokenizedGenerateReqInput(
@@ -148,21 +153,23 @@ class InputProcessor:
                 text = f"{PARAM}={short_repr(request.text)} must be text or a list of texts"
                 raise InvalidRequestError(text, param="prompt")
             self.check_count("prompt", len(texts))
-            for text in texts:
-                if isinstance(text, int | np.integer | list | tuple):
-                    message = f"{PARAM} holds {short_repr(text)}, which is no text; token ids go to input_ids="
-                    raise InvalidRequestError(message, param="prompt")
-                if not isinstance(text, str) or text == "":
-                    message = f"{PARAM}={short_repr(text)} must be text of at least one character"
-                    raise InvalidRequestError(message, param="prompt")
-                ids = self._text_tokenizer("prompt").encode(text, max_tokens=self.limits.context_length)
-                yield self._check_ids(np.asarray(ids), "prompt")
+            yield from _each_prompt(texts, self._encode)
             return
         input_ids: Any = request.input_ids
-        nested = is_nested(input_ids)
-        self.check_count("input_ids", len(input_ids) if nested else 1)
-        for ids in input_ids if nested else [input_ids]:
-            yield self._check_ids(_as_integers(ids), "input_ids")
+        rows = input_ids if is_nested(input_ids) else [input_ids]
+        self.check_count("input_ids", len(rows))
+        yield from _each_prompt(rows, lambda ids: self._check_ids(_as_integers(ids), "input_ids"))
+
+    def _encode(self, text: object) -> Int32[np.ndarray, " S"]:
+        """Token ids of one prompt that is text."""
+        if isinstance(text, int | np.integer | list | tuple):
+            message = f"{PARAM} holds {short_repr(text)}, which is no text; token ids go to input_ids="
+            raise InvalidRequestError(message, param="prompt")
+        if not isinstance(text, str) or text == "":
+            message = f"{PARAM}={short_repr(text)} must be text of at least one character"
+            raise InvalidRequestError(message, param="prompt")
+        ids = self._text_tokenizer("prompt").encode(text, max_tokens=self.limits.context_length)
+        return self._check_ids(np.asarray(ids), "prompt")
 
     def _data_parallel_rank(self, request: GenerateReqInput) -> int | None:
         """The data rank that is asked for."""
@@ -358,6 +365,20 @@ class InputProcessor:
                 f"{room}; name fewer stop_token_ids"
             )
             raise InvalidRequestError(text, param="min_tokens")
+
+
+def _each_prompt(
+    prompts: Sequence[object], to_ids: Callable[[Any], Int32[np.ndarray, " S"]]
+) -> Iterator[Int32[np.ndarray, " S"]]:
+    """Token ids of each prompt. The error of one of several holds its index."""
+    for index, prompt in enumerate(prompts):
+        try:
+            ids = to_ids(prompt)
+        except InvalidRequestError as error:
+            if len(prompts) == 1:
+                raise
+            raise error.at_prompt(index) from error
+        yield ids
 
 
 def is_nested(input_ids: object) -> bool:
