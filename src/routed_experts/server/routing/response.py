@@ -113,8 +113,7 @@ def routing_fields(
     include_prompt_rows: bool,
 ) -> ResponseRouting:
     """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
-    of format list, which a response has once. `meta`: further
-    fields of `meta_info`, such as the weight versions."""
+    of format list, which a response has once. `meta`: further fields of `meta_info`, such as the weight versions."""
     is_ref = options.format == "ref"
     fields = encode_ref(record, url=url) if is_ref else encode_rows(record, options, aborted=aborted)
     if options.format in ("int32", "ref"):
