@@ -81,6 +81,7 @@ def test_every_metric_of_a_server_is_in_the_guide(server):
     elsewhere |= {"resident_swaps_total", "resident_swap_failures_total"}
     made = {name for name in kinds if name.endswith("_created")}  # by the Prometheus client
     assert sorted(set(kinds) - made - documented - elsewhere) == []
+    assert [outcome for outcome in outcomes(metrics(server)) if f"`{outcome}`" not in guide] == []
 
 
 def test_names_of_vllm_count_what_vllm_counts(engine):
