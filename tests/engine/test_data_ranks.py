@@ -48,6 +48,7 @@ FAMILIES = {  # what each has that another has not: rows of all heads, biases an
     "gemma4": ("2 ranks, experts",),
     "dense": ("1 device a rank",),
 }
+IN_EVERY_RUN = ("deepseek", "lfm2-moe", "gemma4")  # latent rows, states, pages of two shapes; on one mesh each
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 SAMPLING = [
     dict(temperature=0.0),
@@ -101,8 +102,7 @@ def ranks_of(given):
 
 
 @pytest.mark.parametrize(
-    "name",  # lfm2-moe has states in every run
-    [pytest.param(name, marks=pytest.mark.thorough) if name == "qwen3-next" else name for name in FAMILIES],
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES]
 )
 def test_family_answers_as_on_one_device(tmp_path, name, is_thorough):
     """In every run on one mesh."""

@@ -46,7 +46,7 @@ SIZES = dict(
 LOGPROB = 1e-4
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESHES = {"tp2": (2, 1), "tp4": (4, 1), "ep2": (2, 2), "ep4": (4, 4)}
-FAMILIES = {  # the first mesh of each in every run
+FAMILIES = {
     "deepseek": ("tp2", "ep4"),
     "gpt-oss": ("ep2", "tp4"),
     "olmoe": ("tp4",),
@@ -55,7 +55,8 @@ FAMILIES = {  # the first mesh of each in every run
     "gemma4": ("tp2", "ep2"),
     "bailing-hybrid": ("tp2",),
 }
-IN_DATA_RANKS = ("lfm2-moe", "gemma4")  # in every run in test_data_ranks.py alone
+# The first mesh of each; test_data_ranks.py has lfm2-moe and gemma4 in every run.
+IN_EVERY_RUN = ("deepseek", "gpt-oss", "qwen3-next")
 
 
 class DeviceBench(Bench):
@@ -150,7 +151,7 @@ def compile_events():
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=[pytest.mark.thorough] if mesh != meshes[0] or name in IN_DATA_RANKS else [])
+        pytest.param(name, mesh, marks=[] if mesh == meshes[0] and name in IN_EVERY_RUN else [pytest.mark.thorough])
         for name, meshes in FAMILIES.items()
         for mesh in meshes
     ],

@@ -22,8 +22,8 @@ from support.lazy_compile import lazy_compilation
 SIZES = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), skip_tokenizer_init=True, page_size=8)
 EXACT = dict(deterministic=True, enable_return_routed_experts=True)
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "BailingMoeV2", "Ernie4_5_Moe", "Qwen3Next", "Qwen3_5Moe")
-IN_EVERY_RUN = ("DeepseekV3", "Glm4Moe", "Qwen3Next")  # each kind of cache; test_predictor.py has the equations of all
-COMPILED_AT_ONCE = "Glm4Moe"  # all programs before the first step; of the others, in scripts/test, those that run
+IN_EVERY_RUN = ("Glm4Moe",)  # layers with states: test_kv_cache_dtype.py; equations of all: models/test_predictor.py
+COMPILED_AT_ONCE = "Glm4Moe"  # all programs before the first step; of the others those that run
 NUM_DRAFTS = 3
 STOPS = list(range(0, VOCAB_SIZE, 7))
 
@@ -156,8 +156,11 @@ def head_drafts(case, model, tokens):
 @pytest.mark.parametrize(
     "name",
     [
-        *("EAGLE3 of few tokens", "EAGLE"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("EAGLE3", "EAGLE3 with its own embedding")),
+        "EAGLE3 of few tokens",  # equations of all: models/test_eagle_heads.py
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("EAGLE", "EAGLE3", "EAGLE3 with its own embedding")
+        ),
     ],
 )
 def test_a_head_drafts_what_its_equations_say_and_changes_no_answer(name, qwen, offers, tmp_path):
@@ -183,7 +186,7 @@ SCHEDULES = (dict(), dict(chunked_prefill_size=4), dict(max_running_requests=1),
 @pytest.mark.parametrize(
     ("schedules", "mode"),
     [
-        pytest.param((FEW_PAGES,), dict(), id="few-default"),
+        pytest.param((FEW_PAGES,), dict(), id="few-default", marks=pytest.mark.thorough),
         pytest.param((dict(), FEW_PAGES), dict(deterministic=True), id="few-deterministic"),
         pytest.param(SCHEDULES, dict(), id="others-default", marks=pytest.mark.thorough),
         pytest.param(SCHEDULES, dict(deterministic=True), id="others-deterministic", marks=pytest.mark.thorough),

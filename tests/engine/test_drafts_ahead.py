@@ -132,11 +132,19 @@ def args(folder, **options):
     return ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **sizes | options)
 
 
-@pytest.fixture(scope="module", params=["plenty of pages", "no prefixes", "few pages", "programs by mode"])
-def served(request, folders):
-    """The loop of an engine with drafts, and the answers of one without. Two of them run programs that are compiled
-    without optimisations: their answers are compared with those of such programs."""
-    is_fast = request.param in ("few pages", "programs by mode")
+@pytest.fixture(
+    scope="module",
+    params=[
+        "plenty of pages",
+        pytest.param("no prefixes", marks=pytest.mark.thorough),
+        "few pages",
+        "programs by mode",
+    ],
+)
+def served(request, folders, is_thorough):
+    """The loop of an engine with drafts, and the answers of one without. Both run programs that are compiled without
+    optimisations; in scripts/thorough the first two run those that are shipped."""
+    is_fast = not is_thorough or request.param in ("few pages", "programs by mode")
     with fast_compilation() if is_fast else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
         plain = Run(build_engine(args(folders[0])).core).play(patch)
         yield draft_core(request.param, folders), plain

@@ -3,8 +3,8 @@ of a request depends on that request alone, to the last bit, not on the rest of 
 prompt is cut, and greedy requests run beside sampled ones. `score` runs the experts that the rollout ran and gives its
 logprobs and those of its prompt, by the bit; so do the returned rows, played back.
 
-The families are one of each path and each feature. In scripts/test each of them has one dtype and one form of keys and
-values, which all occur; scripts/thorough has the others."""
+The families are one of each path and each feature. scripts/test has one of each kind of cache and of each router, in
+every dtype and form of keys and values; scripts/thorough has all of them in all of these."""
 
 import dataclasses
 import tempfile
@@ -35,14 +35,11 @@ CASES_OF = {  # by form: dtype, dtype of keys and values, families
     "codes": ("bfloat16", "fp8_e4m3", IN_CODES),
     "bfloat16": ("bfloat16", "auto", IN_BFLOAT16),
 }
-# Pages of two shapes and states with codes, which are read as bfloat16 numbers; one kernel for all layers in all forms.
 IN_EVERY_RUN = {
-    "codes": ("Gemma4", "Qwen3Next", "Qwen3Moe"),
-    "bfloat16": ("DeepseekV3", "BailingHybrid", "GptOss", "Qwen3Moe", "Mixtral"),
+    "codes": ("Gemma4", "Qwen3Next"),  # pages of two shapes, and states, with codes that are read as bfloat16 numbers
+    "bfloat16": ("DeepseekV3", "GptOss", "Mixtral"),  # latent attention, sinks and windows, one kernel for all layers
+    "float32": ("Qwen3Moe", "MiniMaxM2", "Glm4Moe", "Llama4"),  # routers: softmax, sigmoid, groups, scaled inputs
 }
-IN_EVERY_RUN["float32"] = tuple(
-    name for name in FAMILIES if name == "Qwen3Moe" or name not in IN_EVERY_RUN["codes"] + IN_EVERY_RUN["bfloat16"]
-)
 CELLS = {
     "together": dict(max_running_requests=8, chunked_prefill_size=128),
     "three at once, in parts": dict(max_running_requests=3, chunked_prefill_size=7),

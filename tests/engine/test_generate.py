@@ -443,10 +443,10 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
     ("family", "backend", "dtypes"),
     [
         ("Qwen3Moe", "native", {"bfloat16"}),
-        ("Qwen3Moe", "paged", {"float32"}),
+        pytest.param("Qwen3Moe", "paged", {"float32"}, marks=pytest.mark.thorough),
         ("DeepseekV3", "native", {"bfloat16"}),
         ("Qwen3Next", "native", {"bfloat16", "float32"}),  # of keys and values, and of states
-        ("Lfm2Moe", "native", {"bfloat16", "float32"}),
+        pytest.param("Lfm2Moe", "native", {"bfloat16", "float32"}, marks=pytest.mark.thorough),
     ],
 )
 def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(family, backend, dtypes, tmp_path):

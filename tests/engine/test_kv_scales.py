@@ -138,8 +138,15 @@ def test_scores_are_those_of_whole_sequences_in_numpy(folders, kernels):
         assert distance(wrong) > 2e-2
 
 
-@over_backends
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        pytest.param("float32", {}, id="float32-native"),
+        pytest.param("bfloat16", {}, id="bfloat16-native"),
+        pytest.param("float32", ARRAY_CODE, id="float32-array code", marks=pytest.mark.thorough),
+        pytest.param("bfloat16", ARRAY_CODE, id="bfloat16-array code"),
+    ],
+)
 @fast_compilation()
 def test_powers_of_two_are_those_in_the_weights_by_the_bit(folders, kernels, dtype):
     found = []
@@ -172,6 +179,7 @@ def test_drafts_change_no_answer(folders):
         assert engine.stats().speculative.requests.proposed > 0
 
 
+@pytest.mark.thorough  # test_drafts_change_no_answer has n-grams, and test_drafts_beside_codes.py heads
 def test_a_head_that_reads_layers_changes_no_answer(tmp_path):
     """Its target runs layer by layer, the plain engine in one kernel."""
     write_tiny_checkpoint(
@@ -232,6 +240,7 @@ def test_two_devices_have_the_scales_of_one(folders):
     np.testing.assert_allclose(*scores, atol=5e-3)
 
 
+@pytest.mark.thorough  # test_two_devices_have_the_scales_of_one has the shards
 def test_two_processes_have_the_scales_of_one(folders):
     engine, asked = {"deterministic": True, **CODES}, dict(prompts=PROMPTS, params=GREEDY, logprob_start_len=0)
     with (

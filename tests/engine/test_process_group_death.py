@@ -88,11 +88,8 @@ IN_EVERY_RUN = [
     (0, "SIGKILL"),
     (0, "SIGSTOP"),
     (1, "sleeps in an order"),
-    (1, "fails in an order"),
     (1, "exits in load"),
-    (0, "exits in compile"),
     (0, "exits in step 30"),
-    (1, "exits in prepare"),
 ]
 
 

@@ -21,7 +21,8 @@ TAPPED, PLACED = "2x1 by width, tapped", "2x1 placed experts, drafts"
 BITWISE = "2x2 data ranks of whole experts, codes, deterministic"
 MESHES = {
     # devices a process, engine: by width; each bit, of whole experts and codes in data ranks; placed experts that move,
-    # with drafts. scripts/thorough has whole experts of plain numbers in one rank, and codes of ranks by width, too.
+    # with drafts. In every run the second has all tests, and the first and the third those that are of them alone.
+    # scripts/thorough has all tests of each, and whole experts of plain numbers, and codes of ranks by width, too.
     TAPPED: (
         1,
         {"enable_return_routed_experts": True, "moe_backend": "reference", "precompile_bs_paddings": [4]},
@@ -108,9 +109,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[
-        name if name in (TAPPED, BITWISE, PLACED) else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES
-    ],
+    params=[name if name == BITWISE else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES],
 )
 def pair(request, folder, tmp_path_factory):
     devices, engine, options = MESHES[request.param]

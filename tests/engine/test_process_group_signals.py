@@ -98,7 +98,7 @@ def test_sigterm_of_either_process_drains_the_group(repository, rank):
             assert "asked to end: the group drains" in members[0].log()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_sigterm_while_the_group_loads_ends_every_process_with_0(folder, rank):
     address = free_address()
     with processes(serve(folder, 0, address), serve(folder, 1, address)) as members:

@@ -51,7 +51,10 @@ def two_layers():
     return dataclasses.replace(kernels, code_stack_fits=lambda num_bytes: num_bytes <= 2 * 16 * 64 * 64)
 
 
-@pytest.fixture(scope="module", params=["all layers", "all but one", "two layers a block"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("all layers", marks=pytest.mark.thorough), "all but one", "two layers a block"],
+)
 def engine(request, folder, tmp_path_factory):
     served, options = folder, dict(quantization="fp8_block")
     if request.param == "two layers a block":

@@ -61,7 +61,7 @@ def run_uninterrupted(testbed, reqs):
     return all_outputs(drive)
 
 
-IN_EVERY_RUN = [(seed, (None, 5)[seed % 2]) for seed in range(10)]
+IN_EVERY_RUN = [(seed, (None, 5)[seed % 2]) for seed in range(6)]
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_answers_may_be_handed_in(folder, plain):
             assert caught.value.param == name
 
 
-@pytest.mark.parametrize("algorithm", [None, "NGRAM", "STANDALONE"])
+@pytest.mark.parametrize("algorithm", [None, "NGRAM", pytest.param("STANDALONE", marks=pytest.mark.thorough)])
 def test_an_engine_whose_requests_see_themselves_alone_takes_no_answers(folder, algorithm):
     path = str(folder) if algorithm == "STANDALONE" else None
     speculative = None if algorithm is None else SpeculativeConfig(algorithm=algorithm, draft_model_path=path)

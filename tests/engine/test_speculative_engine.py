@@ -168,9 +168,9 @@ def test_capacities_of_experts_do_not_go_with_drafts(folder):
         Engine(str(folder), **SMALL, placement=config, speculative=NGRAM)
 
 
-# olmoe has the layers of the other tests' tiny Qwen3-MoE, and test_speculation_recurrent.py has two with states;
-# the others have other attention, caches or states.
-TESTED_ELSEWHERE = ("olmoe", "qwen3-next", "bailing-hybrid")
+# olmoe has the layers of the other tests' tiny Qwen3-MoE, and test_speculation_recurrent.py has those with states. The
+# others have other attention and caches; gemma4 is of scripts/thorough, with two networks a layer.
+TESTED_ELSEWHERE = ("olmoe", "qwen3-next", "bailing-hybrid", "lfm2-moe", "gemma4")
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,12 @@ SCHEDULES = {
     "one by one": dict(max_running_requests=1),
     "no prefixes": dict(disable_radix_cache=True),
 }
+IN_EVERY_RUN = ("at once", "no prefixes")  # test_draft_models.py has chunks and few pages
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(name, marks=pytest.mark.thorough) if name == "one by one" else name for name in SCHEDULES],
+    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.thorough) for name in SCHEDULES],
 )
 def test_the_target_accepts_all_drafts_of_itself(schedule, target, plain, is_thorough):
     is_lazy = schedule != "at once" and not is_thorough
@@ -155,7 +156,7 @@ def test_weights_of_experts_are_recorded_beside_a_draft_model(target):
     assert meta["spec_num_proposed_drafts"] > 0
 
 
-@pytest.mark.parametrize("family", ["gemma4", "deepseek"])
+@pytest.mark.parametrize("family", [pytest.param("gemma4", marks=pytest.mark.thorough), "deepseek"])
 def test_models_with_other_caches_draft_for_themselves(family, tmp_path):
     """Pages of two shapes, and latent rows."""
     folder = write_family(tmp_path, family)
@@ -324,6 +325,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
     check_vocabularies(draft, target, draft_size=2, target_size=2)
 
 
+@pytest.mark.thorough  # models/test_dummy_weights.py has the values
 def test_random_weights_of_the_target_mean_random_weights_of_the_draft(target, tmp_path):
     (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
     options = SIZES | dict(load_format="dummy", speculative=standalone(tmp_path, num_steps=2))

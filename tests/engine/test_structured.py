@@ -149,8 +149,13 @@ def test_answers_have_their_form_and_rows_are_those_that_ran(testbed, tokenizer,
     assert checked > 20
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "chunk"),
+    [
+        *((0, None), (1, 5)),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((0, 5), (1, None), (2, None), (2, 5))),
+    ],
+)
 def test_a_short_pool_changes_nothing(testbed, requests, seed, chunk):
     drive = testbed.drive(pages=24, chunked_prefill_size=chunk)
     drive.run(*requests(seed))
@@ -223,7 +228,7 @@ def test_forced_tokens_are_fed_as_one_chunk(testbed, default, requests):
 
 
 @pytest.mark.parametrize("pages", [24, 200])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 def test_forced_chunks_with_retraction_keep_rows_and_forms(default, tokenizer, requests, seed, pages):
     drive = default.drive(pages=pages, chunked_prefill_size=16)
     drive.run(*requests(90 + seed, stream=True), before_step=lambda n: n % 4 == 3 and drive.retract_victim())
