@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -230,5 +231,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.allocator.num_free == self.allocator.num_total
 
 
-TestPrefixCacheMachine = PrefixCacheMachine.TestCase
-TestPrefixCacheMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+class TestPrefixCacheMachine(PrefixCacheMachine.TestCase):
+    settings = settings(max_examples=75, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.thorough
+class TestPrefixCacheMachineLonger(PrefixCacheMachine.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -287,9 +288,20 @@ def build_sources(index, arrival):
     return made, expected_tokens(prompt, max_tokens, stops=stop)
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(life=lives())
 def test_every_request_ends_with_exactly_its_tokens(life):
+    live_through(life)
+
+
+@pytest.mark.thorough
+@settings(max_examples=200)
+@given(life=lives())
+def test_every_request_ends_with_exactly_its_tokens_in_200_lives(life):
+    live_through(life)
+
+
+def live_through(life):
     machine = Machine(life)
     expected: dict[str, list[int]] = {}
     tick, limit = 0, 60 + 40 * sum((arrival[1] + arrival[2] + arrival[3]) * arrival[4] for arrival in life.arrivals)
@@ -328,7 +340,7 @@ def test_every_request_ends_with_exactly_its_tokens(life):
     page_size=st.sampled_from([1, 4]),
     num_drafts=st.sampled_from([0, 3]),
 )
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache, page_size, num_drafts):
     sizes = dict(page_size=page_size, pages=round(2.3 * CONTEXT) // page_size, requests=8, tokens=16, chunk=16)
     plain = dict(deterministic=False, draft_seed=0, arrivals=[], events=[])

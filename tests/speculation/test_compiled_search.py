@@ -52,7 +52,7 @@ def copied(rng, texts, alphabet, length):
     return np.array(tokens[:length], np.int32)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_both_searches_propose_the_same(compiled_functions, seed):
     rng = np.random.default_rng(seed)

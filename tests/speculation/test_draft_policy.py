@@ -75,7 +75,7 @@ def test_without_adaptive_every_draft_that_fits_is_verified():
         policy.tried(num_requests=2, num_drafts=14 * (step % 2), num_emitted=2)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_poisoned_costs_and_survivals_give_a_legal_choice(data):
     bucket = data.draw(st.integers(1, 8))
@@ -214,9 +214,15 @@ class Engine:
         return emitted * plain / (self.num_requests * seconds), verified
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
-@pytest.mark.parametrize("claimed", [0.5, 0.9, 1.0])
-def test_drafts_that_are_never_accepted_end_within_200_steps_and_cost_little(num_requests, claimed):
+@pytest.mark.parametrize(
+    ("claimed", "num_requests"),
+    [
+        pytest.param(claimed, number, marks=pytest.mark.thorough if claimed < 1 and number == 16 else [])
+        for claimed in (0.5, 0.9, 1.0)
+        for number in (1, 4, 16)
+    ],
+)
+def test_drafts_that_are_never_accepted_end_within_200_steps_and_cost_little(claimed, num_requests):
     engine = Engine(num_requests, claimed=claimed)
     engine.run(200, alpha=0.0)
     assert engine.policy.is_probe  # off
@@ -225,9 +231,18 @@ def test_drafts_that_are_never_accepted_end_within_200_steps_and_cost_little(num
     assert gain >= 0.99
 
 
-@pytest.mark.parametrize(("num_requests", "least"), [(1, 1.3), (4, 1.3), (16, 1.7)])
-@pytest.mark.parametrize("claimed", [0.7, 0.9])
-def test_drafts_that_are_mostly_accepted_are_found_again_and_pay(num_requests, least, claimed):
+@pytest.mark.parametrize(
+    ("claimed", "num_requests", "least"),
+    [
+        (0.7, 1, 1.3),
+        (0.7, 4, 1.3),
+        pytest.param(0.7, 16, 1.7, marks=pytest.mark.thorough),
+        (0.9, 1, 1.3),
+        (0.9, 4, 1.3),
+        (0.9, 16, 1.7),
+    ],
+)
+def test_drafts_that_are_mostly_accepted_are_found_again_and_pay(claimed, num_requests, least):
     engine = Engine(num_requests, claimed=claimed)
     assert engine.run(1000, alpha=0.8)[0] >= least
     engine.run(1000, alpha=0.0)

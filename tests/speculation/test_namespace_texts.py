@@ -1,6 +1,7 @@
 """NamespaceTexts: what is counted is what is held, and a full store keeps the newest texts."""
 
 import gc
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -12,6 +13,16 @@ from routed_experts.speculation.text_index import TextIndex
 
 CONTEXTS = context_hash(CopyRule(max_window=24, counts=True))
 PROMPT = np.arange(40, dtype=np.int32)
+SIZES = [(1, 2), (5, 8), (600, 64), (1, 1024)]  # in every run: each number of namespaces, and each size of a text
+LENGTHS = [(1, 1), (30, 20), (1, 200)]  # in every run: each size of a text, and each number of texts
+
+
+def grid(in_every_run, *axes):
+    """All cases; scripts/thorough has those that are not in every run."""
+    return [
+        pytest.param(*case, marks=[] if case in in_every_run else pytest.mark.thorough)
+        for case in itertools.product(*axes)
+    ]
 
 
 def random_tokens(rng, count):
@@ -27,9 +38,8 @@ def contains(tokens, text):
     return text.tobytes() in tokens.tobytes()
 
 
-@pytest.mark.parametrize("size", [2, 8, 64, 1024])
-@pytest.mark.parametrize("num_namespaces", [1, 5, 600])
-def test_no_more_memory_is_held_than_is_counted(size, num_namespaces):
+@pytest.mark.parametrize(("num_namespaces", "size"), grid(SIZES, [1, 5, 600], [2, 8, 64, 1024]))
+def test_no_more_memory_is_held_than_is_counted(num_namespaces, size):
     rng, most = np.random.default_rng(0), 1 << 20
     answers = [random_tokens(rng, size) for _ in range(600)]
     gc.collect()
@@ -47,9 +57,8 @@ def test_no_more_memory_is_held_than_is_counted(size, num_namespaces):
     assert held_tokens(texts, f"user {599 % num_namespaces}").size >= size
 
 
-@pytest.mark.parametrize("num_texts", [1, 20, 200])
-@pytest.mark.parametrize("size", [1, 30])
-def test_an_index_counts_what_it_holds(num_texts, size):
+@pytest.mark.parametrize(("size", "num_texts"), grid(LENGTHS, [1, 30], [1, 20, 200]))
+def test_an_index_counts_what_it_holds(size, num_texts):
     rng = np.random.default_rng(0)
     texts = [(random_tokens(rng, 24), random_tokens(rng, size)) for _ in range(num_texts)]
     gc.collect()

@@ -68,9 +68,10 @@ def draw_text(rng, alphabet, length):
 
 
 @pytest.mark.parametrize("alphabet", [3, 300])
-@settings(max_examples=20)
+@settings(max_examples=5)
 @given(seed=SEEDS)
 def test_ten_thousand_drafts_are_those_of_brute_force(functions, alphabet, seed):
+    """In all cases together."""
     rng = np.random.default_rng(seed)
     for number in range(500):
         text = draw_text(rng, alphabet, int(rng.integers(257, 900) if number % 50 == 0 else rng.integers(0, 80)))

@@ -50,7 +50,7 @@ def check(draft, places, text, rule, most):
 
 
 @pytest.mark.parametrize("alphabet", [2, 3, 300])
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(seed=SEEDS)
 def test_drafts_of_a_sequence_are_counted_as_by_brute_force(functions, alphabet, seed):
     rng = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ def test_a_long_sequence_is_counted_over_its_sorted_and_its_unsorted_part(functi
         check(drafter.propose("grown", 7), copying.own_places(text[:size]), text[:size], rule, 7)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=SEEDS)
 def test_an_index_of_texts_finds_what_brute_force_finds(seed):
     rng = np.random.default_rng(seed)
