@@ -30,6 +30,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import encode_record
+from support.lazy_compile import lazy_compilation
+from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -50,9 +52,9 @@ OTHER = {  # a value that is not the default, as typed
 
 
 def run(*argv, cwd=None, blocked=False):
-    """The command in a process of its own, warnings as errors; `blocked`: without JAX."""
+    """The command in a process of its own that compiles fast, warnings as errors; `blocked`: without JAX."""
     cache = jax.config.jax_compilation_cache_dir or str(cwd)
-    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache}
+    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache, "XLA_FLAGS": FAST}
     start = (
         ["-c", "import sys; sys.modules['jax'] = None; from routed_experts.cli import main; sys.exit(main())"]
         if blocked
@@ -222,17 +224,20 @@ def test_version_and_help_need_no_jax():
     assert "--enable-return-routed-experts" in result.stdout
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path):
-    done = run("generate", str(tmp_path / "nowhere"), "--prompt", "a")
-    assert_refused(done.returncode, done.stderr)
-    assert "nowhere" in done.stderr
+def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
+    code = main(["generate", str(tmp_path / "nowhere"), "--prompt", "a"])
+    err = capsys.readouterr().err
+    assert_refused(code, err)
+    assert "nowhere" in err
 
 
-def test_an_output_that_cannot_be_written_is_reported_before_the_engine_starts(tmp_path):
-    done = run("generate", str(tmp_path / "model"), "--prompt", "a", "--output", str(tmp_path / "no" / "folder.jsonl"))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "folder.jsonl" in done.stderr
+def test_an_output_that_cannot_be_written_is_reported_before_the_engine_starts(tmp_path, capsys):
+    output = tmp_path / "no" / "folder.jsonl"
+    code = main(["generate", str(tmp_path / "model"), "--prompt", "a", "--output", str(output)])
+    err = capsys.readouterr().err
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "folder.jsonl" in err
 
 
 def test_an_unknown_platform_is_refused(tmp_path, monkeypatch):
@@ -241,7 +246,8 @@ def test_an_unknown_platform_is_refused(tmp_path, monkeypatch):
     assert done.returncode == 1 and "abacus" in done.stderr and done.stderr.count("\n") <= 3
 
 
-def test_generate_writes_answers_with_their_records(tmp_path):
+def test_generate_writes_answers_with_their_records(tmp_path, capsys):
+    """In a process of its own; then without a file, in this one."""
     model = write_tiny_checkpoint(tmp_path / "model")
     flags = [
         "--max-new-tokens",
@@ -266,8 +272,9 @@ def test_generate_writes_answers_with_their_records(tmp_path):
         assert record.num_rows == answer["meta_info"]["prompt_tokens"] + len(answer["output_ids"]) - 1
         assert record.weights.shape == record.ids.shape
         assert f"routed_experts ({record.num_rows}, 4, 4) int32" in done.stderr
-    done = run("generate", str(model), "--prompt", "The cat", *flags[:-2], cwd=tmp_path)
-    assert done.stdout == answers[0]["text"] + "\n"
+    with lazy_compilation():
+        assert main(["generate", str(model), "--prompt", "The cat", *flags[:-2]]) == 0
+    assert capsys.readouterr().out == answers[0]["text"] + "\n"
 
 
 def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
@@ -291,7 +298,7 @@ def test_the_engine_reports_loading_progress():
     sizes = dict(
         precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True
     )
-    with Engine(str(demo_model_path()), on_load=lambda *pair: calls.append(pair), **sizes):
+    with lazy_compilation(), Engine(str(demo_model_path()), on_load=lambda *pair: calls.append(pair), **sizes):
         pass
     assert calls[-1][0] == calls[-1][1] > 5_000_000  # bytes of the demo model's tensors
     assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len({total for _, total in calls}) == 1

@@ -11,6 +11,8 @@ from routed_experts.cli import main, make_parser
 from routed_experts.cli.bench import _start
 from routed_experts.core.errors import ConfigError
 from support.http_server import running
+from support.lazy_compile import lazy_compilation
+from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
@@ -18,7 +20,8 @@ SMALL = ["--num-prompts", "3", "--input-len", "5", "--output-len", "6", "--round
 
 
 def run(capsys, *argv):
-    code = main(["bench", *(str(word) for word in argv)])
+    with lazy_compilation():
+        code = main(["bench", *(str(word) for word in argv)])
     return code, *capsys.readouterr()
 
 
@@ -58,9 +61,10 @@ def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys,
     assert code_without_key == 2 and "401" in err
 
 
-def test_a_start_reports_its_phases(tmp_path):
+def test_a_start_reports_its_phases(tmp_path, monkeypatch):
     """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep
     them."""
+    monkeypatch.setenv("XLA_FLAGS", FAST)
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
     row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
     phases = [

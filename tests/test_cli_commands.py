@@ -18,13 +18,15 @@ from routed_experts.cli.record_files import read_answers
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import decode_record, encode_record
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 
 
 def run(capsys, *argv):
-    code = main([str(word) for word in argv])
+    with lazy_compilation():
+        code = main([str(word) for word in argv])
     return code, *capsys.readouterr()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import routed_experts
 from routed_experts.analysis.colormaps import text_color
+from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -22,13 +23,14 @@ MODELS = ["tiny", "packaged"] if PACKAGED.exists() else ["tiny"]
 
 
 def run_demo(folder, *flags, **environ):
-    """Programs are cached where those of the other tests are."""
+    """Programs are compiled fast, and cached where those of the other tests are."""
     cache = jax.config.jax_compilation_cache_dir or str(folder / "jax")
     env = {
         **os.environ,
         "PYTHONPATH": str(SRC),
         "JAX_COMPILATION_CACHE_DIR": cache,
         "PYTHONIOENCODING": "utf-8",
+        "XLA_FLAGS": FAST,
         **environ,
     }
     command = [sys.executable, "-W", "error", "-m", "routed_experts", "demo", *flags]
@@ -110,6 +112,11 @@ def test_plain_text_goes_to_a_pipe(shown):
     assert "\x1b" not in shown[1]
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [name if name == "tiny" else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS],
+    indirect=True,
+)
 def test_a_second_start_compiles_nothing(shown, tmp_path):
     folder = [] if not (shown[0] / "model").exists() else ["--model", str(shown[0] / "model")]
     done = run_demo(tmp_path, *folder, "--output", "elsewhere")

@@ -1,5 +1,6 @@
 """Combine weights over HTTP: the same arrays as those of the engine, in every form and dialect, and played back."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -9,7 +10,9 @@ from routed_experts.formats import record_from_meta_info, record_from_response
 from routed_experts.formats.archive import decode_record
 from routed_experts.formats.wire import encode_routed_experts
 from routed_experts.server.routing import response
+from support.engines import open_engine
 from support.http_server import parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 
 PROMPT = [5, 9, 200, 17, 3, 88, 41, 7]
 ASKED = {"return_routed_experts": True, "return_routed_experts_weights": True}
@@ -23,10 +26,15 @@ BODIES = {
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def weighing(request, engine_factory):
+def weighing(request, tiny_checkpoint):
     """An engine that records weights, a server of it, and the record of the answer to each body."""
     flags = {"enable_return_routed_experts": True, "enable_return_routed_experts_weights": True}
-    with engine_factory(**flags, routed_experts_weights_dtype=request.param) as engine, running(engine) as server:
+    with contextlib.ExitStack() as stack:
+        with lazy_compilation():  # no longer: a test below asks for the shared engine
+            engine = stack.enter_context(
+                open_engine(tiny_checkpoint, **flags, routed_experts_weights_dtype=request.param)
+            )
+        server = stack.enter_context(running(engine))
         sampling = {"max_tokens": 7, "seed": 11, "temperature": 1.0, "ignore_eos": True}
         answer = engine.generate(input_ids=PROMPT, sampling_params=sampling, **ASKED)
         record = record_from_meta_info(answer)

@@ -12,6 +12,7 @@ import pytest
 from routed_experts.formats import record_from_npy, record_from_response
 from support.engines import assert_idle, on_engine_thread, open_engine
 from support.http_server import parse_error, running
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 LONG = {
@@ -41,7 +42,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(root):
-    with open_engine(root / "seed0", enable_return_routed_experts=True) as engine:
+    with lazy_compilation(), open_engine(root / "seed0", enable_return_routed_experts=True) as engine:
         yield engine
 
 

@@ -9,6 +9,7 @@ import httpx
 
 from support.engines import on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 NAMES = """
@@ -235,7 +236,7 @@ def test_drafts_are_counted_under_our_names_and_the_other_servers(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
     body = {"input_ids": [3, 1, 4, 1, 5] * 4, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
     options = dict(speculative_algorithm="NGRAM", speculative_adaptive=False)
-    with open_engine(folder, **options) as engine:
+    with lazy_compilation(), open_engine(folder, **options) as engine:
         for compat, name in (("vllm", "vllm:spec_decode_num_drafts_total"), ("sglang", "sglang:spec_accept_length")):
             with running(engine, metrics_compat=compat) as server:
                 meta = server.post("/generate", body).json()["meta_info"]

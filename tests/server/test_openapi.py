@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from routed_experts.server.app import TABLE
 from support.engines import assert_idle, open_engine
 from support.http_server import running
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 CHECKS = [
@@ -35,9 +36,8 @@ OPERATIONS = {  # of those without a body every path is as declared
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """One of its own: weight versions rise in here."""
-    with open_engine(
-        write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), enable_return_routed_experts=True
-    ) as engine:
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    with lazy_compilation(), open_engine(folder, enable_return_routed_experts=True) as engine:
         yield engine
 
 
@@ -86,7 +86,7 @@ def answered(server, engine, session, operation, mode, num_cases):
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("num_cases", [12, pytest.param(25, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_cases", [6, pytest.param(25, marks=pytest.mark.thorough)])
 def test_only_what_the_document_declares_is_answered(server, engine, session, num_cases, mode):
     """So many cases of each operation and kind."""
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")

@@ -13,6 +13,7 @@ from routed_experts.formats.wire import encode_routed_experts
 from routed_experts.server.limits import MAX_SCORING_CALLS
 from support.engines import open_engine
 from support.http_server import parse_error, running
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
@@ -218,6 +219,7 @@ def test_a_score_too_many_is_a_503(server):
 
 def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
     with (
+        lazy_compilation(),
         open_engine(write_tiny_checkpoint(tmp_path), enable_return_routed_experts=True) as engine,
         running(engine) as server,
     ):

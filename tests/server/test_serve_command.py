@@ -29,6 +29,8 @@ from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, listener_u
 from routed_experts.server.state import ServerState
 from support.engines import SMALL
 from support.http_server import parse_error
+from support.lazy_compile import lazy_compilation
+from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -40,7 +42,7 @@ READY = re.compile(
 
 
 def start(*flags, model=None):
-    env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": FAST}
     if jax.config.jax_compilation_cache_dir:
         env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
     command = [
@@ -251,7 +253,7 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
 
 def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
     port = "0"
-    for ending in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
+    for ending in (signal.SIGKILL, signal.SIGTERM):
         weights = "auto" if ending is signal.SIGKILL else "dummy"
         running = start("--enable-return-routed-experts", "--port", port, "--load-format", weights)
         ready = READY.fullmatch(running.stdout.readline())
@@ -340,7 +342,8 @@ def serve_in_thread(tmp_path):
     settings = ServerSettings(port=0)
     listener = bind(settings)
     ready, codes = threading.Event(), []
-    opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
+    with lazy_compilation():
+        opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
     state = ServerState(settings, model_path="tiny")
     process = ServerProcess(state, listener, load=lambda: AsyncEngine(opened), on_ready=ready.set)
     thread = threading.Thread(target=lambda: codes.append(process.run()), daemon=True)

@@ -8,6 +8,7 @@ import pytest
 from routed_experts import extract_routed_experts_from_meta_info
 from support.engines import on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "The router scores every expert"
@@ -438,6 +439,7 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "root" / "empty").mkdir()
     with (
+        lazy_compilation(),
         open_engine(first, enable_return_routed_experts=True) as engine,
         running(engine, weights_root=str(tmp_path / "root")) as server,
     ):

@@ -4,6 +4,7 @@ import pytest
 
 from support.engines import on_engine_thread, open_engine
 from support.http_server import parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 SPEC = {
@@ -24,7 +25,7 @@ BODY = {"input_ids": [3, 1, 4, 1, 5] * 4, "sampling_params": {"max_new_tokens": 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     options = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_adaptive=False)
-    with open_engine(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), **options) as engine:
+    with lazy_compilation(), open_engine(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), **options) as engine:
         yield engine
 
 
@@ -137,7 +138,8 @@ def test_answers_are_handed_in_and_forgotten_over_http(engine, server, tmp_path)
     rollout = {"prompt_ids": BODY["input_ids"], "output_ids": [1, 2]}
     assert parse_error(server.post("/remember_rollouts", rollout), 400)["param"] == "speculative_scope"
     options = dict(speculative_algorithm="NGRAM", speculative_scope="namespace", speculative_adaptive=False)
-    with open_engine(write_tiny_checkpoint(tmp_path), **options) as other, running(other) as sharing:
+    folder = write_tiny_checkpoint(tmp_path)
+    with lazy_compilation(), open_engine(folder, **options) as other, running(other) as sharing:
         answer = sharing.post("/generate", BODY).json()["output_ids"]
         rollout["output_ids"] = answer
         assert sharing.post("/remember_rollouts", rollout).json() == {"success": True}
@@ -172,7 +174,7 @@ DIALECTS = {
 def remembering(tmp_path_factory):
     options = dict(speculative_algorithm="NGRAM", speculative_scope="namespace", speculative_remember=True)
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    with open_engine(folder, **options) as engine, running(engine) as server:
+    with lazy_compilation(), open_engine(folder, **options) as engine, running(engine) as server:
         yield engine, server
 
 

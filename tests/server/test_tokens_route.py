@@ -10,6 +10,7 @@ import pytest
 from routed_experts.formats import extract_routed_experts_from_meta_info, packed, record_from_response
 from support.engines import open_engine
 from support.http_server import parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 ROUTE = "/inference/v1/generate"
@@ -179,6 +180,7 @@ def test_skyrl_gets_packed_rows_without_asking(server, native):
 
 def test_no_tokenizer_is_needed(tmp_path):
     with (
+        lazy_compilation(),
         open_engine(
             write_tiny_checkpoint(tmp_path), enable_return_routed_experts=True, skip_tokenizer_init=True
         ) as bare,

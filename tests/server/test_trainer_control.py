@@ -16,6 +16,7 @@ from routed_experts.server.app import TABLE
 from routed_experts.server.errors import OWN_PATHS, to_response
 from support.engines import assert_idle, on_engine_thread, open_engine
 from support.http_server import parse_error, running
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 IDS = [5, 9, 3, 7, 11, 40, 41]
@@ -34,7 +35,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(root):
-    with open_engine(root / "seed0", enable_return_routed_experts=True, precompile_bs_paddings=(32,)) as engine:
+    options = dict(enable_return_routed_experts=True, precompile_bs_paddings=(32,))
+    with lazy_compilation(), open_engine(root / "seed0", **options) as engine:
         yield engine
 
 

@@ -12,6 +12,7 @@ from routed_experts.formats.archive import decode_record
 from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import open_engine
 from support.http_server import events, parse_error, running, stream
+from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -36,6 +37,7 @@ def root(tmp_path_factory):
 def servers(root):
     """One whose engine records rows, and one whose engine does not."""
     with (
+        lazy_compilation(),
         open_engine(root / "seed0", enable_return_routed_experts=True) as capture,
         open_engine(root / "seed0") as plain,
         running(capture, weights_root=str(root)) as recording,
@@ -201,6 +203,7 @@ def test_32_streams_that_run_during_a_push_have_no_mixed_row(root):
     scores of each answer under both are compared, bit for bit."""
     sizes = {"precompile_bs_paddings": (32,), "precompile_token_paddings": (64,), "max_total_tokens": 8192}
     with (
+        lazy_compilation(),
         open_engine(root / "seed0", enable_return_routed_experts=True, deterministic=True, **sizes) as engine,
         running(engine, weights_root=str(root)) as server,
         concurrent.futures.ThreadPoolExecutor(32) as pool,

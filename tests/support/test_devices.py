@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from support import devices
+
 pytest_plugins = ("pytester",)
 
 CONFTEST = """
@@ -86,14 +88,21 @@ def test_never_ends():
 """
 
 
-@pytest.fixture
-def run(pytester, monkeypatch):
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """That of the runs below and of their processes: without a plugin that takes seconds to import, as in our own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:schemathesis")
 
+
+@pytest.fixture
+def run(pytester):
     def outcomes(tests, conftest=CONFTEST, options=()):
+        """In this process, which has imported JAX; with options, some of which would stay set, in one of its own."""
         pytester.makeconftest(conftest)
         pytester.makepyfile(tests)
-        result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *options)
+        runpytest = pytester.runpytest_subprocess if options else pytester.runpytest_inprocess
+        result = runpytest("-q", "-p", "no:cacheprovider", *options)
         return result.parseoutcomes(), str(result.stdout)
 
     return outcomes
@@ -117,13 +126,13 @@ def test_a_test_that_the_process_does_not_find_fails(run):
     assert counts == {"failed": 1} and "test_is_not_there" in output
 
 
-def test_a_process_that_takes_too_long_is_ended_and_fails(run):
-    counts, output = run(NEVER_ENDS, CONFTEST + "\nfrom support import devices\ndevices.TIMEOUT_S = 3\n")
+def test_a_process_that_takes_too_long_is_ended_and_fails(run, monkeypatch):
+    monkeypatch.setattr(devices, "TIMEOUT_S", 3)
+    counts, output = run(NEVER_ENDS)
     assert counts == {"failed": 1} and "ended after 3 s" in output
 
 
-def test_the_test_after_one_of_several_devices_is_set_up(pytester, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+def test_the_test_after_one_of_several_devices_is_set_up(pytester):
     pytester.makeconftest(CONFTEST)
     one_device, two_devices = "def test_passes():\n    pass\n", "import pytest\n\n@pytest.mark.devices(2)\n"
     files = {"a/test_1.py": one_device, "a/test_2.py": two_devices + one_device, "b/test_3.py": one_device}
@@ -131,5 +140,5 @@ def test_the_test_after_one_of_several_devices_is_set_up(pytester, monkeypatch):
         file = pytester.path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider")
     assert result.parseoutcomes() == {"passed": 3}
