@@ -19,6 +19,10 @@ from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 LENGTH, LAYERS, MOE_LAYERS, EXPERTS, TOP_K = 12, 3, 2, 16, 4
+# One in array code and one in C++; every run replays through the others where logits of all backends are compared.
+BACKENDS = [
+    name if name in ("grouped", "native") else pytest.param(name, marks=pytest.mark.thorough) for name in sorted(MOE)
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +41,20 @@ def parts(folder):
 @pytest.fixture(scope="module")
 def run(parts):
     """The jitted forward; `run.traces` grows with each trace."""
+    return jitted(parts)
+
+
+@pytest.fixture(scope="module")
+def quick_run(parts):
+    """The same, compiled fast: where logits are compared with a tolerance."""
+    return jitted(parts, compiler_options=fast_compile.OPTIONS)
+
+
+def jitted(parts, **options):
     graphdef, own_state = parts
     traces = []
 
-    @functools.partial(jax.jit, static_argnames=("backend", "remat"))
+    @functools.partial(jax.jit, static_argnames=("backend", "remat"), **options)
     def traced(state, tokens, routed, segment_ids, positions, backend, remat):
         traces.append(1)
         kind = MOE[backend]
@@ -67,8 +81,10 @@ def drifted_ids(tokens, seed=1):
 
 
 def routed_batch(ids, valid=True, pad=False):
+    """Of ids from the host: those of a program are bound to a device, for which another program is compiled."""
     return RoutedBatch(
-        jnp.asarray(ids, jnp.uint8), *(jnp.asarray(np.broadcast_to(flags, ids.shape[:2])) for flags in (valid, pad))
+        jnp.asarray(np.asarray(ids), jnp.uint8),
+        *(jnp.asarray(np.broadcast_to(flags, ids.shape[:2])) for flags in (valid, pad)),
     )
 
 
@@ -76,7 +92,7 @@ def some_rows(tokens, seed=2):
     return np.random.default_rng(seed).random(tokens.shape) < 0.5
 
 
-@pytest.mark.parametrize("backend", sorted(MOE))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_valid_row_is_live_by_the_bit_whatever_the_rows_hold(run, backend):
     tokens = random_tokens()
     live = run(tokens, backend=backend)
@@ -88,7 +104,7 @@ def test_no_valid_row_is_live_by_the_bit_whatever_the_rows_hold(run, backend):
         assert np.array_equal(replayed.ids, live.ids)
 
 
-@pytest.mark.parametrize("backend", sorted(MOE))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_replay_of_its_own_ids_is_the_same_by_the_bit(run, backend):
     tokens = random_tokens(seed=3)
     live = run(tokens, backend=backend)
@@ -106,11 +122,11 @@ def test_valid_rows_run_what_they_were_given_in_their_order(run):
     assert not np.array_equal(executed[~valid][:, 0], ids[~valid][:, 0])
 
 
-def test_other_ids_give_other_logits_and_backends_agree_on_them(run):
+def test_other_ids_give_other_logits_and_backends_agree_on_them(quick_run):
     tokens = random_tokens(seed=5)
     batch = routed_batch(drifted_ids(tokens))
-    replayed = {backend: run(tokens, batch, backend=backend) for backend in MOE}
-    assert np.max(np.abs(replayed["grouped"].logits - run(tokens).logits)) > 0.1
+    replayed = {backend: quick_run(tokens, batch, backend=backend) for backend in MOE}
+    assert np.max(np.abs(replayed["grouped"].logits - quick_run(tokens).logits)) > 0.1
     for backend, result in replayed.items():
         np.testing.assert_allclose(result.logits, replayed["reference"].logits, atol=1e-4, err_msg=backend)
 
@@ -145,7 +161,11 @@ def test_under_jit_a_valid_id_that_is_no_expert_gives_nan_in_its_sequence_alone(
     graphdef, state = parts
     tokens, ids = random_tokens(seed=14), drifted_ids(random_tokens(seed=14)).astype(np.int32)
     given = jnp.full(ids.shape, 0.25, jnp.float32) if weights else None
-    run = jax.jit(lambda state, routed: forward(nnx.merge(graphdef, state), tokens, routed=routed).logits)
+
+    @functools.partial(jax.jit, compiler_options=fast_compile.OPTIONS)
+    def run(state, routed):
+        return forward(nnx.merge(graphdef, state), tokens, routed=routed).logits
+
     for bad in (-1, -2, -EXPERTS, -EXPERTS - 1, EXPERTS, 255):
         ids[1, 3, 1, 2] = bad
         flags = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, bool)
@@ -189,8 +209,13 @@ def test_what_stands_where_there_is_no_token_is_not_read(parts):
     ids = np.tile(np.arange(TOP_K, dtype=np.uint8), (2, 5, MOE_LAYERS, 1))
     pad = np.zeros((2, 5), bool)
     pad[:, 0] = True
-    logits = forward(nnx.merge(*parts), jnp.asarray(tokens), routed=RoutedBatch(ids, ~pad, pad)).logits
-    assert np.isfinite(logits[:, 1:]).all()
+    (graphdef, state), tokens = parts, jnp.asarray(tokens)
+
+    @functools.partial(jax.jit, compiler_options=fast_compile.OPTIONS)
+    def run(state):  # tokens and rows can be read: they are no arguments
+        return forward(nnx.merge(graphdef, state), tokens, routed=RoutedBatch(ids, ~pad, pad)).logits
+
+    assert np.isfinite(run(state)[:, 1:]).all()
 
 
 def test_new_ids_and_new_flags_trace_nothing(run):
@@ -206,19 +231,19 @@ def test_new_ids_and_new_flags_trace_nothing(run):
 @pytest.fixture(scope="module")
 def value_and_grad(parts):
     """The mean negative log probability of each next token, and its gradient in all weights; one program for each
-    form."""
+    form, for all tests."""
 
     @functools.partial(
         jax.jit, static_argnames="remat", compiler_options=fast_compile.OPTIONS
     )  # gradients are compared with a tolerance
-    def compute(state, tokens, routed=None, *, remat=False):
+    def compute(state, tokens, routed, remat):
         def loss(state):
             logits = forward(nnx.merge(parts[0], state), tokens, routed=routed, remat=remat).logits[:, :-1]
             return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1))
 
         return jax.value_and_grad(loss)(state)
 
-    return compute
+    return lambda state, tokens, routed=None, remat=False: compute(state, tokens, routed, remat=remat)
 
 
 def assert_close(actual, other, atol):
@@ -272,24 +297,28 @@ def test_drifted_ids_give_every_router_a_gradient_that_is_a_finite_difference(pa
         assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=0.03, abs=2e-4), kind
 
 
-def test_packed_segments_are_the_sequences_on_their_own(run):
+def test_packed_segments_are_the_sequences_on_their_own(quick_run):
     first, second = random_tokens(1, 6, seed=10), random_tokens(1, 6, seed=11)
     ids = [drifted_ids(tokens, seed) for seed, tokens in enumerate((first, second))]
     valid = [some_rows(tokens, seed) for seed, tokens in enumerate((first, second))]
-    apart = [run(tokens, routed_batch(i, valid=v)) for tokens, i, v in zip((first, second), ids, valid, strict=True)]
+    apart = [
+        quick_run(tokens, routed_batch(i, valid=v)) for tokens, i, v in zip((first, second), ids, valid, strict=True)
+    ]
     segments, positions = (jnp.asarray([row], jnp.int32) for row in ([*[0] * 6, *[1] * 6], [*range(6), *range(6)]))
     packed_batch = routed_batch(np.concatenate(ids, axis=1), valid=np.concatenate(valid, axis=1))
-    packed = run(jnp.concatenate([first, second], axis=1), packed_batch, segment_ids=segments, positions=positions)
+    packed = quick_run(
+        jnp.concatenate([first, second], axis=1), packed_batch, segment_ids=segments, positions=positions
+    )
     np.testing.assert_allclose(packed.logits, np.concatenate([part.logits for part in apart], axis=1), atol=1e-4)
     assert np.array_equal(packed.ids, np.concatenate([part.ids for part in apart], axis=1))
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_places_without_a_token_change_no_token(run, side):
+def test_places_without_a_token_change_no_token(quick_run, side):
     """Whatever id stands there, and whatever its rows hold; logits of the tokens are those of the sequence alone."""
     tokens = random_tokens(1, 6, seed=12)
     ids, valid = drifted_ids(tokens), some_rows(tokens)
-    alone = run(tokens, routed_batch(ids, valid=valid))
+    alone = quick_run(tokens, routed_batch(ids, valid=valid))
     before, after = {"left": (6, 0), "right": (0, 6), "both": (2, 4)}[side]
     pad = np.ones((1, 12), bool)
     pad[:, before : 12 - after] = False
@@ -299,7 +328,7 @@ def test_places_without_a_token_change_no_token(run, side):
     wide_valid[:, before : 12 - after] = valid
     for filler in (0, 77):
         wide = jnp.full((1, 12), filler, jnp.int32).at[:, before : 12 - after].set(tokens)
-        padded = run(
+        padded = quick_run(
             wide,
             routed_batch(wide_ids, valid=wide_valid, pad=pad),
             positions=jnp.arange(12, dtype=jnp.int32)[None] - before,
@@ -309,17 +338,17 @@ def test_places_without_a_token_change_no_token(run, side):
         assert np.all(np.isfinite(padded.logits))
 
 
-def test_a_sequence_does_not_see_the_others_of_its_batch_nor_what_comes_later(run):
+def test_a_sequence_does_not_see_the_others_of_its_batch_nor_what_comes_later(quick_run):
     tokens = random_tokens(seed=13)
-    base = np.asarray(run(tokens).logits)
-    other = np.asarray(run(tokens.at[1].set(5)).logits)
+    base = np.asarray(quick_run(tokens).logits)
+    other = np.asarray(quick_run(tokens.at[1].set(5)).logits)
     np.testing.assert_allclose(other[0], base[0], atol=1e-4)
-    later = np.asarray(run(tokens.at[0, 8].add(1)).logits)
+    later = np.asarray(quick_run(tokens.at[0, 8].add(1)).logits)
     np.testing.assert_allclose(later[0, :8], base[0, :8], atol=1e-4)
     assert np.max(np.abs(later[0, 8] - base[0, 8])) > 0.1
 
 
-def test_the_engine_and_the_forward_give_the_same_logprobs_and_rows(folder, run):
+def test_the_engine_and_the_forward_give_the_same_logprobs_and_rows(folder, quick_run):
     prompts = [
         np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
         for seed, length in ((0, 3), (1, 21), (2, 40))
@@ -347,9 +376,9 @@ def test_the_engine_and_the_forward_give_the_same_logprobs_and_rows(folder, run)
         )
         ids[0, : len(rows)] = rows
         padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens, jnp.int32))
-        trained = run(padded, routed_batch(ids, valid=valid, pad=pad))
+        trained = quick_run(padded, routed_batch(ids, valid=valid, pad=pad))
         assert np.array_equal(np.asarray(trained.ids)[0, : len(rows)], rows)
-        live = run(padded)
+        live = quick_run(padded)
         assert np.mean(np.asarray(live.ids)[0, : len(rows)] == rows) > 0.98  # the same weights, but for near ties
         prompt_logprobs = jax.nn.log_softmax(trained.logits[0])
         for index, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):

@@ -16,6 +16,7 @@ from routed_experts.demo import demo_model_path
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
+from support import fast_compile
 from support.bf16_products import products_in_pairs
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -56,7 +57,7 @@ class World:
         self._sampled_logprobs = np.array(
             [[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results]
         )
-        self._score = jax.jit(self._traced)
+        self._score = jax.jit(self._traced, compiler_options=fast_compile.OPTIONS)  # means of logprobs are compared
 
     def _traced(self, state, routed):
         out = forward(nnx.merge(self._graphdef, state), self._tokens, routed=routed)
@@ -141,6 +142,7 @@ def test_replay_takes_at_least_half_of_the_mismatch_away(wide):
     assert CanaryGate()(value) < 0.03
 
 
+@pytest.mark.thorough  # every run has C7 on the wide model
 def test_on_the_demo_model_replay_takes_half_of_the_mismatch_away():
     """Its routers are seldom near a tie, so it takes many sequences to see how much they matter."""
     many = demo_world(CHOICES)
