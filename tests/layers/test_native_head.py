@@ -17,12 +17,16 @@ from routed_experts.layers.logprobs import prompt_logprobs, ranked_logprobs, tok
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import NATIVE_KERNELS, native_argmax, native_logprobs, native_tied_linear
 from routed_experts.layers.sampling import SamplingBatch, sample
+from support import fast_compile
+from support.tile_libraries import FEW_OPTIMISATIONS
 
 DTYPES = "float32", "bfloat16", "float16"
 # [V, D]: a ragged last tile, less than one, a ragged depth, a long one
 TABLES = [(211, 64), (5, 8), (64, 31), (40, 1040)]
 ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 10), 25, 33), (1, 3, 9)
 TIED, ARGMAX, LOGPROBS = jax.jit(native_tied_linear), jax.jit(native_argmax), jax.jit(native_logprobs)
+DRAW = jax.jit(sample, static_argnums=2, compiler_options=fast_compile.OPTIONS)  # a score divided by 1 is that score
+PROMPTS_IN_EVERY_RUN = {("bfloat16", False), ("float32", True), ("float16", True)}  # dtype, and whether tied
 
 
 def bits(array):
@@ -68,12 +72,14 @@ extern "C" void logprobs(int64_t rows, int64_t vocabulary, const float* scores, 
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere vectors have one width")
-def test_a_processor_with_shorter_vectors_has_the_same_within_rounding(tmp_path):
+def test_a_processor_with_shorter_vectors_has_the_same_within_rounding(tmp_path, is_thorough):
+    """But in scripts/thorough with few optimisations."""
     source, made = tmp_path / "head.cpp", tmp_path / "head.so"
     source.write_text(ALONE)
     folders = f"-I{toolchain.HERE}", f"-I{jax.ffi.include_dir()}"
     compiler = toolchain.compiler() or ()
     command = [*compiler, *toolchain.FLAGS, "-mno-avx512f", *folders, str(source), "-o", str(made)]
+    command += [] if is_thorough else FEW_OPTIMISATIONS
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     library = ctypes.CDLL(str(made))
     assert library.lanes() == 8
@@ -120,7 +126,7 @@ def test_all_logprobs_of_a_row_have_one_normaliser():
     rest = dict(top_k=zeros, top_p=jnp.ones(33), min_p=jnp.zeros(33), choice=zeros, position=zeros)
     batch = SamplingBatch(temperature=jnp.ones(33), seed=jnp.arange(66, dtype=jnp.uint32).reshape(33, 2), **rest)
     for mode in (SamplingMode.RANDOM, SamplingMode.FILTERED):
-        drawn, processed = sample(logits, batch, mode)
+        drawn, processed = DRAW(logits, batch, mode)
         assert not np.array_equal(drawn, tokens)
         processed_logprobs = token_logprobs(processed, drawn, native_logprobs)
         np.testing.assert_array_equal(bits(processed_logprobs), bits(token_logprobs(logits, drawn, native_logprobs)))
@@ -134,8 +140,14 @@ def test_broken_and_dropped_scores():
     assert np.isnan(got[1:]).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "dtype"),
+    [
+        pytest.param(tied, dtype, marks=[] if (dtype, tied) in PROMPTS_IN_EVERY_RUN else pytest.mark.thorough)
+        for tied in (False, True)
+        for dtype in DTYPES
+    ],
+)
 def test_a_prompt_s_logprobs_are_those_of_steps_of_few_rows(dtype, tied):
     """One block of 64 rows and a part of one, and a softcap and a bias."""
     rng = np.random.default_rng(2)

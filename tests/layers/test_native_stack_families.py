@@ -84,6 +84,19 @@ CASES = {  # layers, and changes of the config
     DENSE_BETWEEN: ([DENSE, layer(feed=dict(shared_width=12, shared_gated=True))] * 2, {}),
     "a pattern behind dense layers": ([DENSE] * 2 + [layer(dict(window=window)) for window in (3, 0)] * 2, {}),
 }
+# What a feature does is compared in one of three ways in every run: with plain code, live or on rows that are given, or
+# with the layers in pieces, whose kernels test_native_features.py compares with plain code.
+EQUAL_PLAIN = {("GPT-OSS", "bfloat16")} | {
+    (name, "float32") for name in ("MiniMax-M2", "Granite", "chunks, and all without positions")
+}
+IN_PIECES_TOO = {("GPT-OSS", "float16")} | {
+    (name, "bfloat16") for name in ("HunYuan", "Qwen2-MoE", "gated heads, offset norms")
+}
+
+
+def thorough_but(in_every_run, cases):
+    """Cases, of which scripts/thorough alone has those that are not in `in_every_run`."""
+    return [pytest.param(*case, marks=[] if case in in_every_run else pytest.mark.thorough) for case in cases]
 
 
 def build_model(name, dtype) -> FamilyDecoder:
@@ -116,7 +129,9 @@ def differences(name, dtype, kernels):
     return np.nanmean(np.abs(pool - stored)), rounded, all(np.array_equal(ids, own) for _, ids, _, own in pairs)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in CASES), ("GPT-OSS", "float16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), thorough_but(IN_PIECES_TOO, [*((name, "bfloat16") for name in CASES), ("GPT-OSS", "float16")])
+)
 def test_layers_in_pieces_round_where_one_kernel_rounds(name, dtype):
     """Some numbers of float32 differ in the last place, which changes a rounding now and then: of all cases, one input
     of a product, and with it one token. Ids are equal."""
@@ -132,12 +147,15 @@ def test_pieces_whose_stream_has_the_dtype_of_the_weights_are_told_apart(name, d
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, "float32") for name in CASES),
-        ("GPT-OSS", "bfloat16"),
-        ("GLM-4.5", "bfloat16"),
-        (DENSE_BETWEEN, "bfloat16"),
-    ],
+    thorough_but(
+        EQUAL_PLAIN,
+        [
+            *((name, "float32") for name in CASES),
+            ("GPT-OSS", "bfloat16"),
+            ("GLM-4.5", "bfloat16"),
+            (DENSE_BETWEEN, "bfloat16"),
+        ],
+    ),
 )
 def test_layers_of_a_family_in_one_kernel_equal_plain_code(name, dtype):
     model = build_model(name, dtype)
@@ -176,7 +194,15 @@ def test_attention_layers_of_a_model_with_states_run_in_one_kernel_on_its_pages(
         np.testing.assert_allclose(*own, atol=BOUNDS["float32"])
 
 
-@pytest.mark.parametrize("name", ["GPT-OSS", "groups", DENSE_BETWEEN, "a pattern behind dense layers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("GPT-OSS", marks=pytest.mark.thorough),
+        "groups",
+        DENSE_BETWEEN,
+        "a pattern behind dense layers",
+    ],
+)
 def test_rows_that_are_given_run_as_in_plain_code(name):
     model = build_model(name, "float32")
     num_moe, rng = model.config.capture_spec.num_moe_layers, np.random.default_rng(4)

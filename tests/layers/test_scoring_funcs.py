@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from support import fast_compile
 
 ROUTE = jax.jit(replay_topk, static_argnames="spec")
 PLAIN = dict(num_experts=16, top_k=4, renormalize=True)
@@ -115,7 +116,8 @@ def test_own_ids_replayed_are_the_live_routing_bit_for_bit_and_poison_is_never_r
     spec = SPECS[name]
     logits, bias, replayed, valid = inputs(spec, seed=1)
     live = run(spec, logits, bias, None)
-    for ids, mask in ((live.ids, np.ones_like(valid)), (np.full_like(replayed, 255), np.zeros_like(valid))):
+    own = np.asarray(live.ids, replayed.dtype)
+    for ids, mask in ((own, np.ones_like(valid)), (np.full_like(replayed, 255), np.zeros_like(valid))):
         same = run(spec, logits, bias, LayerRouting(jnp.asarray(ids), jnp.asarray(mask)))
         assert np.array_equal(same.ids, live.ids) and np.array_equal(same.weights, live.weights)
 
@@ -126,7 +128,8 @@ def test_the_gradient_is_finite_on_any_ids_and_reaches_the_replayed_logits(name)
     logits, bias, replayed, valid = inputs(spec, seed=2)
     routed = LayerRouting(jnp.asarray(replayed), jnp.ones(len(valid), bool))
     mix = jnp.asarray(np.random.default_rng(3).standard_normal((len(valid), spec.top_k)), jnp.float32)
-    gradient = np.asarray(jax.grad(lambda z: jnp.sum(run(spec, z, bias, routed).weights * mix))(jnp.asarray(logits)))
+    compute = jax.grad(lambda z: jnp.sum(run(spec, z, bias, routed).weights * mix))
+    gradient = np.asarray(jax.jit(compute, compiler_options=fast_compile.OPTIONS)(jnp.asarray(logits)))
     assert np.all(np.isfinite(gradient))
     assert np.all(np.abs(np.take_along_axis(gradient, replayed.astype(int), axis=1)).sum(axis=0) > 0)
 

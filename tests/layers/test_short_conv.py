@@ -9,7 +9,11 @@ import pytest
 
 from routed_experts.layers.short_conv import ConvInputs, ConvShape
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 CHANNELS = 5
+RAGGED = jax.jit(ConvInputs.ragged)
+SEQUENCES = jax.jit(ConvInputs.sequences, static_argnums=2)
 
 
 def by_hand(tokens, kernel, bias):
@@ -46,7 +50,7 @@ def test_sequences_cut_into_steps_of_any_sizes_are_those_of_a_loop(width, biased
         parts = [seq[at : at + count] for seq, at, count in zip(sequences, done, counts, strict=True)]
         padding = np.full((2, CHANNELS), np.nan, np.float32)
         starts = jnp.asarray(np.cumsum((0, *counts)), jnp.int32)
-        out, state = inputs_of(np.concatenate([*parts, padding]), kernel, bias).ragged(state, starts)
+        out, state = RAGGED(inputs_of(np.concatenate([*parts, padding]), kernel, bias), state, starts)
         assert not np.any(out[sum(counts) :]), "rows of no sequence give 0"
         for row, part in enumerate(np.split(np.asarray(out)[: sum(counts)], np.cumsum(counts)[:-1])):
             outs[row].append(part)
@@ -62,7 +66,7 @@ def test_a_nonfinite_token_stays_in_its_sequence():
     broken = mixed.copy()
     broken[1] = np.nan
     starts, state = jnp.asarray([0, 2, 6], jnp.int32), ConvShape(channels=CHANNELS, width=3).zeros(2, jnp.float32)
-    (out, after), (spoiled, last) = (inputs_of(rows, kernel, bias).ragged(state, starts) for rows in (mixed, broken))
+    (out, after), (spoiled, last) = (RAGGED(inputs_of(rows, kernel, bias), state, starts) for rows in (mixed, broken))
     assert np.array_equal(spoiled[2:], out[2:]) and np.array_equal(last[1], after[1])
     assert np.all(np.isnan(spoiled[1])) and np.array_equal(spoiled[0], out[0])
 
@@ -72,12 +76,12 @@ def test_whole_sequences_begin_anew_where_the_segment_changes_and_have_gradients
     rows = rng.standard_normal((2, 8, CHANNELS)).astype(np.float32)
     segments = np.array([[1, 1, 1, 2, 2, 1, 1, 1], [0] * 8])
     inputs = inputs_of(rows.reshape(-1, CHANNELS), kernel, bias)
-    out = inputs.sequences(jnp.asarray(segments), 2).reshape(rows.shape)
+    out = np.asarray(SEQUENCES(inputs, jnp.asarray(segments), 2)).reshape(rows.shape)
     for row, cuts in ((0, (0, 3, 5, 8)), (1, (0, 8))):
         expected = [by_hand(rows[row, low:high], kernel, bias) for low, high in itertools.pairwise(cuts)]
         np.testing.assert_allclose(out[row], np.concatenate(expected), atol=1e-5)
-    np.testing.assert_allclose(inputs.sequences(None, 2)[:8], by_hand(rows[0], kernel, bias), atol=1e-5)
-    grads = jax.grad(lambda mixed: inputs_of(mixed, kernel, bias).sequences(jnp.asarray(segments), 2)[2].sum())(
+    np.testing.assert_allclose(SEQUENCES(inputs, None, 2)[:8], by_hand(rows[0], kernel, bias), atol=1e-5)
+    grads = jax.grad(lambda mixed: SEQUENCES(inputs_of(mixed, kernel, bias), jnp.asarray(segments), 2)[2].sum())(
         inputs.mixed
     )
     assert np.array_equal(np.flatnonzero(np.any(grads != 0, axis=1)), [0, 1, 2])

@@ -100,14 +100,18 @@ def attend(step, dtype=jnp.float32, run=RUN, features=PLAIN):
     return np.asarray(run(*arrays, first, step.batch, features), np.float64)
 
 
+FAR_IN = "prefill and decode, a chunk far in"  # in every run the step of the features
 RAGGED = {  # (keys before, new tokens) of each request
     "one token": [(0, 1)],
-    "prefill and decode, a chunk far in": [(0, 20), (45, 1), (9, 1), (0, 3), (300, 40)],
+    FAR_IN: [(0, 20), (45, 1), (9, 1), (0, 3), (300, 40)],
     "around the tile and the block": [(0, 7), (0, 8), (63, 1), (64, 1), (55, 9), (127, 2)],
 }
 
 
-@pytest.mark.parametrize("requests", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize(
+    "requests",
+    [pytest.param(RAGGED[name], id=name, marks=pytest.mark.thorough if name == FAR_IN else []) for name in RAGGED],
+)
 def test_a_ragged_step_equals_the_loop(requests):
     step = make_step(requests)
     np.testing.assert_allclose(attend(step), oracle(step, jnp.float32), atol=EXACT[jnp.float32])
@@ -116,7 +120,12 @@ def test_a_ragged_step_equals_the_loop(requests):
 # query heads, kv heads, head dim
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [((4, 4, 8), jnp.bfloat16), ((2, 1, 16), jnp.float32), ((6, 2, 128), jnp.bfloat16), ((2, 2, 256), jnp.bfloat16)],
+    [
+        pytest.param((4, 4, 8), jnp.bfloat16, marks=pytest.mark.thorough),
+        ((2, 1, 16), jnp.float32),
+        pytest.param((6, 2, 128), jnp.bfloat16, marks=pytest.mark.thorough),
+        ((2, 2, 256), jnp.bfloat16),
+    ],
     ids=str,
 )
 def test_any_number_of_heads_will_do(sizes, dtype):
@@ -127,14 +136,20 @@ def test_any_number_of_heads_will_do(sizes, dtype):
     assert not np.any(out[step.num_tokens :])
 
 
-@pytest.mark.parametrize("page_size", [8, 200])
+@pytest.mark.parametrize("page_size", [pytest.param(8, marks=pytest.mark.thorough), 200])  # others have 16, or 64
 def test_any_page_size_will_do(page_size):
     step = make_step([(140, 9), (0, 30), (201, 1)], page_size=page_size, padded=41, rows=4)
     np.testing.assert_allclose(attend(step), oracle(step, jnp.float32), atol=EXACT[jnp.float32])
 
 
 @pytest.mark.parametrize(
-    ("decode", "dtype"), [(True, jnp.float32), (True, jnp.bfloat16), (False, jnp.float32)], ids=str
+    ("decode", "dtype"),
+    [
+        pytest.param(True, jnp.float32, marks=pytest.mark.thorough),
+        (True, jnp.bfloat16),
+        (False, jnp.float32),
+    ],
+    ids=str,
 )
 def test_a_decode_step_equals_the_loop_in_either_form(decode, dtype):
     requests = [(length, 1) for length in (0, 63, 64, 200, 5, 17, 127, 128, 1, 33, 90)]  # two tiles of decode
@@ -156,6 +171,7 @@ def test_the_blocks_an_engine_uses_give_the_same():
     np.testing.assert_allclose(out, oracle(step, jnp.float32), atol=EXACT[jnp.float32])
 
 
+@pytest.mark.thorough  # heads of 64 with sinks and a window stand so in every run
 def test_heads_narrower_than_the_pool_stand_beside_zeros():
     step, dtype = make_step([(70, 9), (20, 1)], head_dim=8), jnp.bfloat16
     wide = np.pad(step.pool, ((0, 0), (0, 0), (0, 0), (0, 8)))
@@ -186,7 +202,13 @@ def without_keys_before_the_window(step, features):
 
 @pytest.mark.parametrize(
     ("name", "decode"),
-    [("a window of several blocks", False), ("a chunk", False), ("all", False), ("a window", True), ("all", True)],
+    [
+        ("a window of several blocks", False),
+        pytest.param("a chunk", False, marks=pytest.mark.thorough),  # all features have a chunk and a window
+        ("all", False),
+        pytest.param("a window", True, marks=pytest.mark.thorough),
+        ("all", True),
+    ],
     ids=str,
 )
 def test_features_equal_the_loop_and_keys_that_are_not_seen_may_be_nan(name, decode):

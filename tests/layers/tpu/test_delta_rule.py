@@ -69,8 +69,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("lengths", "fresh"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("lengths", "fresh", "shape"),
+    [
+        pytest.param(
+            *CASES[case],
+            SHAPES[shape],
+            id=f"{case}-{shape}",
+            marks=[] if (row + column) % 3 == 0 else pytest.mark.thorough,  # each shape runs always, each case twice
+        )
+        for row, case in enumerate(CASES)
+        for column, shape in enumerate(SHAPES)
+    ],
+)
 def test_reads_and_states_are_those_of_the_loop_and_other_states_stay(shape, lengths, fresh):
     rng, total = np.random.default_rng(0), sum(lengths)
     inputs = random_inputs(rng, shape, total + 3)

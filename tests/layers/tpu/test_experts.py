@@ -282,9 +282,17 @@ CODED = {
     "in turn, the last group short": ("sorted", (40, 4, 5, 40, 300), 128, 1),
     "in turn, two groups a part": ("few rows", (40, 4, 5, 40, 240), 16, 1),
 }
+OF_4_BITS_TOO = "in pairs, sorted", "in turn, evenly", "in turn, rows short of a part"  # cut alike, in every run
 
 
-@pytest.mark.parametrize(("path", "shape", "group", "weight_bytes"), CODED.values(), ids=CODED)
+def cases_of(cases, in_scripts_thorough):
+    return [
+        pytest.param(*values, id=name, marks=pytest.mark.thorough if name in in_scripts_thorough else [])
+        for name, values in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("path", "shape", "group", "weight_bytes"), cases_of(CODED, OF_4_BITS_TOO))
 def test_experts_of_codes_equal_the_loop_however_they_are_cut(path, shape, group, weight_bytes):
     call = with_codes(random_call(11, shape, biased=shape[-1] % 128 != 0), group)
     run = functools.partial(PATHS[path], weight_bytes=weight_bytes, interpret=True)
@@ -312,9 +320,11 @@ HALVES = {
     "in turn, four groups a part": ("e2m1", "e4m3", "few rows", (40, 4, 5, 40, 160), 16, 1),
     "in turn, of codes of 8 bits and 4": ("e4m3", "int4", "few rows", (40, 4, 5, 40, 160), 16, 1),
 }
+# Others are whole, or in pairs, too, or cut as codes of 8 bits are.
+LONG = "whole, groups that end in a tile", "whole, one row, many groups", "in pairs", "in turn, the last group short"
 
 
-@pytest.mark.parametrize(("gate_up", "down", "path", "shape", "group", "weight_bytes"), HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize(("gate_up", "down", "path", "shape", "group", "weight_bytes"), cases_of(HALVES, LONG))
 def test_experts_of_codes_of_4_bits_equal_the_loop_however_they_are_cut(
     gate_up, down, path, shape, group, weight_bytes
 ):
@@ -329,12 +339,21 @@ def test_experts_of_codes_of_4_bits_equal_the_loop_however_they_are_cut(
         np.testing.assert_allclose(out, expected, atol=EXACT * np.abs(expected).max())
 
 
+BESIDE = {
+    "both": ("clamped swiglu", ("gate_up", "down")),
+    "down": ("tanh gelu", ("down",)),
+    "gate and up": ("silu", ("gate_up",)),
+}
+
+
 @pytest.mark.parametrize(
-    ("activation", "coded_parts"),
-    [("clamped swiglu", ("gate_up", "down")), ("tanh gelu", ("down",)), ("silu", ("gate_up",))],
-    ids=["both", "down", "gate and up"],
+    ("form", "activation", "coded_parts"),
+    [
+        pytest.param(form, *BESIDE[parts], id=f"{form}-{parts}", marks=[] if row == column else pytest.mark.thorough)
+        for row, form in enumerate(["e4m3", "int4", "e2m1"])
+        for column, parts in enumerate(BESIDE)
+    ],
 )
-@pytest.mark.parametrize("form", ["e4m3", "int4", "e2m1"])
 def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_beside_them(
     activation, coded_parts, form
 ):
@@ -345,8 +364,14 @@ def test_experts_of_codes_take_activations_two_groups_and_matrices_of_numbers_be
     np.testing.assert_allclose(RUN["few rows"](made), expected, atol=EXACT * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("forms", [("e4m3", "e4m3"), ("int4", "e2m1")], ids="-".join)
+@pytest.mark.parametrize(
+    ("forms", "path"),
+    [
+        pytest.param(forms, path, id="-".join((*forms, path)), marks=[] if row != column else pytest.mark.thorough)
+        for row, forms in enumerate([("e4m3", "e4m3"), ("int4", "e2m1")])
+        for column, path in enumerate(PATHS)
+    ],
+)
 def test_experts_of_codes_keep_bfloat16_and_what_is_nan_stays_alone(path, forms):
     call = with_codes(random_call(13, (24, 3, 10, 200, 40), valid=np.ones(24, bool)), 64, forms=forms)
     low, bad = dataclasses.replace(call, x=call.x.astype(jnp.bfloat16)), int(call.first_expert) + 6

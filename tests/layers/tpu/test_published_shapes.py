@@ -102,7 +102,7 @@ HEADS = {  # query heads, kv heads, head dim; features
     ("chip", "name", "decode"),
     [
         ("v6e", "GPT-OSS", False),
-        ("v5e", "Qwen3-Next", False),
+        pytest.param("v5e", "Qwen3-Next", False, marks=pytest.mark.thorough),  # execution/test_tpu_families.py has it
         ("v6e", "Llama 4", True),
     ],
 )
@@ -190,7 +190,7 @@ def test_latent_attention_leaves_the_pool_where_it_lies(chip, heads, decode):
 DELTA = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.thorough)])
 def test_prompts_of_qwen3_next_run_one_kernel_and_leave_the_states_where_they_lie(chip):
     num_tokens, requests, half, heads = 512, 16, jnp.bfloat16, DELTA.value_heads
     conv = S((9, 321, *tiled_state((3, DELTA.channels))), half)  # 135 MiB
