@@ -14,6 +14,8 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 from support.tiny_checkpoint import tiny_config
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -35,7 +37,7 @@ def test_a_config_alone_makes_a_model_of_its_shapes(folder):
 def test_its_values_are_finite_and_its_routing_spreads(folder):
     model = ModelFolder.open(folder, load_format="dummy").load(jnp.dtype("float32"))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, 256), jnp.int32)[None]
-    out = forward(model, tokens, return_routed=True)
+    out = nnx.jit(forward, static_argnames=("return_routed",))(model, tokens, return_routed=True)
     assert np.isfinite(np.asarray(out.logits)).all()
     ids = np.asarray(out.ids).reshape(256, model.config.capture_spec.num_moe_layers, -1)
     for layer in range(ids.shape[1]):

@@ -328,7 +328,10 @@ def test_a_head_of_half_precision_is_near_its_equations(tmp_path, name, kernels)
 
 
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("name", ["speculators", "biases", "the target's head", "eagle 1 of two layers"])
+@pytest.mark.parametrize(
+    "name",
+    ["speculators", pytest.param("biases", marks=pytest.mark.thorough), "the target's head", "eagle 1 of two layers"],
+)
 def test_a_head_on_two_devices_computes_the_same(tmp_path, name):
     _, target, head = write_and_load(name, tmp_path)
     sequence, parallel = target.sequence(LENGTH, len(head.tapped_layers), 7), ParallelConfig(devices=2)

@@ -144,10 +144,10 @@ def run(model, tokens, ids=None):
     return compiled_forward(model, jnp.asarray(tokens, jnp.int32)[None], routed=routed, return_routed=True)
 
 
-def replayed(oracle, folder, tokens):
+def replayed(oracle, model, tokens):
     """Largest difference of logits when the oracle's ids are forced on every row but the last."""
     judged, has_moe = oracle.judge(tokens), bool(oracle.case.layer_ids)
-    out = run(ModelFolder.open(folder).load(jnp.dtype(jnp.float32)), tokens, judged.ids if has_moe else None)
+    out = run(model, tokens, judged.ids if has_moe else None)
     if has_moe:
         assert np.array_equal(np.asarray(out.ids)[0, :-1], judged.ids[:-1])
     return float(np.abs(np.asarray(out.logits)[0] - judged.logits).max())
@@ -175,16 +175,15 @@ def check_scores(engine, tokens, *, replays_weights):
         assert lighter.routed_experts == halved and not np.array_equal(lighter.logprobs, live.logprobs)
 
 
-def flipped(folder, tokens):
-    """Share of routers that choose other experts in bfloat16 than in float32 with the same, rounded weights. A property
-    of the dtype."""
-    model = ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16))
-    graphdef, state = nnx.split(model)
-    widened = jax.jit(
+def flipped(folder, model, tokens):
+    """Share of routers that choose other experts in bfloat16 than the float32 model does with the same, rounded
+    weights. A property of the dtype."""
+    half = ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16))
+    rounded = jax.jit(
         lambda leaves: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), leaves)
     )  # one program, not one a shape
-    wide = nnx.merge(graphdef, widened(state))
-    low, high = (run(m, tokens).ids for m in (model, wide))
+    wide = nnx.merge(nnx.graphdef(model), rounded(nnx.state(half)))  # in the program of the replay
+    low, high = (run(m, tokens).ids for m in (half, wide))
     return float(np.mean(np.any(np.sort(low, axis=-1) != np.sort(high, axis=-1), axis=-1)))
 
 
@@ -228,8 +227,9 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
             check_scores(engine, prompts[3], replays_weights=name in WEIGHS_OTHERWISE)
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
-    difference = replayed(oracle, tmp_path, longer)
-    share = flipped(tmp_path, longer) if capture else 0.0
+    model = ModelFolder.open(tmp_path).load(jnp.dtype(jnp.float32))
+    difference = replayed(oracle, model, longer)
+    share = flipped(tmp_path, model, longer) if capture else 0.0
     flips = f"; {share:.2%} of routers flip in bfloat16" if capture else ""
     print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
     assert tally.logprob < 1e-4 and difference < 2e-4 and tally.weight < 2e-5

@@ -33,11 +33,14 @@ FIND = """
 import sys
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.core.errors import ConfigError
-try:
-    print(find_model(sys.argv[1], revision=sys.argv[2] or None, weights=sys.argv[3] == "weights"))
-except ConfigError as error:
-    print(f"{type(error).__name__}: {error}")
+def find():
+    try:
+        print(find_model(sys.argv[1], revision=sys.argv[2] or None, weights=sys.argv[3] == "weights"))
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}")
+find()
 """
+TWICE = FIND + "find()"
 WITH_A_SMALL_DISK = "import resource, signal\nresource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n" + FIND
 
 
@@ -264,8 +267,8 @@ def test_a_revision_is_another_folder_and_weights_may_be_left_out(find):
 )
 def test_a_repository_that_cannot_be_had_is_one_error(hub, find, model, revision, match):
     hub.gated.add("org/gated")
-    assert re.match(match, find(model, revision=revision))
-    assert re.match(match, find(model, revision=revision))
+    first, again = find(model, revision=revision, code=TWICE).splitlines()
+    assert re.match(match, first) and again == first
 
 
 def test_without_a_network_only_a_whole_cache_will_do(hub, find):
@@ -327,6 +330,7 @@ def test_commands_take_ids_and_revisions(hub, tmp_path):
     assert any(path.endswith(f"/org/whole/resolve/{OLDER}/model.safetensors") for path in hub.requests)
 
 
+@pytest.mark.thorough  # every run finds that model here, and chats with a folder in test_cli_commands.py
 def test_chat_takes_the_model_of_the_package(hub, tmp_path):
     assert command(hub, tmp_path, "chat", "demo", "--max-new-tokens", "2", *SMALL, text="Hello\n/quit\n").strip()
     assert not hub.requests
