@@ -63,7 +63,7 @@ LONG = {  # 10 s or more, also in their smallest form
         "launches",
     ),
     *("quantized_layers", "quantized_product", "quantized_rollouts", "quantized_step"),
-    *("replay", "residency", "selection", "speculative", "step"),
+    *("prompts_gpu", "replay", "residency", "selection", "speculative", "step"),
 }
 NOT_RUN = {
     "cluster_speed": "starts four processes of engines; test_process_group_serving.py compares their answers",

@@ -17,6 +17,8 @@ from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.formats import encode_meta_info
 from routed_experts.formats.archive import encode_record
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
 

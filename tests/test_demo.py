@@ -1,12 +1,14 @@
-"""`routed-experts demo` from beginning to end, in a process of its own with warnings as errors: on the tiny checkpoint,
-and on the demo model of the package. What it prints is checked against its own pictures and promises, not against a
-golden."""
+"""`routed-experts demo` from beginning to end, with warnings as errors: on the tiny checkpoint in a process of its own,
+and on the demo model of the package, which scripts/thorough runs in a process, too. What it prints is checked against
+its own pictures and promises, not against a golden."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +16,10 @@ import pytest
 
 import routed_experts
 from routed_experts.analysis.colormaps import text_color
+from routed_experts.demo import demo_model_path
+from routed_experts.demo.run import DemoOptions, run_demo
+from support.fast_compile import fast_compilation
+from support.lazy_compile import lazy_compilation
 from support.process_groups import FAST
 from support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -22,7 +28,7 @@ PACKAGED = Path(routed_experts.__file__).parent / "demo_model"
 MODELS = ["tiny", "packaged"] if PACKAGED.exists() else ["tiny"]
 
 
-def run_demo(folder, *flags, **environ):
+def run_command(folder, *flags, **environ):
     """Programs are compiled fast, and cached where those of the other tests are."""
     cache = jax.config.jax_compilation_cache_dir or str(folder / "jax")
     env = {
@@ -40,14 +46,26 @@ def run_demo(folder, *flags, **environ):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def shown(request, tmp_path_factory):
+def shown(request, tmp_path_factory, is_thorough):
     """A demo that was run: (folder it ran in, what it printed)."""
     folder = tmp_path_factory.mktemp("demo")
+    if request.param == "packaged" and not is_thorough:
+        return folder, run_here(folder)
     flags = ["--model", str(write_tiny_checkpoint(folder / "model"))] if request.param == "tiny" else []
-    done = run_demo(folder, *flags)
+    done = run_command(folder, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return folder, done.stdout
+
+
+def run_here(folder):
+    """The demo of the package's model in this process; its two engines compile fast, and only what they run."""
+    now, shown = time.perf_counter(), io.StringIO()
+    output = folder / "demo-output"
+    options = DemoOptions(model=demo_model_path(), output=output, start_time=now, imported=now, version="", cache=None)
+    with fast_compilation(), lazy_compilation():
+        assert run_demo(options, shown) == 0, shown.getvalue()
+    return shown.getvalue()
 
 
 def test_every_phase_of_start_up_is_timed(shown):
@@ -119,14 +137,14 @@ def test_plain_text_goes_to_a_pipe(shown):
 )
 def test_a_second_start_compiles_nothing(shown, tmp_path):
     folder = [] if not (shown[0] / "model").exists() else ["--model", str(shown[0] / "model")]
-    done = run_demo(tmp_path, *folder, "--output", "elsewhere")
+    done = run_command(tmp_path, *folder, "--output", "elsewhere")
     assert done.returncode == 0, done.stderr
     assert re.search(r"\(\d+ programs from the cache, 0 compiled\)", done.stdout)
     assert (tmp_path / "elsewhere" / "routing.html").exists()
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
-    done = run_demo(tmp_path, "--model", str(tmp_path / "nowhere"))
+    done = run_command(tmp_path, "--model", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert done.stderr.startswith("routed-experts demo: error: ")
     assert done.stderr.count("\n") == 1

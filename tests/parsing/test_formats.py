@@ -19,7 +19,7 @@ from routed_experts.parsing import (
 )
 from routed_experts.parsing.json_values import decode_string, property_types
 
-NUM_SPLITS = 2000
+NUM_SPLITS = 600
 TOOLS = {
     "get_weather": {
         "type": "object",

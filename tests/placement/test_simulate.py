@@ -18,6 +18,8 @@ from routed_experts.layers.balanced_selection.reference import sequential_select
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 from routed_experts.placement import AdaptiveResidency
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 LOGITS = np.random.default_rng(5).normal(0, 1.2, (3, 16))
 
 
