@@ -8,7 +8,7 @@ from support.http_server import parse_error, running
 from support.lazy_compile import lazy_compilation
 from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.devices(2)
+pytestmark = [pytest.mark.devices(2), pytest.mark.usefixtures("fast_compilation")]
 
 BODY = {
     "input_ids": [3, 1, 4, 1, 5] * 4,
