@@ -35,7 +35,7 @@ def blocks(page, language):
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Engines of snippets that name no sizes have one size of batches: drafts run the programs of all to measure them."""
+    """Engines of snippets that name no sizes have one size of batches: drafts measure the programs of every size."""
     monkeypatch.setattr(server_args, "_BATCH_PADDINGS", (4,))
 
 
