@@ -10,7 +10,7 @@ from oracles.driver import Bench, request
 from oracles.families import CASES, VOCAB_SIZE, Oracle
 from routed_experts.models.model_folder import ModelFolder
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 BROKEN, WHOLE = 200, 201  # token ids: the first is embedded as NaN
 FAMILIES = ("Mixtral", "GptOss", "DeepseekV3", "Llama4", "Qwen3_5Moe")  # windows; sinks; latent rows; chunks; states

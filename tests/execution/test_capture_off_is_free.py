@@ -281,8 +281,15 @@ def outputs(lowered):
     }
 
 
-@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
-@pytest.mark.parametrize(("num_experts", "dtype"), [(16, jnp.uint8), (257, jnp.uint16)])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype", "shape"),
+    [
+        pytest.param(16, jnp.uint8, DECODE, id="16-uint8-decode"),
+        pytest.param(16, jnp.uint8, EXTEND, id="16-uint8-extend", marks=pytest.mark.thorough),
+        pytest.param(257, jnp.uint16, DECODE, id="257-uint16-decode", marks=pytest.mark.thorough),
+        pytest.param(257, jnp.uint16, EXTEND, id="257-uint16-extend"),
+    ],
+)
 def test_on_has_one_output_more(shape, num_experts, dtype):
     on, off = (REAL.jobs(capture=capture, num_experts=num_experts)["forward", shape]() for capture in (True, False))
     on_outputs, off_outputs = outputs(on), outputs(off)
@@ -294,8 +301,15 @@ def test_on_has_one_output_more(shape, num_experts, dtype):
         assert re.findall(r"tf\.aliasing_output = (\d+)", lowered.as_text()) == ["0"]
 
 
-@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        pytest.param("float32", DECODE, id="float32-decode"),
+        pytest.param("float32", EXTEND, id="float32-extend", marks=pytest.mark.thorough),
+        pytest.param("bfloat16", DECODE, id="bfloat16-decode", marks=pytest.mark.thorough),
+        pytest.param("bfloat16", EXTEND, id="bfloat16-extend"),
+    ],
+)
 def test_combine_weights_are_written_as_ids_are_and_leave_in_the_same_output(shape, dtype):
     """Beside ids alone: one more write for each of ids', no input more, and one output of packed words."""
     both, ids = (

@@ -19,6 +19,7 @@ from routed_experts.execution import sampler
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
+from support.fast_compile import fast_compilation
 from support.small_runner import DECODE, EXTEND, VERIFY, Fed, build, build_step, compiled, oracle, read, run
 from support.tiny_checkpoint import VOCAB_SIZE
 
@@ -194,10 +195,11 @@ def test_a_table_in_memory_of_the_host_is_that_of_the_device(monkeypatch):
     monkeypatch.setattr(sampler, "_HOST_TABLE_PLATFORMS", frozenset({"cpu"}))
     hosted = build(shapes=shapes)
     hosted._needs_d2h = True  # as on a GPU
-    for runner in (hosted, plain):
-        runner.compile()
-        runner.compile_masked()
-        monkeypatch.undo()
+    with fast_compilation():
+        for runner in (hosted, plain):
+            runner.compile()
+            runner.compile_masked()
+            monkeypatch.undo()
     drafts = Fed(3, PAGES[0], (17, 4, 9), start=len(PROMPTS[0]), prompt_len=len(PROMPTS[0]))
     following = dataclasses.replace(drafts, ids=(5,), start=drafts.start + 3)
     mask = np.full((EXTEND.num_requests, -(-VOCAB_SIZE // 32)), 0b1010, np.uint32)
