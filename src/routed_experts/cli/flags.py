@@ -5,6 +5,7 @@ parser would slow each command down, and a value after a flag that argparse does
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 import types
@@ -369,7 +370,8 @@ def _flag(name: str) -> str:
 def _argument_keywords(kind: object, name: str = "") -> dict[str, Any]:
     """Keywords of `add_argument` for a field of this type; `name`: of a field that takes other servers' values, too."""
     if isinstance(kind, types.UnionType):
-        (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
+        other = (types.NoneType, os.PathLike[str])  # unset, and what Python alone can give
+        (kind,) = (member for member in get_args(kind) if member not in other)
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:
