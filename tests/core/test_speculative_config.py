@@ -216,6 +216,16 @@ def test_defaults_of_text_are_accepted_with_any_algorithm(algorithm):
             ["prompt_lookup_min=5 is above prompt_lookup_max=4"],
         ),
         ({"method": ["ngram"]}, ["a list of 1", "NGRAM"]),
+        *(
+            ({"method": method, name: np.array([1, 2])}, [f"{field}=a ndarray of 2"])
+            for method, name, field in (
+                ("ngram", "num_speculative_tokens", "num_speculative_tokens"),
+                ("ngram", "draft_tensor_parallel_size", "draft_tensor_parallel_size"),
+                ("ngram", "rejection_sample_method", "rejection_sample_method"),
+                ("ngram", "model", "draft_model_path"),
+                ("suffix", "suffix_decoding_max_cached_requests", "suffix_max_cached_requests"),
+            )
+        ),
         ({}, ["no method", "ngram"]),
         ({"method": "eagle3"}, ["draft_model_path=None", "folder"]),
         ({"method": "draft_model"}, ["draft_model_path=None", "smaller model of the same vocabulary"]),

@@ -141,19 +141,19 @@ class SpeculativeConfig:
         if config is not None and not isinstance(config, SpeculativeConfig):
             text = f"speculative={short_repr(config)} must be a SpeculativeConfig"
             raise ConfigError(f"{text}; give SpeculativeConfig(algorithm='NGRAM'), or speculative_algorithm='NGRAM'")
-        given = {name: value for name, value in fields.items() if value is not None}
-        names = ", ".join(f"speculative_{name}" for name in given)
+        values = {name: value for name, value in fields.items() if value is not None}
+        names = ", ".join(f"speculative_{name}" for name in values)
         ways = [
             *(["speculative"] if config is not None else []),
-            *([names] if given else []),
+            *([names] if values else []),
             *(["speculative_config"] if vllm is not None else []),
         ]
         if len(ways) > 1:
             raise ConfigError(f"{' and '.join(ways)} say the same in two ways; give one of them")
-        if given and "algorithm" not in given:
+        if values and "algorithm" not in values:
             raise ConfigError(f"{names} without speculative_algorithm; give speculative_algorithm='NGRAM', too")
-        if given:
-            return SpeculativeConfig(**given)
+        if values:
+            return SpeculativeConfig(**values)
         return config if vllm is None else SpeculativeConfig.from_vllm(vllm, tp_size=tp_size)
 
     @staticmethod
@@ -170,32 +170,32 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{short_repr(key)} is no key of speculative_config; {suggestion(str(key), _VLLM_KEYS)}"
                 )
-        given = {key: value for key, value in values.items() if value is not None}
-        if given.get("draft_tensor_parallel_size", tp_size) != tp_size:
-            text = f"draft_tensor_parallel_size={short_repr(given['draft_tensor_parallel_size'])}"
+        options = {key: value for key, value in values.items() if value is not None}
+        if not _is_same(options.get("draft_tensor_parallel_size", tp_size), tp_size):
+            text = f"draft_tensor_parallel_size={short_repr(options['draft_tensor_parallel_size'])}"
             text = f"{text} is not tp_size={tp_size}"
             raise ConfigError(f"{text}; leave it out")
-        if given.get("rejection_sample_method", "standard") != "standard":
-            text = f"rejection_sample_method={short_repr(given['rejection_sample_method'])} changes what is sampled"
+        if not _is_same(options.get("rejection_sample_method", "standard"), "standard"):
+            text = f"rejection_sample_method={short_repr(options['rejection_sample_method'])} changes what is sampled"
             raise ConfigError(f"{text}; give 'standard', or leave it out")
-        model = given.get("model")
-        is_ngram = model in ("ngram", "[ngram]")
-        method = given.get("method", "ngram" if is_ngram else None)
+        model = options.get("model")
+        is_ngram = isinstance(model, str) and model in ("ngram", "[ngram]")
+        method = options.get("method", "ngram" if is_ngram else None)
         if method is None:
             raise ConfigError("speculative_config has no method; give {'method': 'ngram', 'num_speculative_tokens': 3}")
         fields: dict[str, Any] = {"algorithm": method.upper() if isinstance(method, str) else method}
         if model is not None and not is_ngram:
             fields["draft_model_path"] = model
-        if "num_speculative_tokens" in given:
-            fields["num_draft_tokens"] = _int_of(given, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
-        windows = [_int_of(given, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in given]
+        if "num_speculative_tokens" in options:
+            fields["num_draft_tokens"] = _int_of(options, "num_speculative_tokens", MAX_DRAFT_TOKENS - 1) + 1
+        windows = [_int_of(options, key, MAX_WINDOW) for key in _VLLM_WINDOWS if key in options]
         if windows and windows[0] > windows[-1]:
             shortest, longest = _VLLM_WINDOWS
             raise ConfigError(f"{shortest}={windows[0]} is above {longest}={windows[-1]}; lower it")
         if windows:
             fields |= {"ngram_min_match_window_size": windows[0], "ngram_max_match_window_size": windows[-1]}
-        suffix: dict[str, Any] = {ours: given[key] for key, ours in _VLLM_SUFFIX.items() if key in given}
-        if suffix.get("suffix_max_cached_requests"):
+        suffix: dict[str, Any] = {ours: options[key] for key, ours in _VLLM_SUFFIX.items() if key in options}
+        if not _is_same(suffix.get("suffix_max_cached_requests", 0), 0):
             fields |= {"scope": "namespace", "remember": True}
         return SpeculativeConfig(**fields, **suffix)
 
