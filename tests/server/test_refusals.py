@@ -1,5 +1,6 @@
 """Access and refusals: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
+import ast
 import contextlib
 import gzip
 import json
@@ -8,9 +9,12 @@ import random
 import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+import routed_experts.server
+from routed_experts.cli.flag_help import MEANINGS
 from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
 from routed_experts.server.body import check_depth
@@ -587,6 +591,42 @@ def test_the_headers_of_browser_clients_pass_a_preflight(engine, headers):
         assert other.client.options("/v1/messages", headers=asked).status_code == 200
         asked["access-control-request-headers"] = "x-unknown"
         assert other.client.options("/v1/messages", headers=asked).status_code == 400
+
+
+def headers_read_by(source):
+    """The names of headers that a module asks a request for: constants, and names of constants of the module."""
+    tree = ast.parse(source)
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+            owner, name = node.func.value, node.args[0]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            owner, name = node.comparators[0], node.left
+        else:
+            continue
+        if ast.unparse(owner) in ("request.headers", "_headers(scope)"):
+            value = constants[name.id] if isinstance(name, ast.Name) else name.value
+            yield value.decode() if isinstance(value, bytes) else value
+
+
+def test_every_header_that_the_server_reads_passes_a_preflight(engine):
+    server = Path(routed_experts.server.__file__).parent
+    read = {name for file in server.rglob("*.py") for name in headers_read_by(file.read_text(encoding="utf-8"))}
+    assert {"authorization", "x-request-id", "if-none-match", "x-data-parallel-rank"} <= read
+    read -= {"content-length", "expect"}  # a browser sets these itself
+    read.remove("content-encoding")  # every value but identity is refused
+    session = re.search(r"by the header ([a-z-]+)", MEANINGS["routing_policy"])[1]  # Ray Serve reads it
+    with running(engine, cors_origin="https://app.example") as other:
+        for name in sorted({*read, session}):
+            asked = {"access-control-request-method": "POST", "access-control-request-headers": name}
+            answer = other.client.options("/generate", headers={"origin": "https://app.example", **asked})
+            assert answer.status_code == 200, name
 
 
 def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):

@@ -53,9 +53,12 @@ from routed_experts.server.state import ServerState
 from routed_experts.server.vllm import generate as tokens
 from routed_experts.server.vllm import tokenize
 
-_CLIENT_HEADERS = (  # of a browser's request: our own, and those that the clients of OpenAI and Anthropic add
-    "Authorization Content-Type X-Request-Id Range If-Range If-None-Match Idempotency-Key OpenAI-Organization "
-    "OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta Anthropic-Dangerous-Direct-Browser-Access "
+# Of a browser's request: those that this server reads, X-Session-Id, which a fleet routes by, and those that the clients
+# of OpenAI and Anthropic add.
+_CLIENT_HEADERS = (
+    "Authorization Content-Type X-Request-Id X-Data-Parallel-Rank X-Session-Id Range If-Range If-None-Match "
+    "Idempotency-Key OpenAI-Organization OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta "
+    "Anthropic-Dangerous-Direct-Browser-Access "
     "X-Stainless-Arch X-Stainless-Custom-Poll-Interval X-Stainless-Helper X-Stainless-Helper-Method X-Stainless-Lang "
     "X-Stainless-OS X-Stainless-Package-Version X-Stainless-Poll-Helper X-Stainless-Read-Timeout "
     "X-Stainless-Retry-Count X-Stainless-Runtime X-Stainless-Runtime-Version X-Stainless-Timeout"
