@@ -576,6 +576,17 @@ def test_a_query_parameter_without_effect_is_named_and_a_typo_refused(server, en
         assert strict.client.get(url).status_code == 200 and strict.client.delete(url).status_code == 204
 
 
+@pytest.mark.parametrize("path", ["/", "/version", "/openapi.json"])
+def test_routes_without_parameters_treat_a_query_as_all_routes_do(server, engine, path):
+    plain, named = server.client.get(path), server.client.get(f"{path}?x=1")
+    assert named.headers["x-ignored-params"] == "x" and named.content == plain.content
+    assert "x-ignored-params" not in server.client.get(path).headers
+    assert parse_error(server.client.get(f"{path}?return_routed_experts=true"), 400)["code"] == "unknown_field"
+    with running(engine, strict_fields=True) as strict:
+        assert strict.client.get(path).status_code == strict.client.head(path).status_code == 200
+        assert parse_error(strict.client.get(f"{path}?x=1"), 400)["param"] == "x"
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -183,22 +183,23 @@ def make_app(
     document = openapi_document(operations, version=server.version)
     page = make_page()
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(request: Request, server: ServerState) -> Response:
         return json_response(document)
 
-    async def get_version(request: Request) -> Response:
+    async def get_version(request: Request, server: ServerState) -> Response:
         return json_response({"version": server.version})
 
-    async def root(request: Request) -> Response:
-        return page
+    async def root(request: Request, server: ServerState) -> Response:
+        return Response(page.body, headers=page.headers)
 
-    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path(table)]
-    routes += [
-        *(Route(path, refused_routes.refuse, methods=["POST"]) for path in refused_routes.REFUSED),
-        Route("/", root, methods=["GET"]),
-        Route("/openapi.json", openapi, methods=["GET"]),
-        Route("/version", get_version, methods=["GET"]),
-    ]
+    undocumented = (
+        Entry("/", ("GET",), root),
+        Entry("/openapi.json", ("GET",), openapi),
+        Entry("/version", ("GET",), get_version),
+    )
+    by_path = _by_path((*table, *undocumented))
+    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in by_path]
+    routes += [Route(path, refused_routes.refuse, methods=["POST"]) for path in refused_routes.REFUSED]
     router = Router(routes, redirect_slashes=False)
     middleware = RequestMiddleware(router, server.settings, on_idle=server.on_idle, new_request_id=new_request_id)
     origin = server.settings.cors_origin
