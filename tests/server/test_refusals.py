@@ -615,12 +615,13 @@ def headers_read_by(source):
         and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
-            owner, name = node.func.value, node.args[0]
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            owner, name = node.comparators[0], node.left
-        else:
-            continue
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[name, *_]):
+                pass
+            case ast.Compare(left=name, ops=[ast.In() | ast.NotIn()], comparators=[owner]):
+                pass
+            case _:
+                continue
         if ast.unparse(owner) in ("request.headers", "_headers(scope)"):
             value = constants[name.id] if isinstance(name, ast.Name) else name.value
             yield value.decode() if isinstance(value, bytes) else value

@@ -53,8 +53,8 @@ from routed_experts.server.state import ServerState
 from routed_experts.server.vllm import generate as tokens
 from routed_experts.server.vllm import tokenize
 
-# Of a browser's request: those that this server reads, X-Session-Id, which a fleet routes by, and those that the clients
-# of OpenAI and Anthropic add.
+# Of a browser's request: those that this server reads, X-Session-Id, which a fleet routes by, and those that clients of
+# OpenAI and Anthropic add.
 _CLIENT_HEADERS = (
     "Authorization Content-Type X-Request-Id X-Data-Parallel-Rank X-Session-Id Range If-Range If-None-Match "
     "Idempotency-Key OpenAI-Organization OpenAI-Project X-Api-Key Anthropic-Version Anthropic-Beta "

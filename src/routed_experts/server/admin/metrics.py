@@ -75,7 +75,8 @@ class Metrics:
         self._violations = counter("invariant_violations", "Violated invariants by name", "name")
         self._stalls = counter("watchdog_trips", "Stalls: requests ran and no step ended for --stall-timeout")
         self._queue = seconds("request_queue_time_seconds", "Time from acceptance by the engine to the first step")
-        self._first = seconds("time_to_first_token_seconds", "Time from arrival to the first token, of streamed requests alone")
+        first = "Time from arrival to the first token, of streamed requests alone"
+        self._first = seconds("time_to_first_token_seconds", first)
         self._total = seconds("e2e_request_latency_seconds", "Time from arrival to the end")
         between = "Mean time between the tokens of one request, of streamed requests alone"
         self._between = seconds("inter_token_latency_seconds", between)
@@ -155,7 +156,7 @@ class _EngineCollector(Collector):
         yield from _counters(
             (
                 "preemptions",
-                "Requests sent back to the queue: pages ran out, or a pause, a flush or a release of memory retracted them",
+                "Requests sent back to the queue: pages ran out, or for a pause, a flush or a release of memory",
                 stats.preemptions,
             ),
             ("weight_updates", "Updates of the weights or of their label; rows have this count", stats.update_count),
