@@ -302,7 +302,7 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         keywords = switch if field.type is bool else _argument_keywords(field.type)
         flags, text = map(_flag, (name, *OTHER_NAMES.get(name, ()))), describe(name, field.default)
         group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **keywords)
-    example = 'vLLM\'s form of the same: {"method": "ngram", "num_speculative_tokens": 3}'
+    example = 'speculative decoding in the form of vLLM: {"method": "ngram", "num_speculative_tokens": 3}'
     group.add_argument("--speculative-config", metavar=JSON, default=argparse.SUPPRESS, help=example)
 
 
