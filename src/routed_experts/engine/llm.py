@@ -144,6 +144,7 @@ class LLM:
 
         An engine that records routing returns it with every output, unless return_routed_experts is False. Raises
         InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
+        self.engine.thread.check_not_forked()
         prompt_list = _as_list(prompts)
         params_list = _params_list(sampling_params, len(prompt_list))
         groups: list[list[TokenizedGenerateReqInput]] = []
