@@ -145,9 +145,10 @@ class GenerationHandler(ABC):
 
     async def _observe_rest(self) -> None:
         """Measure the outputs that are left of a call without a client."""
-        with contextlib.suppress(RoutedExpertsError):  # of a request, or of an engine that has ended
-            async for index, output in self._generation.outputs():
-                self._observe(index, output)
+        while self._generation.is_open:
+            with contextlib.suppress(RoutedExpertsError):  # it ends one request: the others follow
+                async for index, output in self._generation.outputs():
+                    self._observe(index, output)
 
     def _observe(self, index: int, output: StrOut) -> None:
         """Measure one output of a request; count the request when it has finished."""
