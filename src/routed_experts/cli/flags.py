@@ -227,11 +227,11 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 def check_sampling_flags(options: argparse.Namespace) -> None:
     """Raise ConfigError for a wrong --max-new-tokens or --temperature, before a model is loaded."""
     fields = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
+    flags = {"max_tokens": "--max-new-tokens", "temperature": "--temperature"}
     try:
         SamplingParams(**{name: value for name, value in fields.items() if value is not None})
     except InvalidRequestError as error:
-        flag = "--max-new-tokens" if error.param == "max_tokens" else f"--{error.param}"
-        raise ConfigError(str(error.renamed(flag))) from error
+        raise ConfigError(str(error.with_names(flags))) from error
 
 
 def load_format(options: argparse.Namespace) -> str:

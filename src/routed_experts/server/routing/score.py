@@ -17,6 +17,7 @@ from routed_experts.core.errors import (
     InvalidRequestError,
     RoutingAlignmentError,
     RoutingFormatError,
+    field_names,
 )
 from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.routed_experts import RoutedExperts
@@ -25,7 +26,6 @@ from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.server.body import ParsedBody, ignored_params_header, json_response, read_body
-from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORED_SEQUENCES, MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
 from routed_experts.server.middleware import request_owner, resolve_request_id
